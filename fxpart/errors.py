@@ -1,0 +1,113 @@
+"""The one error class, its codes, and how a problem is shown to a person.
+
+Every cause of failure has a code, a title and an exit status here and a page in ``docs/errors``.
+A raise site gives the three things that only it knows: where, why and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_DIFFERENCE = 1
+EXIT_INPUT = 2
+EXIT_INFEASIBLE = 3
+EXIT_ENVIRONMENT = 4
+EXIT_RUN = 5
+EXIT_OURS = 70
+
+CODES: dict[str, tuple[str, int]] = {
+    # 1xx: the model, its inputs and the call
+    "FXP101": ("the model cannot be captured", EXIT_INPUT),
+    "FXP102": ("example inputs are needed", EXIT_INPUT),
+    "FXP103": ("control flow depends on data", EXIT_INPUT),
+    "FXP104": ("the batch dimension is unclear", EXIT_INPUT),
+    "FXP105": ("the batch does not fit the captured inputs", EXIT_INPUT),
+    "FXP106": ("there is no loss", EXIT_INPUT),
+    "FXP107": ("the target cannot be loaded", EXIT_INPUT),
+    "FXP108": ("an operation is not supported", EXIT_INPUT),
+    "FXP109": ("an argument is wrong", EXIT_INPUT),
+    "FXP110": ("the weights cannot be loaded", EXIT_INPUT),
+    # 2xx: planning
+    "FXP201": ("the stages cannot be formed", EXIT_INFEASIBLE),
+    "FXP202": ("the constraints cannot hold together", EXIT_INFEASIBLE),
+    "FXP204": ("no plan fits: stage memory", EXIT_INFEASIBLE),
+    "FXP205": ("no plan found within the time limit", EXIT_INFEASIBLE),
+    # 3xx: the plan file
+    "FXP301": ("the plan cannot be read", EXIT_INPUT),
+    "FXP302": ("the plan's format is not known", EXIT_INPUT),
+    "FXP303": ("the plan is not valid", EXIT_INPUT),
+    "FXP304": ("the plan belongs to another model", EXIT_INPUT),
+    "FXP305": ("the plan belongs to another cluster", EXIT_INPUT),
+    # 4xx: the cluster
+    "FXP401": ("the cluster cannot be read", EXIT_INPUT),
+    "FXP402": ("the cluster is not valid", EXIT_INPUT),
+    "FXP403": ("a link is missing", EXIT_INPUT),
+    "FXP404": ("the cluster preset is not known", EXIT_INPUT),
+    # 5xx: the run
+    "FXP501": ("the ranks disagree", EXIT_RUN),
+    "FXP502": ("the number of processes does not match the plan", EXIT_INPUT),
+    "FXP503": ("a transfer took too long", EXIT_RUN),
+    "FXP504": ("a stage failed", EXIT_RUN),
+    "FXP505": ("an exported program was changed", EXIT_INPUT),
+    "FXP506": ("the numbers differ from one process", EXIT_DIFFERENCE),
+    "FXP507": ("a rank process failed", EXIT_RUN),
+    # 6xx: the environment
+    "FXP601": ("a needed package is missing or too old", EXIT_ENVIRONMENT),
+    "FXP602": ("torch.distributed is not usable here", EXIT_ENVIRONMENT),
+    "FXP603": ("a file cannot be written", EXIT_ENVIRONMENT),
+    # 9xx: our own faults
+    "FXP900": ("fxpart found a fault of its own", EXIT_OURS),
+    "FXP901": ("a schedule is not safe", EXIT_OURS),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One cause: its code, the place, the reason and what to do about it (all plain text)."""
+
+    code: str
+    where: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        title = CODES[self.code][0]
+        lines = [f"{self.code}  {title}"]
+        for label, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
+            if text:
+                first, *rest = text.splitlines()
+                lines.append(f"  {label:<7} {first}")
+                lines.extend(f"  {'':<7} {line}" for line in rest)
+        lines.append(f"  {'more':<7} fxpart explain {self.code}")
+        return "\n".join(lines)
+
+
+class FxpartError(Exception):
+    """Every failure that fxpart reports on purpose: one or more :class:`Problem`, all at once."""
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        """Keep the problems; at least one, each with a known code."""
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        assert self.problems, "an FxpartError needs a problem"
+        assert all(p.code in CODES for p in self.problems), "unknown error code"
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+    @property
+    def code(self) -> str:
+        """The code of the first problem."""
+        return self.problems[0].code
+
+    @property
+    def exit_code(self) -> int:
+        """The process exit status of the first problem (architecture: 1, 2, 3, 4, 5 or 70)."""
+        return CODES[self.code][1]
+
+    def __reduce__(self) -> tuple[type[FxpartError], tuple[tuple[Problem, ...]]]:
+        """Travel between processes whole."""
+        return (FxpartError, (self.problems,))
+
+
+def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
+    """An :class:`FxpartError` with one problem, to be raised by the caller."""
+    return FxpartError(Problem(code, where, why, fix))

@@ -1,0 +1,41 @@
+"""Passes and the manager that runs them: levels, verification, observers.
+
+A graph is a ``torch.fx.GraphModule`` whose ``meta["fxpart_level"]`` says how far it has come and
+whose nodes carry one frozen :class:`Annotation` under ``node.meta["fxpart"]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Level(IntEnum):
+    """How far a graph has come; a pass names the level it needs and the one it leaves."""
+
+    CAPTURED = 0
+    ANNOTATED = 1
+    ASSIGNED = 2
+    EXPLICIT = 3
+
+
+KEY = "fxpart"
+LEVEL_KEY = "fxpart_level"
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What fxpart knows of one node, frozen; change it with ``dataclasses.replace``.
+
+    module: the module path the op came from ("" for the root). source: "file.py:12" of the user's
+    line, "" if unknown. requires_grad: whether the node's value carries a gradient. random: the
+    op's index among the graph's random ops, None for others. block: the block it belongs to.
+    stage: the stage it is assigned to.
+    """
+
+    module: str = ""
+    source: str = ""
+    requires_grad: bool = False
+    random: int | None = None
+    block: int | None = None
+    stage: int | None = None

@@ -1,0 +1,1 @@
+"""Schedules: which rank does what, in which order. Plain Python, no torch."""
