@@ -1,0 +1,49 @@
+"""The result of capture, on which everything later is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxpart.program import ConstantSpec, InputSpec
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    graph: a GraphModule whose placeholders are the tensor inputs in the order of ``inputs``, whose
+    ``get_attr`` targets are original qualified names, and whose output is ``(loss, *outputs)``
+    (the loss is None where there is none). Each node has ``meta["val"]`` (fake tensors, symbolic
+    where the batch is) and an :class:`~fxpart.pipeline.Annotation` with module path and source.
+    method: "export", "export-strict" or "symbolic-trace". symbolic: whether batch is a symbol.
+    symbols: per symbol name the input and dim it is read from. aliases: other names of one storage
+    -> the main name. state: main name -> live tensor (meta tensors for models not allocated);
+    parameters, buffers and lifted constants. persistent: names of buffers saved with the model.
+    loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
+    tried: what was tried before the method that worked, as text. again: captures the same model
+    with training switched on or off, for evaluation.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    constants: tuple[ConstantSpec, ...]
+    outputs: tuple[str, ...]
+    symbols: dict[str, tuple[str, int]]
+    hints: dict[str, int]
+    state: dict[str, torch.Tensor]
+    parameters: tuple[str, ...]
+    persistent: frozenset[str]
+    aliases: dict[str, str]
+    method: str
+    symbolic: bool
+    batch_size: int
+    loss_kind: str
+    model_name: str
+    training: bool = True
+    tried: tuple[str, ...] = ()
+    seconds: float = 0.0
+    again: Callable[[bool], Captured] | None = field(default=None, repr=False)

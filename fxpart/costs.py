@@ -1,0 +1,65 @@
+"""What a cost is, what a cost model answers, and what an op looks like to it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import sympy
+
+    from fxpart.cluster import Device, Link
+
+    Size = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's shape (numbers or sympy expressions in the graph's symbols) and dtype ("float32")."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op on local shapes.
+
+    name: the ATen name, "aten.addmm.default". inputs, outputs: tensors in argument order, nested
+    lists flattened. attributes: other arguments by position or name, as hashable values.
+    gradients: how many of the inputs need a gradient (0 means no backward).
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: tuple[tuple[str, object], ...] = ()
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds and bytes moved of something, and whether it was measured or came from a formula."""
+
+    seconds: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    source: str = "analytic"
+
+
+class CostModel(Protocol):
+    """Three pure questions; every answer finite, not negative and deterministic."""
+
+    name: str
+
+    def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        """The op's forward (or its backward) on concrete local shapes on the device."""
+        ...
+
+    def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+        """A change of placement of ``size`` bytes over a group; identity is free."""
+        ...
+
+    def transfer(self, size: float, link: Link) -> Cost:
+        """``size`` bytes over one link."""
+        ...

@@ -1,0 +1,1 @@
+"""Solvers: numbers in, choice and bound out. Plain Python, NumPy and OR-Tools, no torch."""

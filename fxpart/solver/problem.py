@@ -1,0 +1,112 @@
+"""The partition problem as numbers: what every solver is given, as JSON that can be archived and replayed.
+
+Blocks 0..n-1 stand in a fixed topological order. A choice cuts them into contiguous, non-empty
+stages; stage k runs on device k. Seconds and bytes everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class DeviceLimit(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A place for one stage. type: index into the per-type cost rows; memory: bytes usable.
+
+    latency, inverse_bandwidth: seconds, and seconds per byte, of a transfer into this device from
+    the worst of the devices before it (0 for the first device).
+    """
+
+    name: str
+    type: int
+    memory: int
+    latency: float
+    inverse_bandwidth: float
+
+
+class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
+
+    A stage that uses it without holding its producer receives it once for each microbatch, and
+    returns a gradient of the same size where ``gradient`` holds.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    gradient: bool
+
+
+class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter or buffer used by ``blocks`` (sorted). More than one block makes it a tie.
+
+    A stage that holds any of the blocks holds a copy: bytes of weight, gradient and optimizer
+    state. If blocks lie on several stages, gradients are summed over them once a step: each
+    holding stage pays 2 * (latency + gradient * inverse_bandwidth) of the slowest device concerned.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+    weight: int
+    gradient: int
+    optimizer: int
+    buffer: bool = False
+
+
+class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs at one microbatch size.
+
+    forward, backward: seconds, [device type][block]. activation: bytes that autograd saves, [block].
+    workspace: bytes live only while the block runs, [block]. value_bytes: [value].
+    """
+
+    microbatch_size: int
+    microbatches: int
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+    activation: tuple[int, ...]
+    workspace: tuple[int, ...]
+    value_bytes: tuple[int, ...]
+
+
+class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole problem.
+
+    no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
+    would cross). step: optimizer seconds, [device type][block]. schedules: those to choose from.
+    min_stages, max_stages bound the number of stages (max_stages <= len(devices)).
+    """
+
+    blocks: tuple[str, ...]
+    devices: tuple[DeviceLimit, ...]
+    values: tuple[Value, ...]
+    weights: tuple[Weight, ...]
+    variants: tuple[Variant, ...]
+    step: tuple[tuple[float, ...], ...]
+    no_cut_after: tuple[int, ...] = ()
+    schedules: tuple[Literal["gpipe", "1f1b"], ...] = ("1f1b",)
+    min_stages: int = 1
+    max_stages: int = 1
+
+
+class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A candidate plan: which variant and schedule, and the first block of each stage (starts[0] = 0)."""
+
+    variant: int
+    schedule: Literal["gpipe", "1f1b"]
+    starts: tuple[int, ...]
+
+
+class Solution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown."""
+
+    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
+    choice: Choice | None
+    objective: float
+    bound: float
+    solver: str
+    candidates: tuple[Choice, ...] = ()
