@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import sympy
+
 
 class Level(IntEnum):
     """How far a graph has come; a pass names the level it needs and the one it leaves."""
@@ -24,13 +26,27 @@ LEVEL_KEY = "fxpart_level"
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A tensor kept for the backward: ``storage`` is equal for tensors that share one storage.
+
+    size: bytes, an int or a sympy expression in the graph's symbols. source: the node whose value
+    it is, or "" for an op's private result (a mask, a log-sum-exp).
+    """
+
+    storage: int
+    size: int | sympy.Expr
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class Annotation:
     """What fxpart knows of one node, frozen; change it with ``dataclasses.replace``.
 
     module: the module path the op came from ("" for the root). source: "file.py:12" of the user's
     line, "" if unknown. requires_grad: whether the node's value carries a gradient. random: the
     op's index among the graph's random ops, None for others. block: the block it belongs to.
-    stage: the stage it is assigned to.
+    stage: the stage it is assigned to. saved: what autograd keeps for this op's backward, without
+    parameters and buffers.
     """
 
     module: str = ""
@@ -39,3 +55,4 @@ class Annotation:
     random: int | None = None
     block: int | None = None
     stage: int | None = None
+    saved: tuple[Saved, ...] = ()
