@@ -1,0 +1,71 @@
+"""fxpart partitions a PyTorch model over devices and trains it with the numbers of one process.
+
+The public names are loaded when they are first used, so that ``import fxpart`` and reading a plan
+file take no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpart._version import __version__
+
+if TYPE_CHECKING:
+    from fxpart import capture
+    from fxpart.api import Program, compile
+    from fxpart.cluster import Cluster, Device, Link
+    from fxpart.errors import FxpartError, Problem
+    from fxpart.plan import Plan
+    from fxpart.target import Workload
+
+# A checkout that is not installed: passes/ and costmodels/ stand beside this package.
+if not Path(__file__).with_name("passes").is_dir():
+    _root = Path(__file__).resolve().parent.parent
+    if (_root / "passes" / "__init__.py").is_file():
+        __path__.append(str(_root))
+
+_LAZY = {
+    "Cluster": "fxpart.cluster",
+    "Device": "fxpart.cluster",
+    "FxpartError": "fxpart.errors",
+    "Link": "fxpart.cluster",
+    "Plan": "fxpart.plan",
+    "Problem": "fxpart.errors",
+    "Program": "fxpart.api",
+    "Workload": "fxpart.target",
+    "capture": "",  # the package itself: fxpart.capture.capture(model)
+    "compile": "fxpart.api",
+}
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "FxpartError",
+    "Link",
+    "Plan",
+    "Problem",
+    "Program",
+    "Workload",
+    "__version__",
+    "capture",
+    "compile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fxpart' has no attribute {name!r}")
+    if not module:
+        return importlib.import_module(f"fxpart.{name}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted(__all__)
