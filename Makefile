@@ -1,0 +1,54 @@
+# Each target installs what it needs into .venv first; nothing has to be there but Python 3.11+.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+# The first Python that is new enough and can make environments.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$p; break; fi; done)
+BIN := .venv/bin
+STAMP := .venv/installed
+TREES := fxpart passes costmodels tests examples setup.py
+
+.PHONY: help test quick lint format typecheck demo bench clean
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+# torch comes first and alone, so that a CPU build that the machine offers is taken.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "fxpart needs Python 3.11 or newer: make PYTHON=..." >&2; exit 4; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,models]'
+	@touch $@
+
+test: lint typecheck  ## everything: lint, types, all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
+
+quick: $(STAMP)  ## the fast tests, under a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(STAMP)  ## ruff: rules and format
+	$(BIN)/ruff check $(TREES)
+	$(BIN)/ruff format --check $(TREES)
+
+format: $(STAMP)  ## let ruff write the format
+	$(BIN)/ruff format $(TREES)
+	$(BIN)/ruff check --fix $(TREES)
+
+# mypy looks for fxpart.passes inside fxpart/: a tree of links shows it what is installed.
+typecheck: $(STAMP)  ## mypy --strict
+	rm -rf build/typecheck
+	mkdir -p build/typecheck/fxpart
+	ln -s $(CURDIR)/fxpart/* $(CURDIR)/passes $(CURDIR)/costmodels build/typecheck/fxpart/
+	cd build/typecheck && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache --package fxpart
+
+demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
+	$(BIN)/python examples/demo.py demo-out
+
+bench: $(STAMP)  ## every figure that the README quotes
+	for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean:  ## remove what the targets made, the environment too
+	rm -rf .venv build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
