@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import sympy
 
     from fxpart.cluster import Device, Link
 
-    Size = int | sympy.Expr
+    Size: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True)
