@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
 if not Path(__file__).with_name("passes").is_dir():
     _root = Path(__file__).resolve().parent.parent
-    if (_root / "passes" / "__init__.py").is_file():
+    if any((_root / name / "__init__.py").is_file() for name in ("passes", "costmodels")):
         __path__.append(str(_root))
 
 _LAZY = {

@@ -1,8 +1,15 @@
-"""The cluster: devices as individuals and the directed links between them. No torch."""
+"""The cluster: devices as individuals and the directed links between them. No torch.
+
+Reading, writing, presets, detection and checks live in ``fxpart.cluster_io``.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+
+from fxpart.errors import FxpartError, Problem
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +34,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A directed link. source and target name a device, a host, or "*"; the closest match wins.
 
-    latency: seconds; bandwidth: bytes/s; kind: "shm", "nvlink", "net", ...
+    latency: seconds that a transfer takes before its first byte, software included; bandwidth:
+    bytes/s; kind: "shm", "nvlink", "net", ... ("net" means between hosts). origin: where the
+    figures come from.
     """
 
     source: str
@@ -35,6 +44,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     latency: float
     bandwidth: float
     kind: str = ""
+    origin: str = ""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,3 +53,77 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
+
+    @staticmethod
+    def local(ranks: int) -> Cluster:
+        """This host as ``ranks`` CPU devices that share its cores and memory evenly.
+
+        The rates are estimated by formula, and each device's ``source`` says so. Raises FXP404
+        where ``ranks`` is not between 1 and 16384.
+        """
+        from fxpart.cluster_io.detect import local
+
+        return local(ranks)
+
+    @staticmethod
+    def parse(text: str | Path | Cluster) -> Cluster:
+        """A cluster from a preset, from "auto", or from a .toml or .json file; clusters pass through.
+
+        Presets: "local:4" (this host), "8xh100" (devices x model), "16x8xh100" (hosts x devices x
+        model). Raises FXP401 (file), FXP402 (content) or FXP404 (no such preset).
+        """
+        from fxpart.cluster_io.presets import parse
+
+        return text if isinstance(text, Cluster) else parse(text)
+
+    @staticmethod
+    def auto() -> Cluster:
+        """What is here: torchrun's ranks if it started us, else this host's GPUs, else its cores."""
+        from fxpart.cluster_io.detect import detect
+
+        return detect()
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """The cluster in a .toml or .json file, checked. Raises FXP401 or FXP402."""
+        from fxpart.cluster_io.files import load
+
+        return load(Path(path))
+
+    def dump(self, path: str | Path) -> None:
+        """Write the cluster to ``path``: TOML or JSON by its suffix. Raises FXP401 or FXP603."""
+        from fxpart.cluster_io.files import dump
+
+        dump(self, Path(path))
+
+    @property
+    def hash(self) -> str:
+        """The SHA-256 of the canonical JSON, in hex: equal clusters, and only they, are equal here."""
+        from fxpart.cluster_io.files import digest
+
+        return digest(self)
+
+    def link(self, source: str | Device, target: str | Device) -> Link:
+        """The link that a transfer from one device to another takes: the closest match.
+
+        A pair of devices wins over a pair of hosts, that over a host and "*", and that over "*" and
+        "*". A device reaches itself at its memory's speed. Raises FXP403 where nothing matches.
+        For many look-ups make one :class:`fxpart.cluster_io.lookup.Links`.
+        """
+        from fxpart.cluster_io.lookup import Links
+
+        names = [x if isinstance(x, str) else x.name for x in (source, target)]
+        return Links(self)(names[0], names[1])
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Everything that is wrong with the cluster; empty where it is valid."""
+        from fxpart.cluster_io.check import problems
+
+        return problems(self)
+
+    def validate(self) -> Cluster:
+        """The cluster itself; raises FXP402 with every problem found where it is not valid."""
+        found = self.problems()
+        if found:
+            raise FxpartError(found)
+        return self

@@ -1,0 +1,1 @@
+"""Clusters in and out: files, presets, detection, checks, link look-up."""
