@@ -1,12 +1,18 @@
-"""The plan: every decision, what it is predicted to cost, and how good it is proved to be. No torch."""
+"""The plan: every decision, what it is predicted to cost, and how good it is proved to be.
+
+Nothing in a plan is ever executed. Reading, writing and checking live in ``fxpart.plan_io``; torch
+is not needed for any of it.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from fxpart.cluster import Cluster
+from fxpart.errors import FxpartError, Problem
 
 VERSION = 1
 
@@ -27,9 +33,10 @@ class PlanInput(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PlanModel(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model the plan is for.
 
-    fingerprint: digest of the annotated graph (ops, shapes, state names, blocks). capture: "export",
-    "export-strict" or "symbolic-trace". batch: "symbolic" or "fixed" (captured at the microbatch size).
-    blocks: how many blocks the graph has. parameters: count of elements; parameter_bytes: bytes.
+    fingerprint: digest of the annotated graph (ops, shapes, state names, blocks). capture:
+    "export", "export-strict" or "symbolic-trace". batch: "symbolic" or "fixed" (captured at the
+    microbatch size). blocks: how many blocks the graph has. parameters: count of elements;
+    parameter_bytes: bytes.
     """
 
     name: str
@@ -85,7 +92,11 @@ class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank is predicted to need; seconds are per microbatch, except sync and optimizer (per step)."""
+    """What one rank is predicted to need.
+
+    Seconds are per microbatch, except sync and optimizer, which are per step. Bytes at the peak.
+    in_flight: microbatches whose activations are held at once.
+    """
 
     rank: int
     stage: int
@@ -101,7 +112,10 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step time in seconds: the closed form that was minimised, and the simulated schedule."""
+    """Step time in seconds: the closed form that was minimised, and the simulated schedule.
+
+    bubble: the share of the simulated step in which the ranks idle, 0 to 1.
+    """
 
     step_seconds: float
     simulated_seconds: float
@@ -133,7 +147,11 @@ class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All decisions for one model on one cluster; canonical JSON, no time and no host in it."""
+    """All decisions for one model on one cluster; canonical JSON, no time and no host in it.
+
+    edges: (source stage, target stage, whether gradients come back) for each pair of stages that
+    exchanges values every microbatch, skips included; empty where each stage feeds the next.
+    """
 
     format: Literal["fxpart-plan"] = "fxpart-plan"
     version: int = VERSION
@@ -154,3 +172,55 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     certificate: Certificate
     alternatives: tuple[Alternative, ...]
     constraints: dict[str, int | float | str | bool]
+    edges: tuple[tuple[int, int, bool], ...] = ()
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The checked plan in a file; FXP301 (unreadable), FXP302 (format) or FXP303 (content)."""
+        from fxpart.plan_io.files import load
+
+        return load(Path(path))
+
+    @staticmethod
+    def loads(data: bytes | str, where: str = "plan") -> Plan:
+        """The checked plan in JSON text; ``where`` names it in errors, which are those of load."""
+        from fxpart.plan_io.files import decode
+
+        return decode(data.encode() if isinstance(data, str) else data, where)
+
+    def dumps(self) -> str:
+        """Canonical JSON: sorted keys, two spaces, a final newline; equal plans give equal text."""
+        from fxpart.plan_io.files import encode
+
+        return encode(self)
+
+    def dump(self, path: str | Path) -> None:
+        """Check the plan (FXP303) and write it to ``path`` (FXP603 where that fails)."""
+        from fxpart.plan_io.files import dump
+
+        dump(self, Path(path))
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Everything that is wrong with the plan; empty where it is valid."""
+        from fxpart.plan_io.check import problems
+
+        return problems(self)
+
+    def validate(self) -> Plan:
+        """The plan itself; raises FXP303 with every problem found where it is not valid."""
+        found = self.problems()
+        if found:
+            raise FxpartError(found)
+        return self
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """The JSON Schema (2020-12) of a plan file."""
+        from fxpart.plan_io.schema import schema
+
+        return schema()
+
+    @property
+    def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
+        """``edges``, or where there are none the chain in which each stage feeds the next."""
+        return self.edges or tuple((i, i + 1, True) for i in range(len(self.stages) - 1))

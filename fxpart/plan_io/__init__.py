@@ -1,0 +1,1 @@
+"""Plans in and out: files, migration, checks, schema, comparison. No torch."""

@@ -1,0 +1,43 @@
+"""What differs between two plans, field by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fxpart.plan import Plan
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One difference: the field's path, and both values (None where the field is not there)."""
+
+    path: str
+    old: Any
+    new: Any
+
+
+def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
+    """Every leaf that differs, in field order; empty for equal plans."""
+    return tuple(_walk(msgspec.to_builtins(old), msgspec.to_builtins(new), ""))
+
+
+def _walk(old: Any, new: Any, path: str) -> list[Change]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(key for key in new if key not in old)]
+        pairs = [(f"{path}.{key}" if path else key, old.get(key), new.get(key)) for key in keys]
+    elif _is_list(old) and _is_list(new):
+        count = max(len(old), len(new))
+        pairs = [(f"{path}[{i}]", _at(old, i), _at(new, i)) for i in range(count)]
+    else:
+        same = type(old) is type(new) and old == new
+        return [] if same else [Change(path=path, old=old, new=new)]
+    return [change for where, a, b in pairs for change in _walk(a, b, where)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _at(items: Any, index: int) -> Any:
+    return items[index] if index < len(items) else None

@@ -1,0 +1,111 @@
+"""Plan files: canonical JSON, read without trusting them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fxpart.errors import FxpartError, error
+from fxpart.plan import VERSION, Plan
+from fxpart.plan_io.migrate import upgrade
+from fxpart.plan_io.shape import shape_problems
+
+MAX_BYTES = 64 << 20
+
+
+class _Header(msgspec.Struct):
+    """What is read first, whatever the rest is."""
+
+    format: Any = None
+    version: Any = None
+
+
+def load(path: Path) -> Plan:
+    """The checked plan in ``path``."""
+    where = str(path)
+    try:
+        # A pipe or a device could block for ever or never end.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise _unreadable(where, "it is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as why:
+        text = getattr(why, "strerror", None) or str(why)
+        raise _unreadable(where, text, "give the path of a plan file") from why
+    if len(data) > MAX_BYTES:
+        raise _unreadable(where, f"it has more than {MAX_BYTES} bytes")
+    return decode(data, where)
+
+
+def decode(data: bytes, where: str) -> Plan:
+    """The checked plan in ``data``; every fault of shape, or else every fault of content."""
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != "fxpart-plan" or type(header.version) is not int:
+            raise _unknown(where, f"it says format {_short(header.format)}")
+        if header.version == VERSION:
+            plan = msgspec.json.decode(data, type=Plan)
+        else:
+            raw = upgrade(msgspec.json.decode(data), header.version, where)
+            plan = msgspec.convert(raw, Plan)
+    except msgspec.ValidationError as first:
+        raise FxpartError(_all_of_shape(data, where, str(first))) from first
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
+        # Not JSON, not UTF-8, nested too deep, or a number that Python cannot hold.
+        raise _unreadable(where, str(why) or type(why).__name__) from why
+    return plan.validate()
+
+
+def encode(plan: Plan) -> str:
+    """Canonical JSON text."""
+    text = msgspec.json.encode(plan)
+    try:
+        # Once through the reader, so that an int in a float field is written as it is read.
+        plan = msgspec.json.decode(text, type=Plan)
+    except msgspec.ValidationError:
+        plan.validate()  # NaN and infinity become null: this names them
+        raise
+    return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=2).decode() + "\n"
+
+
+def dump(plan: Plan, path: Path) -> None:
+    """Check and write beside, then rename: a reader never sees half a plan."""
+    text = encode(plan.validate())
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.replace(path)
+    except OSError as why:
+        text = why.strerror or str(why)
+        raise error("FXP603", where=str(path), why=text, fix="give a writable path") from why
+
+
+def _all_of_shape(data: bytes, where: str, first: str) -> list[Any]:
+    """The problems that decoding stopped at, and those behind the first one."""
+    try:
+        found = shape_problems(msgspec.json.decode(data), Plan, where)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+        found = []
+    return found or list(error("FXP303", where=where, why=first, fix=_FIX).problems)
+
+
+_FIX = "make the plan again with `fxpart plan`, or correct this place"
+
+
+def _unreadable(where: str, why: str, fix: str = "") -> FxpartError:
+    fix = fix or "make the plan again with `fxpart plan`"
+    return error("FXP301", where=where, why=why, fix=fix)
+
+
+def _unknown(where: str, why: str) -> FxpartError:
+    fix = "a plan starts with format fxpart-plan and a version; `fxpart plan` writes one"
+    return error("FXP302", where=where, why=why, fix=fix)
+
+
+def _short(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
