@@ -45,8 +45,10 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter or buffer used by ``blocks`` (sorted). More than one block makes it a tie.
 
     A stage that holds any of the blocks holds a copy: bytes of weight, gradient and optimizer
-    state. If blocks lie on several stages, gradients are summed over them once a step: each
-    holding stage pays 2 * (latency + gradient * inverse_bandwidth) of the slowest device concerned.
+    state. If blocks lie on several stages and ``gradient`` is not 0, gradients are summed over them
+    once a step: each holding stage pays 2 * (latency + gradient * inverse_bandwidth) of the link
+    into its own device (the first stage: into the second device). So a stage's cost depends on its
+    own blocks and device alone. A buffer's bytes are in ``weight``.
     """
 
     name: str
@@ -102,7 +104,12 @@ class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Solution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown."""
+    """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown.
+
+    objective, bound: seconds; infinite where there is no choice (bound stays finite if unknown).
+    status: "optimal" to a relative 1e-9, "within gap" to 1 %. candidates: the choice first, then
+    the best others that differ in number of stages, microbatches or schedule.
+    """
 
     status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
     choice: Choice | None

@@ -1,0 +1,218 @@
+"""The objective, once: what a choice costs and needs. Every solver is judged by :func:`evaluate`.
+
+Per stage s and microbatch, t_s = forward + backward + transfers received; per step,
+beta_s = tie synchronisation + optimizer. The step takes T = sum_s t_s + max_s((m-1) t_s + beta_s),
+the closed form of GPipe and 1F1B (an upper bound where stages are unequal).
+"""
+
+from __future__ import annotations
+
+from math import fsum
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.solver.problem import Choice, PartitionProblem, Variant
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peak memory of a stage in bytes, by cause; the names are those of ``fxpart.plan.Memory``.
+
+    activations: in_flight times what autograd saves, plus the largest workspace. transfers: each
+    received value, once for each microbatch in flight (it is kept until its gradient goes back).
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    transfers: int
+
+    @property
+    def total(self) -> int:
+        """All parts together, in bytes."""
+        return (
+            self.weights + self.gradients + self.optimizer
+            + self.activations + self.buffers + self.transfers
+        )  # fmt: skip
+
+
+class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of a choice: blocks [first, last] on the device ``device`` (an index).
+
+    forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step.
+    workspace: bytes, already counted in ``memory.activations``.
+    """
+
+    first: int
+    last: int
+    device: int
+    forward_seconds: float
+    backward_seconds: float
+    transfer_seconds: float
+    sync_seconds: float
+    optimizer_seconds: float
+    memory: StageMemory
+    memory_limit: int
+    in_flight: int
+    workspace: int
+
+    @property
+    def seconds(self) -> float:
+        """t_s: seconds for one microbatch."""
+        return self.forward_seconds + self.backward_seconds + self.transfer_seconds
+
+    @property
+    def step_only_seconds(self) -> float:
+        """beta_s: seconds once a step."""
+        return self.sync_seconds + self.optimizer_seconds
+
+
+class Evaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A choice's step time in seconds, its parts by stage, and what it violates (nothing if feasible)."""
+
+    seconds: float
+    stages: tuple[StageCost, ...]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the choice fits every memory and keeps every constraint."""
+        return not self.faults
+
+
+def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
+    """How many microbatches' activations the stage holds at its peak: m, or min(m, S - s) for 1F1B."""
+    return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+
+
+def tie_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
+    """Latency and inverse bandwidth that a stage's gradient sums over ties take (see ``Weight``)."""
+    if len(problem.devices) == 1:
+        return 0.0, 0.0
+    device = problem.devices[max(stage, 1)]
+    return device.latency, device.inverse_bandwidth
+
+
+class Scorer:
+    """Evaluates many choices of one problem; holds which values and weights each block uses."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        """Index the problem's values by consumer and its weights by block."""
+        self.problem = problem
+        self._received: list[list[int]] = [[] for _ in problem.blocks]
+        self._held: list[list[int]] = [[] for _ in problem.blocks]
+        for index, value in enumerate(problem.values):
+            for block in value.consumers:
+                self._received[block].append(index)
+        for index, weight in enumerate(problem.weights):
+            for block in weight.blocks:
+                self._held[block].append(index)
+
+    def evaluate(self, choice: Choice) -> Evaluation:
+        """What :func:`evaluate` returns."""
+        problem, count = self.problem, len(choice.starts)
+        _well_formed(problem, choice)
+        variant = problem.variants[choice.variant]
+        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
+        m = variant.microbatches
+        stages = tuple(
+            self.stage(variant, k, first, last, in_flight(choice.schedule, m, count, k))
+            for k, (first, last) in enumerate(zip(choice.starts, ends, strict=True))
+        )
+        longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
+        seconds = fsum(s.seconds for s in stages) + longest
+        faults = (*_broken_constraints(problem, choice), *_overfull(problem, stages))
+        return Evaluation(seconds=seconds, stages=stages, faults=faults)
+
+    def stage(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
+        """Blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight."""
+        problem, device = self.problem, self.problem.devices[k]
+        blocks = range(first, last + 1)
+        received = sorted(
+            {v for b in blocks for v in self._received[b] if problem.values[v].producer < first}
+        )
+        weights = [problem.weights[w] for w in sorted({w for b in blocks for w in self._held[b]})]
+        latency, inverse = tie_link(problem, k)
+        workspace = max(variant.workspace[b] for b in blocks)
+        saved = sum(variant.activation[b] for b in blocks)
+        return StageCost(
+            first=first,
+            last=last,
+            device=k,
+            forward_seconds=fsum(variant.forward[device.type][first : last + 1]),
+            backward_seconds=fsum(variant.backward[device.type][first : last + 1]),
+            transfer_seconds=fsum(
+                (2 if problem.values[v].gradient else 1)
+                * (device.latency + variant.value_bytes[v] * device.inverse_bandwidth)
+                for v in received
+            ),
+            sync_seconds=fsum(
+                2 * (latency + w.gradient * inverse)
+                for w in weights
+                if w.gradient and (w.blocks[0] < first or w.blocks[-1] > last)
+            ),
+            optimizer_seconds=fsum(problem.step[device.type][first : last + 1]),
+            memory=StageMemory(
+                weights=sum(w.weight for w in weights if not w.buffer),
+                gradients=sum(w.gradient for w in weights),
+                optimizer=sum(w.optimizer for w in weights),
+                activations=flying * saved + workspace,
+                buffers=sum(w.weight for w in weights if w.buffer),
+                transfers=flying * sum(variant.value_bytes[v] for v in received),
+            ),
+            memory_limit=device.memory,
+            in_flight=flying,
+            workspace=workspace,
+        )
+
+
+def evaluate(problem: PartitionProblem, choice: Choice) -> Evaluation:
+    """The one definition of what ``choice`` costs.
+
+    Raises FXP109 for a choice that names no stages of this problem; one that merely breaks a
+    constraint or a memory limit is evaluated, with its faults.
+    """
+    return Scorer(problem).evaluate(choice)
+
+
+def _well_formed(problem: PartitionProblem, choice: Choice) -> None:
+    """Refuse a choice whose numbers do not belong to the problem at all."""
+    starts, n = choice.starts, len(problem.blocks)
+    rising = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    why = ""
+    if not starts or starts[0] != 0 or not rising or starts[-1] >= n:
+        why = f"starts {starts} do not cut {n} blocks into contiguous stages"
+    elif len(starts) > len(problem.devices):
+        why = f"{len(starts)} stages do not fit on {len(problem.devices)} devices"
+    elif not 0 <= choice.variant < len(problem.variants):
+        why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+    if why:
+        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+
+
+def _broken_constraints(problem: PartitionProblem, choice: Choice) -> list[str]:
+    """Constraints other than memory that the choice violates, as text."""
+    faults = []
+    if not problem.min_stages <= len(choice.starts) <= problem.max_stages:
+        allowed = f"{problem.min_stages} to {problem.max_stages}"
+        faults.append(f"{len(choice.starts)} stages, allowed are {allowed}")
+    if choice.schedule not in problem.schedules:
+        faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
+    fused = set(problem.no_cut_after)
+    faults.extend(f"cut after block {s - 1}" for s in choice.starts[1:] if s - 1 in fused)
+    return faults
+
+
+def _overfull(problem: PartitionProblem, stages: tuple[StageCost, ...]) -> list[str]:
+    """Stages that need more than their device has, as text."""
+    return [
+        f"stage {k} needs {s.memory.total} bytes, {problem.devices[k].name} has {s.memory_limit}"
+        for k, s in enumerate(stages)
+        if s.memory.total > s.memory_limit
+    ]
