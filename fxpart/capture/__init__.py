@@ -1,1 +1,8 @@
 """Capture: an unmodified nn.Module becomes a torch.fx graph with named state and inputs."""
+
+from __future__ import annotations
+
+from fxpart.capture.captured import Captured
+from fxpart.capture.capturing import capture
+
+__all__ = ["Captured", "capture"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +26,8 @@ class Captured:
     parameters, buffers and lifted constants. persistent: names of buffers saved with the model.
     loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
     tried: what was tried before the method that worked, as text. again: captures the same model
-    with training switched on or off, for evaluation.
+    with training switched on or off, for evaluation. eager: runs the user's own module and loss on
+    a batch object and returns ``(loss, *outputs)``, for comparison.
     """
 
     graph: fx.GraphModule
@@ -47,3 +49,4 @@ class Captured:
     tried: tuple[str, ...] = ()
     seconds: float = 0.0
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)
+    eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)

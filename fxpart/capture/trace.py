@@ -1,0 +1,106 @@
+"""The ways to a graph, tried in order: torch.export with symbols, static, strict, then torch.fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.export import Dim, ExportedProgram, export
+
+from fxpart.capture.whole import Whole
+
+MAX_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of tracing: its name for people, the method it counts as, and what is symbolic."""
+
+    label: str
+    method: str
+    strict: bool
+    symbolic: bool
+    sequences: bool
+
+
+WAYS = (
+    Way("export, symbolic batch and sequence", "export", False, True, True),
+    Way("export, symbolic batch", "export", False, True, False),
+    Way("export, fixed batch", "export", False, False, False),
+    Way("strict export, symbolic batch", "export-strict", True, True, False),
+    Way("strict export, fixed batch", "export-strict", True, False, False),
+)
+
+
+def sequence_dims(
+    tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
+) -> tuple[frozenset[int], ...]:
+    """Per input, the dims that may be a sequence length.
+
+    The second dim of integer inputs [batch, length] says which sizes are lengths; every dim of
+    that size in any input but its batch dim is one.
+    """
+    sizes = {
+        t.shape[1 - b]
+        for t, b in zip(tensors, batch_dims, strict=True)
+        if b is not None and t.dim() == 2 and b < 2 and t.dtype in (torch.int64, torch.int32)
+    }
+    sizes -= {0, 1}
+    return tuple(
+        frozenset(
+            d
+            for d, size in enumerate(t.shape)
+            if d != b and size in sizes and (not t.is_floating_point() or d == 1 or b is None)
+        )
+        for t, b in zip(tensors, batch_dims, strict=True)
+    )
+
+
+def run_export(
+    whole: Whole,
+    tensors: Sequence[torch.Tensor],
+    batch_dims: Sequence[int | None],
+    way: Way,
+) -> ExportedProgram:
+    """torch.export of the whole module in one way; raises whatever torch raises."""
+    shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
+    return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
+
+
+def _shapes(
+    tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None], way: Way
+) -> dict[str, object]:
+    batch = Dim("batch", min=1, max=MAX_BATCH)
+    lengths = sequence_dims(tensors, batch_dims)
+    specs: list[dict[int, object]] = []
+    for i, dim in enumerate(batch_dims):
+        spec: dict[int, object] = {}
+        if way.sequences:
+            spec |= {d: Dim.AUTO for d in lengths[i]}
+        if dim is not None:
+            spec[dim] = batch
+        specs.append(spec)
+    return {"batch": tuple(specs)}
+
+
+def first_that_works(
+    ways: Sequence[Way], attempt: Callable[[Way], ExportedProgram]
+) -> tuple[Way, ExportedProgram, list[tuple[Way, Exception]]]:
+    """Try each way; returns the one that worked, or raises :class:`NoWay` with every failure."""
+    failures: list[tuple[Way, Exception]] = []
+    for way in ways:
+        try:
+            return way, attempt(way), failures
+        except Exception as failure:  # torch.export raises many unrelated types
+            failures.append((way, failure))
+    raise NoWay(failures)
+
+
+class NoWay(Exception):
+    """No way worked; ``failures`` pairs each with what it raised."""
+
+    def __init__(self, failures: list[tuple[Way, Exception]]) -> None:
+        """Keep the failures in the order of the ways."""
+        self.failures = failures
+        super().__init__(f"{len(failures)} ways failed")

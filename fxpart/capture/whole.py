@@ -1,0 +1,72 @@
+"""The user's model and loss as one module: tensors in, loss and named outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.capture.batch import put_together
+from fxpart.capture.calling import Call
+from fxpart.capture.outputs import mean_square, named_tensors, own_loss
+from fxpart.errors import error
+
+LOSS_KEYS = {"given": "loss/given", "output": "loss/output", "mean-square": "loss/mean-square"}
+
+Loss = Callable[..., Any]
+
+
+class Whole(nn.Module):
+    """Model and loss in one: ``forward(batch: tuple of tensors) -> {"loss/KIND": loss, name: output}``.
+
+    The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
+    parameters are known by prefix.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, call: Call) -> None:
+        """Keep the model as it is; nothing of it is changed."""
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.call = call
+
+    def forward(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """Run the model, then its loss; FXP106 when the loss is no scalar tensor."""
+        call = self.call
+        args = put_together(call.args, batch)
+        kwargs = put_together(call.kwargs, batch)
+        output = self.model(*args, **kwargs)
+        outputs = named_tensors(output)
+        if self.loss is not None:
+            targets = put_together(call.targets, batch)
+            named = put_together(call.named_targets, batch)
+            value = self.loss(output, *targets, **named)
+            kind = "given"
+        else:
+            value = own_loss(output)
+            kind = "mean-square" if value is None else "output"
+            if value is None:
+                value = mean_square(outputs)
+            else:
+                outputs = {k: t for k, t in outputs.items() if t is not value}
+        return {LOSS_KEYS[kind]: _scalar(value), **outputs}
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    shown = (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else (f"an object of type {type(value).__name__}")
+    )
+    raise error(
+        "FXP106",
+        where="loss",
+        why=f"it returned {shown}, not one number",
+        fix="return the mean over the batch as a scalar tensor",
+    )
