@@ -1,0 +1,104 @@
+"""The command line: ``fxpart VERB``. The only place that prints; one file for each verb.
+
+Exit status: 0 done, 1 a difference found, 2 bad input, 3 infeasible, 4 environment, 5 the run
+failed, 70 our fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from fxpart._version import __version__
+from fxpart.cli import output
+from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError
+
+# Verb -> what `fxpart --help` says of it; a verb's module is loaded when the verb is used.
+VERBS = {
+    "doctor": "Can this model be captured? Says what was tried and what stands in the way.",
+    "plan": "Choose stages, devices and microbatches for a model; write the plan.",
+    "explain": "Say what a plan decides and why, or what an error code means.",
+    "validate": "Check plan files; every fault, not the first.",
+    "export": "Write each rank's program as readable Python.",
+    "train": "Train a target by a plan, in this process or on several.",
+    "verify": "Compare partitioned training with one process, number by number.",
+    "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
+    "report": "Draw a plan as one HTML file.",
+    "diff": "Show what differs between two plans.",
+    "env": "Show versions and devices, for a bug report.",
+}
+
+
+class Verbs(click.Group):
+    """A group whose verbs are modules of this package, imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, None where there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"fxpart.cli.{cmd_name}").command
+        assert isinstance(command, click.Command), cmd_name
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of verbs, without loading them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="TARGET is file.py:function or package.module:function; the function returns the "
+    "model, (model, example inputs), or a fxpart.Workload. "
+    "`fxpart explain FXP204` explains an error, `fxpart explain glossary` the words.",
+)
+@click.version_option(__version__, prog_name="fxpart")
+@click.option("--traceback", "show", is_flag=True, help="Show where an error came from.")
+def cli(show: bool) -> None:
+    """Partition an unmodified PyTorch model over devices and train it with the numbers of one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its status."""
+    status = run(sys.argv[1:] if arguments is None else list(arguments))
+    sys.exit(status)
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; the exit status. A user's mistake shows no traceback."""
+    verb = next((i for i, a in enumerate(arguments) if not a.startswith("-")), len(arguments))
+    show = "--traceback" in arguments[:verb]
+    as_json = "--json" in arguments
+    try:
+        return int(cli.main(arguments, prog_name="fxpart", standalone_mode=False) or 0)
+    except click.ClickException as fault:
+        fault.show()
+        return EXIT_INPUT
+    except (click.Abort, KeyboardInterrupt):
+        output.note("interrupted")
+        return 130
+    except FxpartError as fault:
+        if show:
+            traceback.print_exc()
+        output.failure(fault, as_json=as_json)
+        return fault.exit_code
+    except BrokenPipeError:
+        # The reader has gone (`| head`): say nothing, and let Python's own flush at exit be quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as fault:
+        if show:
+            traceback.print_exc()
+        output.note(f"fxpart found a fault of its own: {type(fault).__name__}: {fault}")
+        output.note("`fxpart --traceback VERB ...` shows where; please report it")
+        return EXIT_OURS

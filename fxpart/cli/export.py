@@ -1,0 +1,36 @@
+"""``fxpart export``: each rank's program as readable Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import Request, compile_options, json_option
+
+
+@click.command()
+@compile_options
+@click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
+@click.option("--output", "-o", "path", type=click.Path(), required=True, help="The folder.")
+@json_option
+def command(path: str, as_json: bool, **options: Any) -> int:
+    """Write plan.json, the manifest and each rank's stages and actions into a folder."""
+    request = Request(**options)
+    program = request.compile(request.workload())
+    program.export(path)
+    files = sorted(p for p in Path(path).rglob("*") if p.is_file())
+    if as_json:
+        output.data(
+            {
+                "directory": path,
+                "files": {str(p.relative_to(path)): p.stat().st_size for p in files},
+            }
+        )
+        return 0
+    output.text(f"wrote {path}:")
+    for file in files:
+        output.text(f"  {file.relative_to(path)}  {file.stat().st_size} bytes")
+    return 0

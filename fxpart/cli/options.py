@@ -1,0 +1,110 @@
+"""Options that several verbs share, and what they make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fxpart.cli import output
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+    from fxpart.target import Workload
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Answer as JSON on stdout.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled, from the command line."""
+
+    target: str
+    cluster: str
+    batch_size: int | None
+    microbatches: int | None
+    optimizer: str | None
+    cost_model: str
+    constraint: tuple[str, ...]
+    seed: int
+    plan: str | None = None
+
+    def workload(self) -> Workload:
+        """The target, loaded."""
+        from fxpart.target import load_target
+
+        return load_target(self.target)
+
+    def compile(self, workload: Workload) -> Program:
+        """The workload, compiled as the options say."""
+        from fxpart.api import compile
+
+        with output.busy(f"{'applying the plan to' if self.plan else 'planning'} {self.target}"):
+            return compile(
+                workload.model,
+                self.cluster,
+                example_inputs=workload.example_inputs,
+                example_kwargs=workload.example_kwargs,
+                loss=workload.loss,
+                batch_size=self.batch_size or workload.batch_size,
+                microbatches=self.microbatches,
+                optimizer=self.optimizer or workload.optimizer,
+                cost_model=self.cost_model,
+                plan=self.plan,
+                constraints=parse_constraints(self.constraint),
+                seed=self.seed,
+            )
+
+
+def compile_options(command: Command) -> Command:
+    """Add the options that say what is compiled; they arrive as keywords of :class:`Request`."""
+    for option in reversed(
+        (
+            click.argument("target"),
+            click.option(
+                "--cluster", "-c", default="auto", show_default=True,
+                help="local:4, 16x8xh100, auto, or a cluster file.",
+            ),
+            click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch."),
+            click.option("--microbatches", "-m", type=click.IntRange(1), help="Fix their number."),
+            click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
+            click.option("--cost-model", default="auto", show_default=True, help="Its name."),
+            click.option(
+                "--constraint", multiple=True, metavar="KEY=VALUE",
+                help="Fix a decision, such as stages=3; may be repeated.",
+            ),
+            click.option("--seed", type=int, default=0, show_default=True),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def parse_constraints(items: tuple[str, ...]) -> dict[str, int | float | str | bool] | None:
+    """``("stages=3", "recompute=true")`` as a dict; None where there are none. Raises FXP109."""
+    if not items:
+        return None
+    found: dict[str, int | float | str | bool] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator or not key:
+            fix = "write KEY=VALUE, for example stages=3"
+            raise error("FXP109", where=f"--constraint {item}", why="there is no =", fix=fix)
+        found[key.strip()] = _scalar(value.strip())
+    return found
+
+
+def _scalar(text: str) -> int | float | str | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,71 @@
+"""What goes to stdout (data) and to stderr (notes, progress, errors), and how it is made safe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import msgspec
+
+from fxpart.errors import CODES, FxpartError
+
+# A name from a model must not move the cursor or set the window's title.
+_UNSAFE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+
+
+def text(words: str) -> None:
+    """The verb's answer for a person, to stdout."""
+    _write(sys.stdout, words)
+
+
+def data(value: Any) -> None:
+    """The verb's answer for a machine: JSON with sorted keys, to stdout."""
+    encoded = msgspec.json.encode(value, order="sorted")
+    _write(sys.stdout, msgspec.json.format(encoded, indent=2).decode())
+
+
+def line(value: Any) -> None:
+    """One record of a stream for a machine: JSON on one line, to stdout, at once."""
+    _write(sys.stdout, msgspec.json.encode(value, order="sorted").decode())
+    sys.stdout.flush()
+
+
+def note(words: str) -> None:
+    """What a person may want to know meanwhile, to stderr."""
+    _write(sys.stderr, words)
+
+
+def failure(fault: FxpartError, *, as_json: bool) -> None:
+    """Every problem to stderr, and with ``--json`` also to stdout as data."""
+    note(str(fault))
+    if as_json:
+        data({"error": problems(fault)})
+
+
+def problems(fault: FxpartError) -> list[dict[str, str]]:
+    """The problems of an error as plain data."""
+    return [
+        {"code": p.code, "title": CODES[p.code][0], "where": p.where, "why": p.why, "fix": p.fix}
+        for p in fault.problems
+    ]
+
+
+@contextmanager
+def busy(words: str) -> Iterator[None]:
+    """Say on stderr what is being done: a spinner on a terminal, a line elsewhere."""
+    if not sys.stderr.isatty():
+        note(f"{words} ...")
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words):
+        yield
+
+
+def _write(stream: TextIO, words: str) -> None:
+    safe = words.translate(_UNSAFE)
+    encoding = stream.encoding or "utf-8"
+    print(safe.encode(encoding, "backslashreplace").decode(encoding), file=stream)
