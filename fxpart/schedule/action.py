@@ -11,7 +11,9 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
+
+FORWARD = "forward"  # the name of schedules that only evaluate
 
 
 class Kind(Enum):
@@ -46,6 +48,17 @@ class Action:
     peer: int | None = None
     version: int | None = None
 
+    def __post_init__(self) -> None:
+        """A transfer has a peer, a computation has none."""
+        assert (self.peer is None) == self.kind.is_compute, "exactly the transfers have a peer"
+
+    @property
+    def plain(self) -> Action:
+        """The same action without the weight version: what dependence speaks of."""
+        if self.version is None:
+            return self
+        return Action(self.stage, self.kind, self.microbatch, self.peer)
+
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind.value}{self.microbatch}"
         if self.peer is not None and self.peer != default_peer(self.stage, self.kind):
@@ -62,36 +75,46 @@ def default_peer(stage: int, kind: Kind) -> int | None:
     return None
 
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:>(\d+))?(?:@(\d+))?")
+# At most nine digits, and ASCII ones: no text may make a reader build a huge number.
+_NUMBER = "([0-9]{1,9})"
+_TEXT = re.compile(
+    rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W){_NUMBER}(?:>{_NUMBER})?(?:@{_NUMBER})?"
+)
 
 
 def parse(text: str) -> Action:
     """The action that ``str(action)`` wrote; raises FXP303 on any other text."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
-        raise error(
-            "FXP303",
-            where=f"action {text!r}",
-            why="it is not of the form <stage><kind><microbatch>[>peer][@version]",
-            fix="write for example 0F3, 2SEND_B1, 0SEND_F1>3 or 0F3@2",
-        )
+        raise _unreadable(text, "it is not of the form <stage><kind><microbatch>[>peer][@version]")
     stage, kind, microbatch, peer, version = match.groups()
     what = Kind(kind)
+    other = int(peer) if peer is not None else default_peer(int(stage), what)
+    if what.is_compute and other is not None:
+        raise _unreadable(text, "only a transfer has a peer stage")
+    if other is not None and (other < 0 or other == int(stage)):
+        raise _unreadable(text, "its peer is no other stage")
     return Action(
-        int(stage),
-        what,
-        int(microbatch),
-        int(peer) if peer is not None else default_peer(int(stage), what),
-        int(version) if version is not None else None,
+        int(stage), what, int(microbatch), other, int(version) if version is not None else None
+    )
+
+
+def _unreadable(text: str, why: str) -> FxpartError:
+    return error(
+        "FXP303",
+        where=f"action {text[:60]!r}",
+        why=why,
+        fix="write for example 0F3, 2SEND_B1, 0SEND_F1>3 or 0F3@2",
     )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Action lists, one per rank, and the edges they serve.
+    """Action lists, one per rank.
 
-    name: "gpipe", "1f1b", ... ; stages: number of stages; microbatches: number of them;
-    ranks: per rank its actions in order; stage_rank: the rank that holds each stage.
+    name: "gpipe", "1f1b", "forward" (evaluation: no backward) or any other; stages: number of
+    stages; microbatches: number of them; ranks: per rank its actions in order; stage_rank: the
+    rank that holds each stage.
     """
 
     name: str
@@ -99,6 +122,16 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
+
+    @property
+    def trains(self) -> bool:
+        """Whether each microbatch is also taken backward; all but "forward" do."""
+        return self.name != FORWARD
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether there is a transfer among the actions."""
+        return any(not action.kind.is_compute for actions in self.ranks for action in actions)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""What must have happened before an action: the one definition of dependence.
+
+The verifier, the simulator, the lowering and the executor all ask here. Stages form a directed
+acyclic graph, not a chain: an edge says that values of one stage are read by a later one, and a
+skip connection is an edge like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+
+
+def chain(stages: int) -> tuple[StageEdge, ...]:
+    """The edges of a plain pipeline: each stage to the next."""
+    return tuple(StageEdge(k, k + 1) for k in range(stages - 1))
+
+
+def depths(stages: int, edges: Iterable[StageEdge]) -> tuple[int, ...]:
+    """For each stage the number of stages on the longest path from it to an end, itself included.
+
+    In a chain of S stages, S - s. 1F1B keeps so many microbatches in flight; on parallel branches
+    that is fewer than the count of later stages.
+    """
+    found = [1] * stages
+    for edge in sorted(edges, key=lambda e: -e.source):
+        found[edge.source] = max(found[edge.source], found[edge.target] + 1)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """The stage graph on its ranks, and the answers that follow from it.
+
+    stage_rank: the rank of each stage. producers, consumers: per stage the stages whose values it
+    reads, and that read its values (ascending). gradient_consumers, gradient_producers: the same
+    over the edges that gradients come back on. split: the (stage, microbatch) pairs whose
+    backward is split into I and W.
+    """
+
+    stages: int
+    stage_rank: tuple[int, ...]
+    producers: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+    gradient_producers: tuple[tuple[int, ...], ...]
+    gradient_consumers: tuple[tuple[int, ...], ...]
+    trains: bool = True
+    split: frozenset[tuple[int, int]] = frozenset()
+
+    @classmethod
+    def build(
+        cls,
+        stage_rank: Sequence[int],
+        edges: Iterable[StageEdge],
+        *,
+        trains: bool = True,
+        split: frozenset[tuple[int, int]] = frozenset(),
+    ) -> Dependence:
+        """The graph with these edges; they must be valid (see :func:`fxpart.schedule.verify.check`)."""
+        stages = len(stage_rank)
+        wanted = tuple(edges)
+        back = tuple(e for e in wanted if e.backward and trains)
+
+        def into(some: Iterable[StageEdge]) -> tuple[tuple[int, ...], ...]:
+            found: list[set[int]] = [set() for _ in range(stages)]
+            for edge in some:
+                found[edge.target].add(edge.source)
+            return tuple(tuple(sorted(each)) for each in found)
+
+        def out(some: Iterable[StageEdge]) -> tuple[tuple[int, ...], ...]:
+            return into(StageEdge(e.target, e.source) for e in some)
+
+        return cls(
+            stages, tuple(stage_rank), into(wanted), out(wanted), into(back), out(back),
+            trains, split,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, schedule: Schedule, edges: Iterable[StageEdge]) -> Dependence:
+        """The graph of a schedule: its ranks, its edges, and which backwards it splits."""
+        split = frozenset(
+            (a.stage, a.microbatch)
+            for actions in schedule.ranks
+            for a in actions
+            if a.kind is Kind.I
+        )
+        return cls.build(schedule.stage_rank, edges, trains=schedule.trains, split=split)
+
+    def backward(self, stage: int, microbatch: int) -> Action:
+        """The action that yields the stage's input gradients: B, or I where it is split."""
+        kind = Kind.I if (stage, microbatch) in self.split else Kind.B
+        return Action(stage, kind, microbatch)
+
+    def computes(self, action: Action) -> tuple[Action, ...]:
+        """The computations, on whatever rank, whose results a computation uses."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            return tuple(Action(k, Kind.F, microbatch) for k in self.producers[stage])
+        if action.kind is Kind.W:
+            return (Action(stage, Kind.I, microbatch),)
+        assert action.kind in (Kind.B, Kind.I), "computes() is about computations"
+        gradients = tuple(self.backward(k, microbatch) for k in self.gradient_consumers[stage])
+        return (Action(stage, Kind.F, microbatch), *gradients)
+
+    def requires(self, action: Action) -> tuple[Action, ...]:
+        """What must be done before the action may start, once the schedule is lowered.
+
+        A computation needs what :meth:`computes` says, from its own rank directly and from others
+        as a receive on its own rank. A send needs its computation, a receive the peer's send.
+        """
+        if not action.kind.is_compute:
+            return (self._cause(action),)
+        rank = self.stage_rank[action.stage]
+        return tuple(
+            need if self.stage_rank[need.stage] == rank else self._receive(action, need)
+            for need in self.computes(action)
+        )
+
+    def transfers(self, action: Action) -> tuple[tuple[Action, Action], ...]:
+        """The (send, receive) pairs that carry a computation's results to other ranks."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            targets, send, receive = self.consumers[stage], Kind.SEND_F, Kind.RECV_F
+        elif action.kind in (Kind.B, Kind.I):
+            targets, send, receive = self.gradient_producers[stage], Kind.SEND_B, Kind.RECV_B
+        else:
+            return ()
+        return tuple(
+            (Action(stage, send, microbatch, k), Action(k, receive, microbatch, stage))
+            for k in targets
+            if self.stage_rank[k] != self.stage_rank[stage]
+        )
+
+    def _cause(self, transfer: Action) -> Action:
+        if transfer.kind is Kind.SEND_F:
+            return Action(transfer.stage, Kind.F, transfer.microbatch)
+        if transfer.kind is Kind.SEND_B:
+            return self.backward(transfer.stage, transfer.microbatch)
+        return partner(transfer)
+
+    @staticmethod
+    def _receive(action: Action, need: Action) -> Action:
+        kind = Kind.RECV_F if need.kind is Kind.F else Kind.RECV_B
+        return Action(action.stage, kind, action.microbatch, need.stage)
+
+
+_OTHER_END = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+
+
+def partner(transfer: Action) -> Action:
+    """The other end of a transfer: the receive of a send, the send of a receive."""
+    assert transfer.peer is not None, "only a transfer has a partner"
+    return Action(transfer.peer, _OTHER_END[transfer.kind], transfer.microbatch, transfer.stage)
+
+
+def sending(transfer: Action) -> Action:
+    """The send of a transfer, given either end."""
+    return transfer if transfer.kind in (Kind.SEND_F, Kind.SEND_B) else partner(transfer)

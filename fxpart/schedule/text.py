@@ -1,0 +1,98 @@
+"""A schedule as text: a head line, then one line per rank. What is written reads back the same.
+
+::
+
+    fxpart-schedule 1f1b stages=2 microbatches=2 stage_rank=0,1
+    0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+"""
+
+from __future__ import annotations
+
+import re
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.schedule.action import Action, Schedule, parse
+
+_HEAD = re.compile(
+    r"fxpart-schedule ([a-z0-9][a-z0-9_-]{0,39}) stages=([0-9]{1,9}) microbatches=([0-9]{1,9})"
+    r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
+)
+_RANK = re.compile(r"([0-9]{1,9}):(.*)")
+
+
+def to_text(schedule: Schedule) -> str:
+    """The schedule as text, ending in a newline."""
+    placed = ",".join(str(rank) for rank in schedule.stage_rank)
+    head = (
+        f"fxpart-schedule {schedule.name} stages={schedule.stages}"
+        f" microbatches={schedule.microbatches} stage_rank={placed}"
+    )
+    lines = [
+        f"{rank}: {' '.join(str(action) for action in actions)}".rstrip()
+        for rank, actions in enumerate(schedule.ranks)
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def from_text(text: str) -> Schedule:
+    """The schedule that the text describes; blank lines and lines starting with # are skipped.
+
+    Raises FXP303 with every fault of the text. Whether the schedule is safe to run is the
+    verifier's question.
+    """
+    lines = [
+        (number, line.strip())
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    head = _HEAD.fullmatch(lines[0][1]) if lines else None
+    if head is None:
+        raise _fault(1, "the head line 'fxpart-schedule NAME stages=N ...' is missing")
+    name, stages, microbatches, placed = head.groups()
+    stage_rank = tuple(int(rank) for rank in placed.split(","))
+    problems: list[Problem] = []
+    ranks: list[tuple[Action, ...]] = []
+    for number, line in lines[1:]:
+        match = _RANK.fullmatch(line)
+        if match is None or int(match[1]) != len(ranks):
+            problems += _fault(number, f"a line '{len(ranks)}: ...' is expected").problems
+            continue
+        actions: list[Action] = []
+        for word in match[2].split():
+            try:
+                actions.append(parse(word))
+            except FxpartError as failure:
+                problems += [_on_line(number, problem) for problem in failure.problems]
+        ranks.append(tuple(actions))
+    problems += _sizes(int(stages), int(microbatches), stage_rank, ranks)
+    if problems:
+        raise FxpartError(problems)
+    return Schedule(name, int(stages), int(microbatches), tuple(ranks), stage_rank)
+
+
+def _sizes(
+    stages: int, microbatches: int, stage_rank: tuple[int, ...], ranks: list[tuple[Action, ...]]
+) -> list[Problem]:
+    """Head and lines agree; so what follows works in the size of the text, not of its numbers."""
+    problems: list[Problem] = []
+    if len(stage_rank) != stages or stages < 1:
+        problems += _fault(1, f"stage_rank has {len(stage_rank)} entries, stages={stages}").problems
+    if any(rank >= len(ranks) for rank in stage_rank):
+        problems += _fault(1, f"stage_rank names a rank, but only {len(ranks)} are listed").problems
+    actions = [a for rank in ranks for a in rank]
+    if microbatches < 1 or microbatches > 1 + max((a.microbatch for a in actions), default=0):
+        problems += _fault(1, f"microbatches={microbatches} is not what the lines use").problems
+    if microbatches > max(1, len(actions)):
+        problems += _fault(1, f"{len(actions)} actions for {microbatches} microbatches").problems
+    return problems
+
+
+def _on_line(number: int, problem: Problem) -> Problem:
+    return Problem(problem.code, f"line {number}, {problem.where}", problem.why, problem.fix)
+
+
+def _fault(number: int, why: str) -> FxpartError:
+    return FxpartError(
+        Problem("FXP303", f"schedule text, line {number}", why, "write it with to_text")
+    )

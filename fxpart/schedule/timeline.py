@@ -1,0 +1,127 @@
+"""A schedule in time, as data: spans for a report, and a trace that Chrome and Perfetto open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fxpart.schedule.action import Action, Kind, Schedule
+
+Lane = Literal["compute", "send", "receive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank's lane, from start to end in seconds."""
+
+    rank: int
+    lane: Lane
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happens. Seconds from the start of the step.
+
+    spans: sorted by rank, lane, start. step_seconds: end of the last span. bubble: the share of the
+    ranks' time in which they compute nothing. busy: seconds of computation per rank. in_flight: per
+    stage the most microbatches whose activations are held at once.
+    """
+
+    name: str
+    ranks: int
+    step_seconds: float
+    bubble: float
+    busy: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    def compute(self, rank: int) -> tuple[Span, ...]:
+        """The rank's computations in order."""
+        return tuple(s for s in self.spans if s.rank == rank and s.lane == "compute")
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON: the fields, and each span with its action spelled out."""
+        return {
+            "name": self.name,
+            "ranks": self.ranks,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "busy": list(self.busy),
+            "in_flight": list(self.in_flight),
+            "spans": [_span_dict(span) for span in self.spans],
+        }
+
+    def chrome_trace(self) -> dict[str, object]:
+        """Events for chrome://tracing or Perfetto: a process per rank, a thread per lane.
+
+        Times in microseconds; an arrow leads from each send to its receive. Format: Google, "Trace
+        Event Format", complete (X), metadata (M) and flow (s, f) events.
+        """
+        events: list[dict[str, object]] = []
+        for rank in range(self.ranks):
+            events.append(_name("process_name", rank, 0, f"rank {rank}"))
+            events += [_name("thread_name", rank, tid, lane) for lane, tid in _THREADS.items()]
+        for span in self.spans:
+            events += _trace_events(span)
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+_THREADS: dict[Lane, int] = {"compute": 0, "send": 1, "receive": 2}
+
+
+def _span_dict(span: Span) -> dict[str, object]:
+    action = span.action
+    found: dict[str, object] = {
+        "rank": span.rank, "lane": span.lane, "action": str(action), "stage": action.stage,
+        "kind": action.kind.value, "microbatch": action.microbatch,
+        "start": span.start, "end": span.end,
+    }  # fmt: skip
+    if action.peer is not None:
+        found["peer"] = action.peer
+    return found
+
+
+def _name(what: str, rank: int, thread: int, value: str) -> dict[str, object]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": value}}
+
+
+def _trace_events(span: Span) -> list[dict[str, object]]:
+    action, thread = span.action, _THREADS[span.lane]
+    where: dict[str, object] = {"pid": span.rank, "tid": thread}
+    start, length = span.start * 1e6, (span.end - span.start) * 1e6
+    args = {"stage": action.stage, "microbatch": action.microbatch}
+    whole: dict[str, object] = {
+        "ph": "X", "name": str(action), "cat": span.lane, "ts": start, "dur": length,
+        "args": args, **where,
+    }  # fmt: skip
+    if span.lane == "compute":
+        return [whole]
+    ends = (action.stage, action.peer)
+    source, target = ends if span.lane == "send" else ends[::-1]
+    flow = {"name": "transfer", "cat": "transfer", "id": f"{source}>{target}:{action.microbatch}"}
+    # An arrow leaves where the send starts and arrives where the receive ends.
+    arrow = {"ph": "s", "ts": start} if span.lane == "send" else {"ph": "f", "ts": start + length}
+    binding = {} if span.lane == "send" else {"bp": "e"}
+    return [whole, {**flow, **arrow, **binding, **where}]
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage the most microbatches between F and B (or W) at once, by the order of its rank.
+
+    0 on every stage of a forward-only schedule, which keeps nothing.
+    """
+    most = [0] * schedule.stages
+    if not schedule.trains:
+        return tuple(most)
+    now = [0] * schedule.stages
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.kind is Kind.F:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in (Kind.B, Kind.W):
+                now[action.stage] -= 1
+    return tuple(most)

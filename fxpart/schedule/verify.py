@@ -1,0 +1,246 @@
+"""The verifier: a schedule is run by nobody before it has passed here.
+
+What is proved: every computation happens exactly once, after all that it needs, and in the order
+that makes sums equal those of one process; every value that changes rank is sent and received
+exactly once; with sends that block until they are received, all ranks reach their end; and no
+stage holds more microbatches than it may.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.dependence import Dependence, partner
+from fxpart.schedule.rendezvous import execute
+from fxpart.schedule.timeline import in_flight
+
+Weights = Literal["flush", "stash"]
+
+
+def verify(
+    schedule: Schedule,
+    edges: Iterable[StageEdge],
+    *,
+    memory: Sequence[int] | None = None,
+    weights: Weights = "flush",
+) -> None:
+    """Raise FXP901 with every problem that :func:`check` finds; return if there is none."""
+    problems = check(schedule, edges, memory=memory, weights=weights)
+    if problems:
+        raise FxpartError(problems)
+
+
+def check(
+    schedule: Schedule,
+    edges: Iterable[StageEdge],
+    *,
+    memory: Sequence[int] | None = None,
+    weights: Weights = "flush",
+) -> tuple[Problem, ...]:
+    """All that is wrong with a lowered schedule, or an empty tuple.
+
+    edges: the stage graph. memory: per stage, the most microbatches that may be in flight; without
+    it the bound of the builder by that name holds, if there is one. weights: "flush" knows no
+    weight versions; with "stash" every computation names one, and a backward that of its forward.
+    """
+    wanted = tuple(edges)
+    shape = _shape(schedule, wanted)
+    if shape:  # nothing below is defined for such a schedule
+        return tuple(shape)
+    dependence = Dependence.of(schedule, wanted)
+    return (
+        *_complete(schedule, dependence),
+        *_transfers(schedule, dependence),
+        *_ordered(schedule, dependence),
+        *_deadlock(schedule),
+        *_bounded(schedule, memory),
+        *_versions(schedule, weights),
+    )
+
+
+def _problem(where: str, why: str, fix: str = "") -> Problem:
+    return Problem("FXP901", where, why, fix)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    shown = [str(n) for n in sorted(numbers)]
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _shape(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Problem]:
+    """Numbers out of range: stages, ranks, microbatches, edges."""
+    found: list[Problem] = []
+    stages, ranks = schedule.stages, len(schedule.ranks)
+    if stages < 1 or schedule.microbatches < 1:
+        found.append(_problem("schedule", "it has no stage or no microbatch"))
+    if len(schedule.stage_rank) != stages:
+        found.append(
+            _problem("stage_rank", f"{len(schedule.stage_rank)} entries for {stages} stages")
+        )
+    if not all(0 <= rank < ranks for rank in schedule.stage_rank):
+        found.append(_problem("stage_rank", f"it names a rank outside 0..{ranks - 1}"))
+    for edge in edges:
+        if not 0 <= edge.source < edge.target < stages:
+            found.append(
+                _problem(
+                    f"edge {edge.source} -> {edge.target}", "it does not lead to a later stage"
+                )
+            )
+    twice = Counter((e.source, e.target) for e in edges)
+    found += [
+        _problem(f"edge {s} -> {t}", "it is given twice") for (s, t), n in twice.items() if n > 1
+    ]
+    if found:
+        return found
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            why = _misplaced(schedule, rank, action)
+            if why:
+                found.append(_problem(_at(rank, position, action), why))
+    return found
+
+
+def _at(rank: int, position: int, action: Action) -> str:
+    return f"rank {rank}, action {position}: {action}"
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
+    if not 0 <= action.stage < schedule.stages:
+        return f"there are only {schedule.stages} stages"
+    if not 0 <= action.microbatch < schedule.microbatches:
+        return f"there are only {schedule.microbatches} microbatches"
+    if schedule.stage_rank[action.stage] != rank:
+        return f"stage {action.stage} is on rank {schedule.stage_rank[action.stage]}"
+    if action.peer is not None and not 0 <= action.peer < schedule.stages:
+        return f"there is no stage {action.peer}"
+    return ""
+
+
+def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """Each stage takes each microbatch forward once, and backward once (whole or split)."""
+    count = Counter(a.plain for actions in schedule.ranks for a in actions if a.kind.is_compute)
+    found: list[Problem] = []
+    everything = range(schedule.microbatches)
+    for stage in range(schedule.stages):
+        split = {m for m in everything if (stage, m) in dependence.split}
+        whole = set(everything) - split if schedule.trains else set()
+        wanted = {Kind.F: set(everything), Kind.B: whole, Kind.I: split, Kind.W: split}
+        for kind, microbatches in wanted.items():
+            times = {m: count[Action(stage, kind, m)] for m in everything}
+            missing = [m for m, n in times.items() if n == 0 and m in microbatches]
+            repeated = [m for m, n in times.items() if n > 1 and m in microbatches]
+            unwanted = [m for m, n in times.items() if n > 0 and m not in microbatches]
+            for what, which in (
+                ("is missing", missing),
+                ("is there more than once", repeated),
+                ("should not be there", unwanted),
+            ):
+                if which:
+                    where = f"stage {stage}, {kind.value} of microbatch {_listed(which)}"
+                    found.append(_problem(where, what))
+    return found
+
+
+def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """Each value and gradient that changes rank is sent once and received once, and no other."""
+    wanted: set[Action] = set()
+    for actions in schedule.ranks:
+        for action in actions:
+            for pair in dependence.transfers(action.plain) if action.kind.is_compute else ():
+                wanted |= set(pair)
+    count = Counter(a.plain for actions in schedule.ranks for a in actions if not a.kind.is_compute)
+    found: list[Problem] = []
+    for action in sorted(wanted | set(count), key=_in_text_order):
+        if action not in wanted:
+            found.append(_problem(str(action), "no edge of the stage graph asks for it"))
+        elif count[action] != 1:
+            what = "is missing" if count[action] == 0 else f"is there {count[action]} times"
+            found.append(_problem(str(action), what))
+    return found
+
+
+def _in_text_order(action: Action) -> tuple[int, str, int, int]:
+    return (action.stage, action.kind.value, action.microbatch, action.peer or 0)
+
+
+def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """On its rank each action follows what it needs, and microbatches follow each other.
+
+    The second makes a stage's sums over microbatches (gradients, running statistics) the same, bit
+    for bit, as those of one process that takes the microbatches in order.
+    """
+    found: list[Problem] = []
+    for rank, actions in enumerate(schedule.ranks):
+        done: set[Action] = set()
+        latest: dict[tuple[int, Kind], int] = {}
+        for position, action in enumerate(actions):
+            where = _at(rank, position, action)
+            for need in dependence.requires(action.plain):
+                # A receive waits for a send on another rank: executed in _deadlock.
+                if schedule.stage_rank[need.stage] == rank and need not in done:
+                    found.append(_problem(where, f"{need} has not been done before"))
+            done.add(action.plain)
+            if action.kind.is_compute:
+                key = (action.stage, action.kind)
+                if action.microbatch < latest.get(key, -1):
+                    found.append(_problem(where, f"microbatch {latest[key]} came before it"))
+                latest[key] = max(action.microbatch, latest.get(key, -1))
+    return found
+
+
+def _deadlock(schedule: Schedule) -> list[Problem]:
+    """All ranks end when a send blocks until it is received."""
+    run = execute(schedule.ranks, schedule.stage_rank)
+    stuck = {
+        rank: actions[run.done[rank]].plain
+        for rank, actions in enumerate(schedule.ranks)
+        if run.done[rank] < len(actions)
+    }
+    found: list[Problem] = []
+    for rank, action in stuck.items():
+        assert action.peer is not None, "a computation never blocks"
+        other = schedule.stage_rank[action.peer]
+        where = _at(rank, run.done[rank], action)
+        at = f"is at {stuck[other]}" if other in stuck else "has ended"
+        why = f"it waits for {partner(action)} on rank {other}, which {at}"
+        found.append(_problem(where, why, "lower the schedule again from its computations"))
+    return found
+
+
+def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
+    """No stage holds more microbatches than it may."""
+    if memory is None:
+        builder = BUILDERS.get(schedule.name)
+        if builder is None:
+            return []
+        memory = [
+            builder.in_flight(stage, schedule.stages, schedule.microbatches)
+            for stage in range(schedule.stages)
+        ]
+    return [
+        _problem(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
+        for stage, (held, limit) in enumerate(zip(in_flight(schedule), memory, strict=True))
+        if held > limit
+    ]
+
+
+def _versions(schedule: Schedule, weights: Weights) -> list[Problem]:
+    """Weight versions: none under flush; under stash a backward reads what its forward read."""
+    found: list[Problem] = []
+    read: dict[tuple[int, int], int | None] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            where, key = _at(rank, position, action), (action.stage, action.microbatch)
+            if weights == "flush" or not action.kind.is_compute:
+                if action.version is not None:
+                    found.append(_problem(where, "it names a weight version where there is none"))
+            elif action.version is None:
+                found.append(_problem(where, "it does not name the weight version it reads"))
+            elif read.setdefault(key, action.version) != action.version:
+                found.append(_problem(where, f"the forward read version {read[key]}"))
+    return found
