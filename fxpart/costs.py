@@ -26,8 +26,9 @@ class OpSpec:
     """One op on local shapes.
 
     name: the ATen name, "aten.addmm.default". inputs, outputs: tensors in argument order, nested
-    lists flattened. attributes: other arguments by position or name, as hashable values.
-    gradients: how many of the inputs need a gradient (0 means no backward).
+    lists flattened. attributes: other arguments by position ("3") or name, as hashable values.
+    gradients: how many of the inputs need a gradient (0 means no backward). gradient_inputs: their
+    positions in ``inputs``; where it is empty the first ``gradients`` inputs are meant.
     """
 
     name: str
@@ -35,6 +36,25 @@ class OpSpec:
     outputs: tuple[TensorSpec, ...]
     attributes: tuple[tuple[str, object], ...] = ()
     gradients: int = 0
+    gradient_inputs: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The name that rules go by: "addmm" for aten.addmm_.default, with the namespace for others."""
+        namespace, _, rest = self.name.partition(".")
+        base = rest.split(".")[0] if rest else namespace
+        base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
+        return base if namespace == "aten" or not rest else f"{namespace}.{base}"
+
+    def needs(self, position: int) -> bool:
+        """Whether the input at ``position`` needs a gradient."""
+        if self.gradient_inputs:
+            return position in self.gradient_inputs
+        return position < self.gradients
+
+    def attribute(self, *names: str) -> object:
+        """The first attribute of one of the names or positions; None where there is none."""
+        return next((value for key, value in self.attributes if key in names), None)
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,11 @@ class CostModel(Protocol):
         ...
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """A change of placement of ``size`` bytes over a group; identity is free."""
+        """A change of placement of a tensor of ``size`` bytes in all over a group; identity is free.
+
+        Placements are "replicate", "partial" and "shard(dim)". links: the group as a ring, from
+        each rank to the next; so their number is that of the ranks.
+        """
         ...
 
     def transfer(self, size: float, link: Link) -> Cost:

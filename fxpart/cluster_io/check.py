@@ -77,7 +77,7 @@ def _device(device: Device) -> list[Problem]:
         found.append(_problem(where, why, "give the bytes that the device has, above 0"))
     if not device.flops:
         why = "flops is empty: no rate for any dtype"
-        found.append(_problem(where, why, 'give at least flops = { float32 = 1.0e12 }'))
+        found.append(_problem(where, why, "give at least flops = { float32 = 1.0e12 }"))
     for dtype, rate in device.flops.items():
         found += _positive(where, f"flops of {dtype}", rate)
     found += _positive(where, "bandwidth", device.bandwidth)

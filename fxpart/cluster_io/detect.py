@@ -24,11 +24,11 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 def detect() -> Cluster:
     """torchrun's ranks if it started us, else this host's GPUs, else one CPU rank for each core."""
-    world = environment.world_size()
+    launch = environment.launch()
     gpus = nvidia_models()
-    if world is None:
+    if launch is None:
         return grid(1, len(gpus), gpus[0]) if _uniform(gpus) else local(cores())
-    here = environment.local_world_size() or world
+    world, here = launch.world, launch.local_world
     if _uniform(gpus) and here <= len(gpus) and world % here == 0:
         return grid(world // here, here, gpus[0])
     return local(world)

@@ -28,7 +28,9 @@ def load(path: Path) -> Cluster:
             raise _unreadable(path, f"it has {size} bytes, more than {MAX_BYTES}")
         data = path.read_bytes()
     except OSError as why:
-        raise _unreadable(path, why.strerror or str(why), "give the path of a readable file") from why
+        raise _unreadable(
+            path, why.strerror or str(why), "give the path of a readable file"
+        ) from why
     return decode(data, path.suffix, str(path))
 
 

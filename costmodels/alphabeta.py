@@ -1,0 +1,123 @@
+"""Transfers and collectives by latency and bandwidth (the α-β model).
+
+n ranks on m machines, h switch hops, sizes in bytes, β seconds per byte. The formulas are those of
+PaddlePaddle's cost model (auto_parallel/static/cost/comm_op_cost.py), its latencies those of NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import log2
+from typing import TYPE_CHECKING
+
+from fxpart.costs import Cost
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Link
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """Latencies in seconds: a collective's start, a hop in a machine, one between machines, a switch."""
+
+    base: float = 8.4e-6
+    intra: float = 3.4e-6
+    inter: float = 9.6e-6
+    switch: float = 10e-6
+
+
+RING = Alpha()
+TREE = Alpha(base=0.0, intra=28e-6, inter=28e-6)
+
+
+def ring_all_reduce(
+    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+) -> float:
+    """Seconds to sum ``size`` bytes over all ranks and leave the sum on each, around a ring."""
+    steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
+    return alpha.base + steps + 2 * (n - 1) / n * size * beta
+
+
+def tree_all_reduce(
+    n: int, m: int, size: float, beta: float, alpha: Alpha = TREE, hops: int = 0
+) -> float:
+    """Seconds to sum ``size`` bytes over all ranks and leave the sum on each, up and down a tree."""
+    steps = 2 * (n / m - 1) * alpha.intra + log2(m) * (alpha.inter + hops * alpha.switch)
+    return alpha.base + steps + 2 * size * beta
+
+
+def all_gather(
+    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+) -> float:
+    """Seconds until each rank has all ``size`` bytes, of which each had an n-th."""
+    steps = (n - m) * alpha.intra + (m - 1) * (alpha.inter + hops * alpha.switch)
+    return alpha.base + steps + (n - 1) / n * size * beta
+
+
+def reduce_scatter(
+    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+) -> float:
+    """Seconds until each rank has the sum of its n-th of ``size`` bytes."""
+    return all_gather(n, m, size, beta, alpha, hops)
+
+
+def all_to_all(
+    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+) -> float:
+    """Seconds until each rank has given each other its part of the n-th of ``size`` that it held."""
+    return all_gather(n, m, size / n, beta, alpha, hops)
+
+
+def send(size: float, beta: float, alpha: Alpha = RING, *, inter: bool, hops: int = 0) -> float:
+    """Seconds to send ``size`` bytes from one rank to another, or to broadcast them."""
+    hop = alpha.inter + hops * alpha.switch if inter else alpha.intra
+    return alpha.base + hop + size * beta
+
+
+def transfer(size: float, link: Link) -> Cost:
+    """``size`` bytes over one link, whose latency already holds start and hop."""
+    return Cost(link.latency + size / link.bandwidth, size, source="alpha-beta")
+
+
+_SHARD = re.compile(r"shard\((\d+)\)")
+
+
+def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+    """A change of placement of a tensor of ``size`` bytes in all over the ring of ``links``.
+
+    To shard or to add zeros takes no communication; partial to replicate is an all-reduce, partial
+    to shard a reduce-scatter, shard to replicate an all-gather, shard to another shard an
+    all-to-all. bytes: what each rank sends. Raises FXP109 for a placement that is not known.
+    """
+    for placement in (source, target):
+        if placement not in ("replicate", "partial") and not _SHARD.fullmatch(placement):
+            raise error(
+                "FXP109",
+                where=f"placement {placement!r}",
+                why="it is not one of replicate, partial, shard(dim)",
+                fix='write for example "shard(0)"',
+            )
+    n = len(links)
+    if source == target or n <= 1 or source == "replicate" or target == "partial":
+        return Cost(0.0, source="alpha-beta")
+    m = max(1, sum(link.kind == "net" for link in links))
+    beta = 1 / min(link.bandwidth for link in links)
+    alpha = _latencies(links)
+    share = (n - 1) / n * size
+    if source == "partial" and target == "replicate":
+        return Cost(ring_all_reduce(n, m, size, beta, alpha), 2 * share, source="alpha-beta")
+    if source == "partial":
+        return Cost(reduce_scatter(n, m, size, beta, alpha), share, source="alpha-beta")
+    if target == "replicate":
+        return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
+    return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
+
+
+def _latencies(links: tuple[Link, ...]) -> Alpha:
+    """The links' latencies as start plus hop: the start is NCCL's, or less where a link is faster."""
+    base = min(RING.base, *(link.latency for link in links))
+    near = [link.latency - base for link in links if link.kind != "net"]
+    far = [link.latency - base for link in links if link.kind == "net"]
+    return Alpha(base, max(near, default=0.0), max(far, default=0.0), 0.0)

@@ -1,0 +1,62 @@
+"""The roofline: an op takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+Williams, Waterman, Patterson: Roofline (CACM 2009), per op, at peak rates, plus a launch cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fxpart.costs import Cost
+
+from . import alphabeta
+from .sizes import is_floating
+from .symbolic import flops, is_free, is_known, traffic
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device, Link
+    from fxpart.costs import OpSpec
+
+SOURCE = "roofline"
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch, per op; links by latency and bandwidth."""
+
+    name: ClassVar[str] = SOURCE
+
+    def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        """The op on the device; its shapes must be numbers. Views, and backwards of none, are free."""
+        moved = float(traffic(op, backward))
+        if (backward and not op.gradients) or (is_free(op) and not moved):
+            return Cost(0.0, source=SOURCE)
+        work = float(flops(op, backward))
+        rate, note = _rate(op, device)
+        launches = max(1, op.gradients) if backward and work else 1
+        seconds = max(work / rate, moved / device.bandwidth) + launches * device.launch
+        if not is_known(op):
+            note += f", bytes alone for {op.name}" if not work else ""
+        return Cost(seconds, moved, work, SOURCE + note)
+
+    def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+        """A change of placement; see :func:`fxpart.costmodels.alphabeta.reshard`."""
+        return alphabeta.reshard(source, target, size, links)
+
+    def transfer(self, size: float, link: Link) -> Cost:
+        """``size`` bytes over one link."""
+        return alphabeta.transfer(size, link)
+
+
+def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
+    """FLOP/s for the op's dtype, and a note where the device gives none for it.
+
+    Without one the float32 rate stands in, or the slowest there is: never faster than what is known.
+    """
+    used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
+    dtype = "float8" if used.startswith("float8") else used
+    if dtype in device.flops:
+        return device.flops[dtype], ""
+    rate = device.flops.get("float32", min(device.flops.values()))
+    return rate, f", float32 rate for {dtype}"
