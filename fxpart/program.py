@@ -6,7 +6,13 @@ nothing else of the compiler.
 
 from __future__ import annotations
 
+import ast
+import operator
+from collections.abc import Callable, Mapping
+
 import msgspec
+
+from fxpart.errors import error
 
 Dim = int | str  # a number, or an expression in the program's symbols such as "s0*s1"
 
@@ -97,3 +103,52 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ties: dict[str, tuple[int, ...]]
     aliases: dict[str, str] = {}  # other original names of one storage -> its main name
     seed: int = 0
+    unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
+    model: str = ""
+
+
+def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:
+    """A dim as a number, given the symbols' values: "2*s0 + 1" with s0 = 3 is 7.
+
+    Knows + - * // % **, ``max`` and ``min``, nothing else is evaluated. Raises FXP109 for any
+    other text and for a symbol without a value.
+    """
+    if isinstance(dim, int):
+        return dim
+    try:
+        return _dim(ast.parse(dim, mode="eval").body, symbols)
+    except (SyntaxError, ValueError, KeyError, RecursionError, ZeroDivisionError) as cause:
+        raise error(
+            "FXP109",
+            where=f"size {dim!r}",
+            why=f"it cannot be computed from {', '.join(sorted(symbols)) or 'no symbols'}: {cause}",
+        ) from cause
+
+
+_DIM_OPS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _dim(tree: ast.expr, symbols: Mapping[str, int]) -> int:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_dim(inner, symbols)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _DIM_OPS:
+            a, b = _dim(left, symbols), _dim(right, symbols)
+            if isinstance(op, ast.Pow) and not 0 <= b <= 8:
+                raise ValueError("a power above 8")
+            return _DIM_OPS[type(op)](a, b)
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=args, keywords=[]) if args:
+            values = [_dim(a, symbols) for a in args]
+            return max(values) if name == "max" else min(values)
+    raise ValueError(f"{ast.unparse(tree)} is not a size")

@@ -1,0 +1,106 @@
+"""What a graph needs, writes and differentiates: the facts that the split rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.codegen.sizes import is_size
+from fxpart.pipeline.edit import annotation, place
+from fxpart.pipeline.effects import state_roots, state_written
+
+
+def where(node: fx.Node) -> str:
+    """A node for an error message: name, operation, module path and source line."""
+    return f"{place(node)}: {node.target}"
+
+
+def is_tuple(node: fx.Node) -> bool:
+    """Whether the node's value is several tensors."""
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node runs on one stage: no placeholder, state, output, and no rebuilt size."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    return not is_size(node.meta.get("val"))
+
+
+def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """The loss (or None) and the user's outputs, as the output node lists them."""
+    (node,) = graph.find_nodes(op="output")
+    returned: tuple[Any, ...] = node.args[0]
+    return returned
+
+
+@dataclass(frozen=True)
+class Writes:
+    """State that ops write in place: which ops write it, and every op that touches its storage."""
+
+    writers: tuple[fx.Node, ...]
+    touching: Mapping[str, tuple[fx.Node, ...]]
+
+
+def writes(graph: fx.Graph) -> Writes:
+    """Find every op that writes state, and all that read what is written, through any view."""
+    written = state_written(graph)
+    roots = state_roots(graph)
+    names = {name for group in written.values() for name in group}
+    touching: dict[str, list[fx.Node]] = {name: [] for name in sorted(names)}
+    for node in graph.nodes:
+        if is_op(node):
+            for name in {n for a in node.all_input_nodes for n in roots[a]} & names:
+                touching[name].append(node)
+    return Writes(tuple(written), {name: tuple(nodes) for name, nodes in touching.items()})
+
+
+def live(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that the roots need, themselves included."""
+    todo = list(roots)
+    found: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+class Gradients:
+    """Which values a gradient of the loss flows back to, decided before anything runs."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        loss: fx.Node | None,
+        alive: set[fx.Node],
+        state: Mapping[str, torch.Tensor],
+    ) -> None:
+        """``alive``: the nodes that are computed; ``state``: parameters by name, for their flags."""
+        self.state = state
+        self.flow: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if node not in alive or not self.requires(node):
+                continue
+            if node is loss or any(user in self.flow for user in node.users):
+                self.flow.add(node)
+
+    def requires(self, node: fx.Node) -> bool:
+        """Whether the value requires a gradient, by its annotation or its parameter's flag."""
+        if node.op == "get_attr":
+            tensor = self.state.get(str(node.target))
+            return tensor is not None and tensor.requires_grad
+        if is_tuple(node):
+            return annotation(node).requires_grad or any(
+                annotation(user).requires_grad for user in node.users
+            )
+        return annotation(node).requires_grad
+
+    def wanted(self, node: fx.Node, users: Iterable[fx.Node]) -> bool:
+        """Whether one of these users sends a gradient back to the value."""
+        return self.requires(node) and any(user in self.flow for user in users)

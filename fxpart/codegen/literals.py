@@ -1,0 +1,208 @@
+"""Arguments and targets of fx nodes as Python text.
+
+Whatever may stand in an fx argument is written here, or refused with FXP108. Strings become escaped
+literals, names are checked to be identifiers that resolve to the very object that was traced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart import rng
+from fxpart.codegen.names import identifier, quoted
+from fxpart.errors import FxpartError, error
+from fxpart.pipeline.effects import is_op
+
+INFIX: dict[Callable[..., Any], str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.matmul: "@",
+    operator.lshift: "<<",
+    operator.rshift: ">>",
+    operator.and_: "&",
+    operator.or_: "|",
+    operator.xor: "^",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+PREFIX: dict[Callable[..., Any], str] = {
+    operator.neg: "-",
+    operator.pos: "+",
+    operator.invert: "~",
+    operator.not_: "not ",
+}
+_BUILTINS = frozenset(("abs", "bool", "complex", "float", "int", "len", "max", "min", "pow", "round"))
+DEVICE = "self.device"
+
+
+class Names:
+    """The names of one module: operations at the top, values inside ``forward``."""
+
+    def __init__(self) -> None:
+        """Nothing is taken but what every module uses."""
+        self.taken = {"NAMES", "self", "torch", "math", "operator", "seeded", "aten"}
+        self.operations: dict[str, str] = {}  # alias -> the text it stands for
+        self.modules: set[str] = set()
+        self.values: dict[fx.Node, str] = {}
+        self._aliases: dict[Any, str] = {}
+
+    def operation(self, target: Any, where: str) -> str:
+        """The module-level name of a callable, defined on first use."""
+        if target is rng.seeded:
+            self.modules.add("fxpart.rng")
+            return "seeded"
+        if target not in self._aliases:
+            path = _path(target, where)
+            if path.startswith("builtins."):
+                return path.removeprefix("builtins.")
+            self.modules.add(path.partition(".")[0])
+            short = path.removeprefix("torch.").removeprefix("ops.").removesuffix(".default")
+            alias = identifier(short, self.taken)
+            self.operations[alias] = path
+            self._aliases[target] = alias
+        return self._aliases[target]
+
+    def value(self, node: fx.Node) -> str:
+        """The local name of a node's value."""
+        if node not in self.values:
+            self.values[node] = identifier(node.name, self.taken)
+        return self.values[node]
+
+
+def _path(target: Any, where: str) -> str:
+    """The dotted name under which ``target`` is found again."""
+    if is_op(target):
+        parts = str(target).split(".")
+        if len(parts) == 3 and all(p.isidentifier() and p.isascii() for p in parts):
+            return ".".join(("torch", "ops", *parts))
+        raise _refuse(where, f"operator {target} has a name that is no identifier")
+    name = getattr(target, "__name__", "")
+    for module in (operator, math, builtins):
+        if name and getattr(module, name, None) is target:
+            if module is not builtins or name in _BUILTINS:
+                return f"{module.__name__}.{name}"
+    path = torch.overrides.resolve_name(target) if callable(target) else None
+    if path and path.startswith("torch.") and path.isascii():
+        found: Any = torch
+        for part in path.split(".")[1:]:
+            found = getattr(found, part, None) if part.isidentifier() else None
+        if found is target:
+            return path
+    raise _refuse(where, f"{type(target).__name__} {target!r} is called")
+
+
+def _refuse(where: str, why: str) -> FxpartError:
+    return error(
+        "FXP108",
+        where=where,
+        why=f"{why}; it cannot be written as Python",
+        fix="rewrite the line with torch operations, or wrap it in torch.library.custom_op",
+    )
+
+
+def literal(value: Any, names: Names, where: str) -> str:
+    """The Python text of one argument; node values by their local names."""
+    if isinstance(value, fx.Node):
+        return names.value(value)
+    if value is None or value is Ellipsis or isinstance(value, bool):
+        return "..." if value is Ellipsis else str(value)
+    if isinstance(value, str):
+        return quoted(str(value))
+    if isinstance(value, torch.device):
+        return DEVICE
+    if isinstance(value, int | float | complex) and not isinstance(value, torch.SymInt):
+        return number(value, names)
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return _torch_constant(value, where)
+    if isinstance(value, slice | range):
+        parts = (value.start, value.stop, value.step)
+        inner = ", ".join(literal(part, names, where) for part in parts)
+        return f"{type(value).__name__}({inner})"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(literal(item, names, where) for item in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        items = (f"{literal(k, names, where)}: {literal(v, names, where)}" for k, v in value.items())
+        return "{" + ", ".join(items) + "}"
+    if is_op(value):
+        return names.operation(value, where)
+    raise _refuse(where, f"an argument is a {type(value).__name__}")
+
+
+def number(value: int | float | complex, names: Names) -> str:
+    """A number that reads back as itself: infinities, NaN and minus zero too."""
+    if isinstance(value, complex):
+        return f"complex({number(value.real, names)}, {number(value.imag, names)})"
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return repr(float(value))
+        names.modules.add("math")
+        if math.isnan(value):
+            return "math.nan"
+        return "math.inf" if value > 0 else "-math.inf"
+    return repr(int(value))
+
+
+def _torch_constant(value: torch.dtype | torch.layout | torch.memory_format, where: str) -> str:
+    text = str(value)
+    if text.startswith("torch.") and getattr(torch, text[6:], None) is value:
+        return text
+    raise _refuse(where, f"{text} is not found in torch")
+
+
+def call(node: fx.Node, names: Names, where: str) -> str:
+    """The Python expression of one ``call_function`` or ``call_method`` node."""
+    args = node.args
+    if node.op == "call_method":
+        name = str(node.target)
+        if not name.isidentifier() or name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise _refuse(where, f"method {name!r} is called")
+        return f"{_atom(args[0], names, where)}.{name}({_arguments(args[1:], node, names, where)})"
+    target: Any = node.target
+    if not node.kwargs:
+        if target is torch.ops.aten.sym_size.int and len(args) == 2:
+            return f"{_atom(args[0], names, where)}.size({literal(args[1], names, where)})"
+        if target is operator.getitem and len(args) == 2:
+            return f"{_atom(args[0], names, where)}[{literal(args[1], names, where)}]"
+        if target in INFIX and len(args) == 2:
+            left, right = (_atom(a, names, where) for a in args)
+            return f"{left} {INFIX[target]} {right}"
+        if target in PREFIX and len(args) == 1:
+            return f"{PREFIX[target]}{_atom(args[0], names, where)}"
+    return f"{names.operation(target, where)}({_arguments(args, node, names, where)})"
+
+
+def _atom(value: Any, names: Names, where: str) -> str:
+    """An argument as an operand: in brackets unless it is a name or a plain number."""
+    text = literal(value, names, where)
+    return text if text.isidentifier() or text.isdecimal() else f"({text})"
+
+
+def _arguments(args: tuple[Any, ...], node: fx.Node, names: Names, where: str) -> str:
+    parts = [literal(a, names, where) for a in args]
+    for key, value in node.kwargs.items():
+        text = DEVICE if key == "device" and value is not None else literal(value, names, where)
+        if key.isidentifier() and key.isascii() and not keyword.iskeyword(key):
+            parts.append(f"{key}={text}")
+        else:  # aten has arguments named "from"
+            parts.append(f"**{{{quoted(key)}: {text}}}")
+    return ", ".join(parts)
