@@ -22,8 +22,13 @@ def text(words: str) -> None:
 
 def data(value: Any) -> None:
     """The verb's answer for a machine: JSON with sorted keys, to stdout."""
+    _write(sys.stdout, as_json(value))
+
+
+def as_json(value: Any) -> str:
+    """Indented JSON with sorted keys; structs and dataclasses as objects."""
     encoded = msgspec.json.encode(value, order="sorted")
-    _write(sys.stdout, msgspec.json.format(encoded, indent=2).decode())
+    return msgspec.json.format(encoded, indent=2).decode()
 
 
 def line(value: Any) -> None:

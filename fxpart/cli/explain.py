@@ -1,0 +1,53 @@
+"""``fxpart explain``: a plan, an error code, or a page of the documentation."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+from fxpart.errors import CODES, error
+from fxpart.plan import Plan
+
+PAGES = ("glossary", "how_it_chooses")
+
+
+@click.command()
+@click.argument("subject")
+@json_option
+def command(subject: str, as_json: bool) -> int:
+    """Explain SUBJECT: a plan file, a code such as FXP204, `glossary` or `how_it_chooses`."""
+    if re.fullmatch(r"(?i)fxp\d+", subject):
+        return _code(subject.upper(), as_json)
+    if subject in PAGES:
+        _page({"subject": subject}, f"{subject}.md", as_json)
+        return 0
+    plan = Plan.load(subject)
+    if as_json:
+        output.data(plan)
+        return 0
+    from fxpart.report.explain import explain
+
+    output.text(explain(plan).rstrip("\n"))
+    return 0
+
+
+def _code(code: str, as_json: bool) -> int:
+    if code not in CODES:
+        near = [known for known in CODES if known[:4] == code[:4]] or list(CODES)
+        fix = f"one of {', '.join(near)}"
+        raise error("FXP109", where=f"explain {code}", why="there is no such code", fix=fix)
+    title, status = CODES[code]
+    _page({"code": code, "title": title, "exit_status": status}, f"errors/{code}.md", as_json)
+    return 0
+
+
+def _page(about: dict[str, object], path: str, as_json: bool) -> None:
+    page = files("fxpart").joinpath("docs", *path.split("/")).read_text(encoding="utf-8")
+    if as_json:
+        output.data({**about, "page": page})
+    else:
+        output.text(page.rstrip("\n"))

@@ -1,0 +1,157 @@
+"""A plan in words: what it decides, what that costs, how good it is, what it was chosen over."""
+
+from __future__ import annotations
+
+from fxpart.plan import Alternative, Plan, RankPrediction
+from fxpart.report import units
+from fxpart.report.table import shortened, table
+
+
+def explain(plan: Plan) -> str:
+    """Plain text of about 30 lines and one for each rank, ending in a newline."""
+    parts = [
+        _summary(plan),
+        _stages(plan),
+        _memory(plan),
+        ["How good it is", *_indented(certificate(plan))],
+        _rejected(plan),
+        _ties(plan),
+        _pairs("Where the costs come from", plan.provenance),
+        _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _summary(plan: Plan) -> list[str]:
+    model, prediction = plan.model, plan.prediction
+    ranks = len(prediction.ranks)
+    rate = plan.batch_size / prediction.step_seconds if prediction.step_seconds else 0.0
+    return [
+        f"{shortened(model.name, 60)} on {shortened(plan.cluster.name, 40)}: "
+        f"{_count(len(plan.stages), 'stage')} on {_count(ranks, 'rank')}, schedule {plan.schedule}",
+        f"  model      {units.count(model.parameters)} parameters "
+        f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
+        f"  batch      {plan.batch_size} samples in {_count(plan.microbatches, 'microbatch')}, "
+        f"optimizer {plan.optimizer}, seed {plan.seed}",
+        f"  step       {units.seconds(prediction.step_seconds)} predicted "
+        f"({units.seconds(prediction.simulated_seconds)} by simulation), {rate:.4g} samples/s, "
+        f"bubble {units.percent(prediction.bubble)}",
+    ]
+
+
+def _stages(plan: Plan) -> list[str]:
+    heads = ("stage", "blocks", "rank", "device", "holds", "params", "F", "B", "transfer", "step")
+    rows = []
+    for entry in plan.prediction.ranks:
+        stage = plan.stages[entry.stage]
+        rows.append(
+            (
+                str(entry.stage), f"{stage.first}-{stage.last}", str(entry.rank),
+                shortened(entry.device, 20), shortened(stage.label, 36),
+                units.count(stage.parameters), units.seconds(entry.forward_seconds),
+                units.seconds(entry.backward_seconds), units.seconds(entry.transfer_seconds),
+                units.seconds(entry.sync_seconds + entry.optimizer_seconds),
+            )
+        )  # fmt: skip
+    slowest = max(plan.prediction.ranks, key=per_microbatch)
+    return [
+        "Stages (F, B and transfer per microbatch; step: gradient sums and optimizer, once a step)",
+        *_indented(table(heads, ">>><<>>>>>", rows)),
+        f"  Stage {slowest.stage} is the slowest: {units.seconds(per_microbatch(slowest))} a "
+        f"microbatch, {balance(plan):.2f} times the mean.",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
+             "transfers", "in flight")  # fmt: skip
+    rows = []
+    for entry in plan.prediction.ranks:
+        memory = entry.memory
+        used = memory.total / entry.memory_limit if entry.memory_limit else 0.0
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations,
+                 memory.buffers, memory.transfers)  # fmt: skip
+        rows.append(
+            (str(entry.rank), units.size(memory.total), units.size(entry.memory_limit),
+             units.percent(used), *map(units.size, parts), str(entry.in_flight))
+        )  # fmt: skip
+    return ["Peak memory by rank", *_indented(table(heads, ">" * len(heads), rows))]
+
+
+def certificate(plan: Plan) -> list[str]:
+    """The certificate as sentences."""
+    given = plan.certificate
+    objective, bound = units.seconds(given.objective), units.seconds(given.lower_bound)
+    over = f" ({given.over})" if given.over else ""
+    if given.status == "optimal":
+        first = f"Optimal: no choice takes less than {objective} a step{over}."
+    elif given.status == "within gap":
+        first = (
+            f"Within {units.percent(given.gap)} of the best: this one takes {objective} a step, "
+            f"and none takes less than {bound}{over}."
+        )
+    else:
+        first = (
+            f"The best found in the time given: {objective} a step. None takes less than {bound}, "
+            f"so at most {units.percent(given.gap)} is left{over}."
+        )
+    return [
+        first,
+        f"Proved by {given.solver}, for the predicted costs; a measured step may differ.",
+    ]
+
+
+def _rejected(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    rows = [alternative(other) for other in plan.alternatives]
+    heads = ("stages", "microbatches", "step", "why not")
+    return ["Rejected", *_indented(table(heads, ">>><", rows))]
+
+
+def alternative(other: Alternative) -> tuple[str, str, str, str]:
+    """A rejected choice as four cells: stages, microbatches, step time, why it lost."""
+    step = "-" if other.step_seconds is None else units.seconds(other.step_seconds)
+    return str(other.stages), str(other.microbatches), step, shortened(other.why, 110)
+
+
+def _ties(plan: Plan) -> list[str]:
+    lines = []
+    for tie in plan.ties:
+        names = shortened(" = ".join(tie.names), 60)
+        if len(tie.stages) == 1:
+            lines.append(f"  {names}: all uses on stage {tie.owner}")
+            continue
+        others = ", ".join(str(s) for s in tie.stages if s != tie.owner)
+        lines.append(f"  {names}: stage {tie.owner} owns it, copies on {others}; gradients summed")
+    return ["Shared parameters", *lines] if lines else []
+
+
+def _pairs(title: str, pairs: dict[str, str]) -> list[str]:
+    if not pairs:
+        return []
+    rows = [(key, value) for key, value in sorted(pairs.items())]
+    width = max(len(key) for key, _ in rows)
+    return [title, *(f"  {key:<{width}}  {shortened(value, 100)}" for key, value in rows)]
+
+
+def per_microbatch(entry: RankPrediction) -> float:
+    """Seconds that one microbatch takes on a rank."""
+    return entry.forward_seconds + entry.backward_seconds + entry.transfer_seconds
+
+
+def balance(plan: Plan) -> float:
+    """The slowest rank's seconds for a microbatch over the mean; 1 where all are equal."""
+    times = [per_microbatch(entry) for entry in plan.prediction.ranks]
+    mean = sum(times) / len(times)
+    return max(times) / mean if mean else 1.0
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"

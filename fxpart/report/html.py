@@ -1,0 +1,170 @@
+"""A plan as one HTML file: no network, no script, every text from a model escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from fxpart.plan import Plan
+from fxpart.report import units
+from fxpart.report.explain import alternative, balance, certificate
+from fxpart.report.style import CSS
+from fxpart.report.svg import PARTS, memory_svg, timeline_svg
+from fxpart.report.table import shortened
+from fxpart.report.timeline import plan_timeline
+
+# Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
+DRAWN = 12_000
+
+
+def report_html(plan: Plan) -> str:
+    """The whole file, below a megabyte, as text."""
+    title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
+    body = "\n".join(
+        (
+            _head(plan), _cards(plan), _timeline(plan), _memory(plan), _stages(plan),
+            _certificate(plan), _rejected(plan), _ties(plan),
+            _pairs("Where the costs come from", plan.provenance),
+            _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
+        )
+    )  # fmt: skip
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)} - fxpart</title>
+<style>{CSS}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def _head(plan: Plan) -> str:
+    model = plan.model
+    words = (
+        f"{units.count(model.parameters)} parameters in {model.blocks} blocks, cut into "
+        f"{len(plan.stages)} stages on {len(plan.prediction.ranks)} ranks of {plan.cluster.name}"
+    )
+    return f'<h1>{escape(shortened(model.name, 120))}</h1>\n<p class="lead">{escape(words)}</p>'
+
+
+def _cards(plan: Plan) -> str:
+    prediction = plan.prediction
+    step = prediction.step_seconds
+    fullest = max(
+        (r.memory.total / r.memory_limit for r in prediction.ranks if r.memory_limit), default=0.0
+    )
+    cards = (
+        ("predicted step", units.seconds(step)),
+        ("by simulation", units.seconds(prediction.simulated_seconds)),
+        ("samples a second", f"{plan.batch_size / step:.4g}" if step else "-"),
+        ("batch", f"{plan.batch_size} in {plan.microbatches} microbatches"),
+        ("schedule", plan.schedule),
+        ("bubble", units.percent(prediction.bubble)),
+        ("slowest stage over mean", f"{balance(plan):.2f}"),
+        ("fullest rank", units.percent(fullest)),
+    )
+    items = "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
+    return f'<dl class="cards">{items}</dl>'
+
+
+def _timeline(plan: Plan) -> str:
+    whole = 2 * len(plan.stages) * plan.microbatches
+    drawn = plan.microbatches
+    if whole > DRAWN:
+        drawn = max(1, DRAWN // (2 * len(plan.stages)))
+    timeline = plan_timeline(plan, microbatches=drawn)
+    caption = "One step by the predicted costs, without what is done once a step."
+    if drawn < plan.microbatches:
+        caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."
+    key = _key((("f0", "forward"), ("b0", "backward"), ("t", "transfer"), ("idle", "waiting")))
+    return (
+        f"<h2>Timeline</h2>\n<figure>{timeline_svg(timeline)}{key}"
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _memory(plan: Plan) -> str:
+    key = _key([(f"m{i}", name) for i, name in enumerate(PARTS)])
+    caption = "The line is the limit of the rank."
+    return (
+        f"<h2>Peak memory</h2>\n<figure>{memory_svg(plan)}{key}"
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _key(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(
+        f'<span><i style="background:var(--{name})"></i>{text}</span>' for name, text in entries
+    )
+    return f'<div class="key">{items}</div>'
+
+
+def _stages(plan: Plan) -> str:
+    heads = ("stage", "blocks", "holds", "rank", "device", "parameters", "forward", "backward",
+             "transfer", "once a step", "in flight")  # fmt: skip
+    rows = []
+    for entry in plan.prediction.ranks:
+        stage = plan.stages[entry.stage]
+        once = units.seconds(entry.sync_seconds + entry.optimizer_seconds)
+        rows.append(
+            (
+                str(stage.index), f"{stage.first}-{stage.last}", shortened(stage.label, 80),
+                str(entry.rank), shortened(entry.device, 40), units.count(stage.parameters),
+                units.seconds(entry.forward_seconds), units.seconds(entry.backward_seconds),
+                units.seconds(entry.transfer_seconds), once, str(entry.in_flight),
+            )
+        )  # fmt: skip
+    return f"<h2>Stages</h2>\n{_table(heads, rows, left={2, 4})}"
+
+
+def _certificate(plan: Plan) -> str:
+    badge = "badge" if plan.certificate.status == "optimal" else "badge open"
+    words = "".join(f"<p>{escape(line)}</p>" for line in certificate(plan))
+    status = f'<p><span class="{badge}">{escape(plan.certificate.status)}</span></p>'
+    return f"<h2>How good it is</h2>\n{status}{words}"
+
+
+def _rejected(plan: Plan) -> str:
+    if not plan.alternatives:
+        return ""
+    heads = ("stages", "microbatches", "step", "why not")
+    rows = [alternative(other) for other in plan.alternatives]
+    return f"<h2>Rejected</h2>\n{_table(heads, rows, left={3})}"
+
+
+def _ties(plan: Plan) -> str:
+    if not plan.ties:
+        return ""
+    rows = [
+        (shortened(" = ".join(tie.names), 160), str(tie.owner), ", ".join(map(str, tie.stages)))
+        for tie in plan.ties
+    ]
+    return f"<h2>Shared parameters</h2>\n{_table(('names', 'owner', 'stages'), rows, left={0})}"
+
+
+def _pairs(title: str, pairs: dict[str, str]) -> str:
+    if not pairs:
+        return ""
+    rows = [(shortened(k, 80), shortened(v, 300)) for k, v in sorted(pairs.items())]
+    return f"<h2>{title}</h2>\n{_table(('what', 'value'), rows, left={0, 1})}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
+    side = [' class="l"' if i in left else "" for i in range(len(heads))]
+    top = "".join(f'<th scope="col"{side[i]}>{escape(h)}</th>' for i, h in enumerate(heads))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{side[i]}>{escape(c)}</td>" for i, c in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,144 @@
+"""Pictures for the report, as inline SVG: the schedule in time, and memory against its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from fxpart.plan import Plan
+from fxpart.report import units
+from fxpart.schedule.action import Kind
+from fxpart.schedule.timeline import Span, Timeline
+
+WIDTH = 1120
+LEFT = 76
+# Above this many spans each gets no tooltip of its own: the file has to stay below a megabyte.
+DETAILED = 2500
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers")
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """One row for each rank: forwards, backwards and, below, what is being sent."""
+    row = 30 if timeline.ranks <= 16 else 16 if timeline.ranks <= 48 else 8
+    height = timeline.ranks * row + 30
+    scale = (WIDTH - LEFT - 10) / timeline.step_seconds if timeline.step_seconds > 0 else 0.0
+    label = (
+        f"Timeline of {timeline.ranks} ranks over {units.seconds(timeline.step_seconds)}; "
+        f"they compute {units.percent(1 - timeline.bubble)} of the time."
+    )
+    parts = [_open(height, label)]
+    for rank in range(timeline.ranks):
+        if row >= 16 or rank % 8 == 0:
+            y = rank * row + row / 2 + 4
+            parts.append(f'<text class="axis" x="0" y="{y:.0f}">rank {rank}</text>')
+        y = rank * row
+        parts.append(
+            f'<path class="idle" d="M{LEFT} {y + 1}h{WIDTH - LEFT - 10}v{row - 2}H{LEFT}z"/>'
+        )
+    draw = _detailed if len(timeline.spans) <= DETAILED else _merged
+    parts += draw(timeline.spans, row, scale)
+    parts += _ticks(timeline.step_seconds, scale, timeline.ranks * row)
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def _open(height: int, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
+        f'xmlns="http://www.w3.org/2000/svg">'
+    )
+
+
+def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
+    """A rectangle with a tooltip for each span, and the microbatch's number where it fits."""
+    parts = []
+    for span in spans:
+        x, width = LEFT + span.start * scale, (span.end - span.start) * scale
+        y, tall = _row(span, row)
+        title = f"{span.action}: {units.seconds(span.start)} to {units.seconds(span.end)}"
+        parts.append(
+            f'<rect class="{_class(span)}" x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
+            f'height="{tall}"><title>{escape(title)}</title></rect>'
+        )
+        if span.lane == "compute" and width >= 14 and tall >= 12:
+            middle, base = x + width / 2, y + tall / 2 + 4
+            number = span.action.microbatch
+            parts.append(f'<text class="in" x="{middle:.1f}" y="{base:.0f}">{number}</text>')
+    return parts
+
+
+def _merged(spans: Sequence[Span], row: int, scale: float) -> list[str]:
+    """One path for each kind of span."""
+    paths: dict[str, list[str]] = {}
+    for span in spans:
+        if span.lane == "receive":
+            continue
+        x, width = LEFT + span.start * scale, max((span.end - span.start) * scale, 0.3)
+        y, tall = _row(span, row)
+        step = f"M{x:.1f} {y}h{width:.1f}v{tall}h-{width:.1f}z"
+        paths.setdefault(_class(span), []).append(step)
+    return [f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items())]
+
+
+def _row(span: Span, row: int) -> tuple[int, int]:
+    """Top and height of a span: computations above, a strip for transfers at the bottom."""
+    strip = 5 if row >= 30 else 3 if row >= 16 else 0
+    top = span.rank * row + 1
+    if span.lane == "compute":
+        return top, row - 2 - strip
+    return top + row - 2 - strip, max(strip - 1, 1)
+
+
+def _class(span: Span) -> str:
+    if span.lane != "compute":
+        return "t"
+    kind = "f" if span.action.kind is Kind.F else "b"
+    return f"{kind}{span.action.microbatch % 2}"
+
+
+def _ticks(total: float, scale: float, y: int) -> list[str]:
+    parts = []
+    for index in range(6):
+        at = total * index / 5
+        x = LEFT + at * scale
+        anchor = ("start", "middle", "end")[0 if index == 0 else 2 if index == 5 else 1]
+        parts.append(
+            f'<path class="tick" d="M{x:.1f} 0V{y + 4}"/>'
+            f'<text class="axis" text-anchor="{anchor}" x="{x:.1f}" y="{y + 20}">'
+            f"{units.seconds(at)}</text>"
+        )
+    return parts
+
+
+def memory_svg(plan: Plan) -> str:
+    """One bar for each rank: its parts stacked, the limit as a line."""
+    ranks = plan.prediction.ranks
+    row = 30 if len(ranks) <= 16 else 16 if len(ranks) <= 48 else 8
+    most = max((max(r.memory.total, r.memory_limit) for r in ranks), default=0) or 1
+    scale = (WIDTH - LEFT - 120) / most
+    label = f"Peak memory of {len(ranks)} ranks against the limit of each."
+    parts = [_open(len(ranks) * row + 8, label)]
+    for position, entry in enumerate(ranks):
+        y, x = position * row + 2, float(LEFT)
+        if row >= 16 or position % 8 == 0:
+            parts.append(
+                f'<text class="axis" x="0" y="{y + row / 2 + 2:.0f}">rank {entry.rank}</text>'
+            )
+        for index, name in enumerate(PARTS):
+            value = getattr(entry.memory, name)
+            if value:
+                parts.append(
+                    f'<rect class="m{index}" x="{x:.2f}" y="{y}" width="{value * scale:.2f}" '
+                    f'height="{row - 4}"><title>{name}: {units.size(value)}</title></rect>'
+                )
+            x += value * scale
+        limit = LEFT + entry.memory_limit * scale
+        parts.append(f'<path class="limit" d="M{limit:.1f} {y - 1}v{row - 2}"/>')
+        if row >= 16:
+            words = f"{units.size(entry.memory.total)} of {units.size(entry.memory_limit)}"
+            parts.append(
+                f'<text class="axis" x="{limit + 6:.1f}" y="{y + row / 2 + 2:.0f}">{words}</text>'
+            )
+    parts.append("</svg>")
+    return "\n".join(parts)
