@@ -33,6 +33,7 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP202": ("the constraints cannot hold together", EXIT_INFEASIBLE),
     "FXP204": ("no plan fits: stage memory", EXIT_INFEASIBLE),
     "FXP205": ("no plan found within the time limit", EXIT_INFEASIBLE),
+    "FXP206": ("the partition problem is not valid", EXIT_INPUT),
     # 3xx: the plan file
     "FXP301": ("the plan cannot be read", EXIT_INPUT),
     "FXP302": ("the plan's format is not known", EXIT_INPUT),

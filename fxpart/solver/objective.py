@@ -7,6 +7,7 @@ the closed form of GPipe and 1F1B (an upper bound where stages are unequal).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import fsum
 
 import msgspec
@@ -74,7 +75,7 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Evaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A choice's step time in seconds, its parts by stage, and what it violates (nothing if feasible)."""
+    """A choice's step time in seconds, its parts by stage, and what it violates."""
 
     seconds: float
     stages: tuple[StageCost, ...]
@@ -87,12 +88,15 @@ class Evaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
-    """How many microbatches' activations the stage holds at its peak: m, or min(m, S - s) for 1F1B."""
+    """How many microbatches' activations the stage holds at its peak.
+
+    m for GPipe, min(m, S - s) for 1F1B (stage s of S).
+    """
     return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
 
 
 def tie_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
-    """Latency and inverse bandwidth that a stage's gradient sums over ties take (see ``Weight``)."""
+    """Latency and inverse bandwidth of the stage's gradient sums over ties (see ``Weight``)."""
     if len(problem.devices) == 1:
         return 0.0, 0.0
     device = problem.devices[max(stage, 1)]
@@ -184,7 +188,7 @@ def evaluate(problem: PartitionProblem, choice: Choice) -> Evaluation:
 def _well_formed(problem: PartitionProblem, choice: Choice) -> None:
     """Refuse a choice whose numbers do not belong to the problem at all."""
     starts, n = choice.starts, len(problem.blocks)
-    rising = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(starts))
     why = ""
     if not starts or starts[0] != 0 or not rising or starts[-1] >= n:
         why = f"starts {starts} do not cut {n} blocks into contiguous stages"

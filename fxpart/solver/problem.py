@@ -1,4 +1,4 @@
-"""The partition problem as numbers: what every solver is given, as JSON that can be archived and replayed.
+"""The partition problem as numbers: what every solver is given. It can be archived as JSON.
 
 Blocks 0..n-1 stand in a fixed topological order. A choice cuts them into contiguous, non-empty
 stages; stage k runs on device k. Seconds and bytes everywhere.
@@ -62,8 +62,8 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs at one microbatch size.
 
-    forward, backward: seconds, [device type][block]. activation: bytes that autograd saves, [block].
-    workspace: bytes live only while the block runs, [block]. value_bytes: [value].
+    forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
+    [block]. workspace: bytes live only while the block runs, [block]. value_bytes: [value].
     """
 
     microbatch_size: int
@@ -96,7 +96,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A candidate plan: which variant and schedule, and the first block of each stage (starts[0] = 0)."""
+    """A candidate plan: variant, schedule, and the first block of each stage (starts[0] = 0)."""
 
     variant: int
     schedule: Literal["gpipe", "1f1b"]

@@ -1,0 +1,56 @@
+"""Cheap lower bounds on the step time: no search, no tables, never above the optimum.
+
+Each ignores transfers, ties and memory, so it holds for every problem; the dynamic programme and
+CP-SAT prove better ones. On problems where transfers dominate these bounds are weak.
+"""
+
+from __future__ import annotations
+
+from math import fsum, inf
+
+from fxpart.solver.problem import PartitionProblem
+
+
+def cheap_bounds(
+    problem: PartitionProblem, variant: int, stages: int | None = None
+) -> dict[str, float]:
+    """Lower bounds in seconds on the step time of any choice of ``variant``, by name.
+
+    stages: the largest number of stages considered, by default all that are allowed. Both are the
+    whole work once (the pipeline's filling) plus a bound on the longest stage: "work over speed"
+    shares the work out perfectly, "largest unit" is the largest piece that no cut divides.
+    """
+    count = problem.max_stages if stages is None else stages
+    one, m = problem.variants[variant], problem.variants[variant].microbatches
+    kinds = sorted({d.type for d in problem.devices[:count]})
+    once = {k: [f + b for f, b in zip(one.forward[k], one.backward[k], strict=True)] for k in kinds}
+    load = {
+        k: [(m - 1) * t + s for t, s in zip(once[k], problem.step[k], strict=True)] for k in kinds
+    }
+    best = [min(costs) for costs in zip(*load.values(), strict=True)]
+    # no block runs faster on this type than this share of the best type's speed
+    speed = {
+        k: max((b / c for b, c in zip(best, load[k], strict=True) if c > 0), default=inf)
+        for k in kinds
+    }
+    rate = fsum(speed[d.type] for d in problem.devices[:count])
+    fill = fsum(min(costs) for costs in zip(*once.values(), strict=True))
+    largest = max(min(fsum(load[k][b] for b in unit) for k in kinds) for unit in _units(problem))
+    shared = fsum(best) / rate if rate else 0.0
+    return {"work over speed": fill + shared, "largest unit": fill + largest}
+
+
+def cheap_bound(problem: PartitionProblem, variant: int, stages: int | None = None) -> float:
+    """The best of :func:`cheap_bounds`, in seconds."""
+    return max(cheap_bounds(problem, variant, stages).values())
+
+
+def _units(problem: PartitionProblem) -> list[range]:
+    """Runs of blocks that no cut divides."""
+    fused, units, first = set(problem.no_cut_after), [], 0
+    last = len(problem.blocks) - 1
+    for block in range(last + 1):
+        if block == last or block not in fused:
+            units.append(range(first, block + 1))
+            first = block + 1
+    return units

@@ -1,0 +1,59 @@
+"""Every choice, one by one: the oracle of the other solvers, for small problems only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import comb, inf
+
+from fxpart.errors import error
+from fxpart.solver.objective import Scorer
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
+
+LIMIT = 200_000  # choices that may be enumerated
+
+
+def choices(problem: PartitionProblem) -> Iterator[Choice]:
+    """All choices that keep the constraints (memory aside), in a fixed order."""
+    n, fused = len(problem.blocks), set(problem.no_cut_after)
+    cuts = [b + 1 for b in range(n - 1) if b not in fused]
+    for variant in range(len(problem.variants)):
+        for schedule in problem.schedules:
+            for stages in range(problem.min_stages, problem.max_stages + 1):
+                for starts in combinations(cuts, stages - 1):
+                    yield Choice(variant=variant, schedule=schedule, starts=(0, *starts))
+
+
+def count(problem: PartitionProblem) -> int:
+    """How many choices :func:`choices` yields."""
+    cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
+    stages = range(problem.min_stages, problem.max_stages + 1)
+    return len(problem.variants) * len(problem.schedules) * sum(comb(cuts, s - 1) for s in stages)
+
+
+def solve_brute(problem: PartitionProblem) -> Solution:
+    """The optimum by enumeration; of equally good choices the first.
+
+    Raises FXP109 where there are more than :data:`LIMIT` choices.
+    """
+    if count(problem) > LIMIT:
+        raise error(
+            "FXP109",
+            where="solver='brute'",
+            why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
+            fix="use solver='dp'",
+        )
+    scorer, best, seconds = Scorer(problem), None, inf
+    for choice in choices(problem):
+        evaluation = scorer.evaluate(choice)
+        if evaluation.feasible and evaluation.seconds < seconds:
+            best, seconds = choice, evaluation.seconds
+    status = "infeasible" if best is None else "optimal"
+    return Solution(
+        status=status,  # type: ignore[arg-type]
+        choice=best,
+        objective=seconds,
+        bound=seconds,
+        solver="brute",
+        candidates=() if best is None else (best,),
+    )

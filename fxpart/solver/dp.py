@@ -1,0 +1,122 @@
+"""Exact minimisation of sum_s t_s + max_s load_s by dynamic programmes and branch and bound.
+
+With h(b) the least sum of t_s when no load exceeds b, the optimum is the least h(b) + b over the
+loads b that stages may have. Any solution whose longest load lies in (a, b] costs more than
+a + h(b); intervals of b are split, the most promising first, until none can beat the best solution
+known (a parametric search as in Hansen and Lih, "Improved algorithms for partitioning problems in
+parallel, pipelined, and distributed computing", 1992, turned into a certificate).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from fxpart.solver.layers import Layers, OutOfTime
+from fxpart.solver.tables import Floats
+
+EXACT = 1e-9  # relative difference below which two step times count as equal
+_SNAP_LIMIT = 4_000_000  # most loads of one kind of device that are worth sorting
+
+
+@dataclass(order=True)
+class _Span:
+    """Loads strictly between ``low`` and ``high``, where the sum is at least ``total``."""
+
+    bound: float
+    low: float
+    high: float
+    total: float
+
+
+class Minimiser:
+    """The two-part objective over one :class:`Layers`; ``lower`` is proven at any moment."""
+
+    def __init__(
+        self, layers: Layers, found: Callable[[list[int]], float], lower: float = 0.0
+    ) -> None:
+        """found: told the first units of a solution, returns the step time to beat, in seconds."""
+        self.layers, self.found, self.lower = layers, found, lower
+        self._settled, self._spans = inf, list[_Span]()
+        self._loads: Floats | None = None
+
+    def minimise(self, runs: int | None = None, gap: float = EXACT) -> float:
+        """The proven lower bound after at most ``runs`` runs, or once within ``gap`` of the best.
+
+        Infinite if nothing fits. Raises :class:`OutOfTime`; ``lower`` then holds what was proved.
+        """
+        target = self._open()
+        left = inf if runs is None else runs
+        while self._spans and self._spans[0].bound < target * (1 - gap) and left > 0:
+            target = min(target, self._split(heapq.heappop(self._spans), target * (1 - gap)))
+            left -= 1
+        beaten = min(self._settled, target * (1 - gap)) if target < inf else self._settled
+        self.lower = max(self.lower, min(beaten, self._least_open()))
+        return self.lower
+
+    def _open(self) -> float:
+        """The first runs: the least longest load, the least sum, and the one under the other."""
+        layers = self.layers
+        h = layers.run(inf, longest=True)
+        stages, low = layers.best(h)
+        if low == inf:
+            self.lower = inf
+            return inf
+        target = self.found(layers.walk(h, stages, inf, longest=True)[0])
+        high, total, target = self._probe(inf, target)
+        self.lower = max(self.lower, low + total)
+        _, _, target = self._probe(low, target)
+        self._push(low, high, total)
+        return target
+
+    def _probe(self, threshold: float, target: float) -> tuple[float, float, float]:
+        """One run: the load and the sum of its solution, and the step time to beat."""
+        h = self.layers.run(threshold)
+        stages, total = self.layers.best(h)
+        if total == inf:
+            return inf, inf, target
+        units, load = self.layers.walk(h, stages, threshold)
+        # every other solution with a longest load in [load, threshold] sums to at least total
+        self._settled = min(self._settled, total + load)
+        return load, total, min(target, self.found(units))
+
+    def _split(self, span: _Span, target: float) -> float:
+        """Probe the middle of a span and keep what of it may still beat ``target``."""
+        high = min(span.high, target - span.total)
+        middle = self._snap(span.low, high, (span.low + high) / 2)
+        try:
+            load, total, target = self._probe(middle, inf)
+        except OutOfTime:
+            heapq.heappush(self._spans, span)
+            self.lower = max(self.lower, min(self._settled, self._least_open()))
+            raise
+        if total < inf:
+            self._push(span.low, load, total)
+        self._push(middle, high, span.total)
+        return target
+
+    def _push(self, low: float, high: float, total: float) -> None:
+        """Keep a span if a stage may have a load inside it."""
+        if self._loads is None and self.layers.exact and self.layers.units**2 <= _SNAP_LIMIT:
+            self._loads = self.layers.loads(low, high)
+        least = low
+        if self._loads is not None:
+            place = int(np.searchsorted(self._loads, low, side="right"))
+            least = float(self._loads[place]) if place < len(self._loads) else inf
+        if least < high:
+            heapq.heappush(self._spans, _Span(least + total, low, high, total))
+
+    def _snap(self, low: float, high: float, middle: float) -> float:
+        """The largest load up to ``middle``, or the first above ``low``."""
+        if self._loads is None:
+            return middle
+        place = int(np.searchsorted(self._loads, middle, side="right")) - 1
+        first = int(np.searchsorted(self._loads, low, side="right"))
+        return float(self._loads[max(place, first)])
+
+    def _least_open(self) -> float:
+        return self._spans[0].bound if self._spans else inf

@@ -1,0 +1,55 @@
+"""Balanced splits: a first plan in no time, so that a solver cut off early still has an answer."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from itertools import accumulate
+
+from fxpart.solver.problem import Choice, PartitionProblem
+
+
+def balanced(problem: PartitionProblem, variant: int, schedule: str, stages: int) -> Choice | None:
+    """Stages of about equal work by the first device's costs, cut only where cuts are allowed.
+
+    None where fewer pieces than stages exist. Memory is not looked at.
+    """
+    one, kind = problem.variants[variant], problem.devices[0].type
+    work = accumulate(f + b for f, b in zip(one.forward[kind], one.backward[kind], strict=True))
+    done, fused, n = list(work), set(problem.no_cut_after), len(problem.blocks)
+    cuts = [b + 1 for b in range(n - 1) if b not in fused]
+    if len(cuts) < stages - 1:
+        return None
+    before = [done[c - 1] for c in cuts]
+    starts, least = [0], 0
+    for k in range(1, stages):
+        most = len(cuts) - (stages - k)  # leave one cut for each stage that follows
+        place = bisect_left(before, done[-1] * k / stages, least, most)
+        if place > least and done[-1] * k / stages - before[place - 1] < (
+            before[place] - done[-1] * k / stages
+        ):
+            place -= 1
+        starts.append(cuts[place])
+        least = place + 1
+    return Choice(variant=variant, schedule=schedule, starts=tuple(starts))  # type: ignore[arg-type]
+
+
+def first_choices(problem: PartitionProblem, deadline: float) -> list[Choice]:
+    """Balanced splits with the most stages, half as many, and so on, for each variant and schedule.
+
+    deadline: a ``time.monotonic()`` value, in seconds; at least one is made in any case.
+    """
+    made: list[Choice] = []
+    for variant in range(len(problem.variants)):
+        for schedule in problem.schedules:
+            stages = problem.max_stages
+            while stages >= problem.min_stages:
+                if made and time.monotonic() > deadline:
+                    return made
+                choice = balanced(problem, variant, schedule, stages)
+                if choice is not None:
+                    made.append(choice)
+                if stages == problem.min_stages:
+                    break
+                stages = max(stages // 2, problem.min_stages)
+    return made

@@ -1,0 +1,80 @@
+"""The one entrance: the best plan within a time limit, with a proven bound, whichever solver."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from typing import Literal
+
+from fxpart.errors import error
+from fxpart.solver.brute import solve_brute
+from fxpart.solver.dp import EXACT
+from fxpart.solver.greedy import first_choices
+from fxpart.solver.objective import Scorer
+from fxpart.solver.problem import PartitionProblem, Solution
+from fxpart.solver.search import Record, Search
+from fxpart.solver.validate import check_problem
+
+CLOSE = 0.01  # a proven gap up to this is "within gap"
+Solver = Literal["auto", "dp", "cp-sat", "brute"]
+
+
+def solve(
+    problem: PartitionProblem,
+    *,
+    time_limit: float = 30.0,
+    seed: int = 0,
+    solver: Solver = "auto",
+) -> Solution:
+    """The best choice found within ``time_limit`` seconds, its proven bound, and the runners-up.
+
+    "auto" is "dp", the dynamic programme, which proved the optimum fastest wherever it was
+    measured; "cp-sat" solves the same problem independently (``seed`` is its random seed), "brute"
+    enumerates. Equal problems give equal answers as long as the time limit is not reached.
+    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    """
+    deadline = time.monotonic() + time_limit
+    if solver not in ("auto", "dp", "cp-sat", "brute") or not time_limit >= 0:
+        raise error(
+            "FXP109",
+            where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
+            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
+            fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
+        )
+    check_problem(problem)
+    if solver == "brute":
+        return solve_brute(problem)
+    record = Record(Scorer(problem))
+    for choice in first_choices(problem, deadline):
+        record.add(choice)
+    if solver == "cp-sat":
+        from fxpart.solver.ilp import solve_cp_sat  # OR-Tools is slow to import, and rarely needed
+
+        return solution(record, solve_cp_sat(problem, record, deadline, seed), "cp-sat")
+    search = Search(problem, record, deadline)
+    if search.prove():
+        search.refine()
+    return solution(record, search.bound, "dp")
+
+
+def solution(record: Record, bound: float, solver: str) -> Solution:
+    """What ``record`` and a proven lower bound in seconds amount to."""
+    bound = min(bound, record.seconds)
+    return Solution(
+        status=_status(record.seconds, bound),
+        choice=record.choice,
+        objective=record.seconds,
+        bound=bound,
+        solver=solver,
+        candidates=record.candidates(),
+    )
+
+
+def _status(
+    objective: float, bound: float
+) -> Literal["optimal", "within gap", "best found", "infeasible", "unknown"]:
+    if objective == inf:
+        return "infeasible" if bound == inf else "unknown"
+    if bound >= objective * (1 - EXACT):
+        return "optimal"
+    return "within gap" if bound >= objective * (1 - CLOSE) else "best found"

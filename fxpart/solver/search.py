@@ -1,0 +1,173 @@
+"""Branch and bound over variants, schedules and ranges of stage counts, above the DP.
+
+A branch whose bound cannot beat the best plan known is dropped. A range of stage counts is halved
+only where devices differ and the relaxation over the range leaves a gap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+
+from fxpart.solver.bounds import cheap_bound
+from fxpart.solver.dp import EXACT, Minimiser
+from fxpart.solver.layers import Layers, OutOfTime
+from fxpart.solver.objective import Scorer
+from fxpart.solver.problem import Choice, PartitionProblem
+from fxpart.solver.tables import Tables
+
+ALTERNATIVES = 5  # rejected choices that a solution tells of
+_RELAXED_RUNS = 6  # runs spent on a relaxation before its range of stage counts is halved
+_REFINED = 10  # alternatives looked at more closely; the best of them are told
+_REFINED_GAP = 1e-3  # how closely
+
+
+class Record:
+    """The best choices seen: one for each number of stages, microbatches and schedule."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        """scorer: judges every choice; infeasible ones are not kept."""
+        self.scorer = scorer
+        self.seconds = inf
+        self.choice: Choice | None = None
+        self._best: dict[tuple[int, int, str], tuple[float, Choice]] = {}
+
+    def add(self, choice: Choice) -> float:
+        """Evaluate and keep a choice if it is its kind's best; returns its seconds, or infinity."""
+        evaluation = self.scorer.evaluate(choice)
+        if not evaluation.feasible:
+            return inf
+        key = self.key(choice)
+        if evaluation.seconds < self._best.get(key, (inf,))[0]:
+            self._best[key] = (evaluation.seconds, choice)
+        if evaluation.seconds < self.seconds:
+            self.seconds, self.choice = evaluation.seconds, choice
+        return evaluation.seconds
+
+    def key(self, choice: Choice) -> tuple[int, int, str]:
+        """What makes a choice another kind: stages, microbatches, schedule."""
+        m = self.scorer.problem.variants[choice.variant].microbatches
+        return len(choice.starts), m, choice.schedule
+
+    def candidates(self) -> tuple[Choice, ...]:
+        """The choice, then the best of other kinds, by step time."""
+        if self.choice is None:
+            return ()
+        mine = self.key(self.choice)
+        others = sorted((seconds, key) for key, (seconds, _) in self._best.items() if key != mine)
+        return (self.choice, *(self._best[key][1] for _, key in others[:ALTERNATIVES]))
+
+
+@dataclass(order=True)
+class _Branch:
+    """Choices of one variant and schedule with ``low`` to ``high`` stages, none below ``bound``."""
+
+    bound: float
+    order: tuple[int, int, int]
+    low: int = field(compare=False)
+    high: int = field(compare=False)
+
+
+class Search:
+    """Solves one problem by dynamic programmes; ``bound`` is proven at any moment."""
+
+    def __init__(self, problem: PartitionProblem, record: Record, deadline: float) -> None:
+        """record: takes the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        self.problem, self.record, self.deadline = problem, record, deadline
+        self.tables = Tables(problem)
+        self._closed = inf  # least bound of the branches done with
+        low, high = problem.min_stages, min(problem.max_stages, self.tables.units)
+        self._open = [
+            _Branch(cheap_bound(problem, v, high), (v, s, low), low, high)
+            for v in range(len(problem.variants))
+            for s in range(len(problem.schedules))
+            if low <= high
+        ]
+        heapq.heapify(self._open)
+        self._roots = sorted(self._open)
+
+    @property
+    def bound(self) -> float:
+        """No choice takes less, in seconds; infinite if nothing fits."""
+        least = self._open[0].bound if self._open else inf
+        return min(least, self._closed, self.record.seconds)
+
+    def prove(self) -> bool:
+        """Search until the best choice is proven, or the deadline; says whether it is proven."""
+        while self._open and self._open[0].bound < self._target():
+            branch = heapq.heappop(self._open)
+            try:
+                exact = self._minimise(branch)
+            except OutOfTime:
+                heapq.heappush(self._open, branch)
+                return False
+            if exact or branch.bound >= self._target():
+                self._closed = min(self._closed, branch.bound)
+                continue
+            middle = (branch.low + branch.high) // 2
+            for low, high in ((branch.low, middle), (middle + 1, branch.high)):
+                half = _Branch(branch.bound, (*branch.order[:2], low), low, high)
+                heapq.heappush(self._open, half)
+        return True
+
+    def refine(self) -> None:
+        """Look more closely at the promising choices of other kinds, while time is left."""
+        ranked: list[tuple[float, tuple[int, int, int]]] = []
+        try:
+            for root in self._roots:
+                ranked.sort()
+                if len(ranked) >= _REFINED and ranked[_REFINED - 1][0] <= root.bound:
+                    break
+                layers = self._layers(root.order, root.low, root.high)
+                least = layers.run(inf, longest=True)[:, 0] + layers.run(inf)[:, 0]
+                ranked.extend(
+                    (float(least[s]), (*root.order[:2], s))
+                    for s in range(root.low, root.high + 1)
+                    if least[s] < inf
+                )
+            for _, order in sorted(ranked)[:_REFINED]:
+                layers = self._layers(order, order[2], order[2])
+                own = _Best(partial(self._found, order))
+                Minimiser(layers, own.found).minimise(gap=_REFINED_GAP)
+        except OutOfTime:
+            return
+
+    def _target(self) -> float:
+        return self.record.seconds * (1 - EXACT)
+
+    def _minimise(self, branch: _Branch) -> bool:
+        """Raise the branch's bound; says whether what its best choice costs is proven."""
+        layers = self._layers(branch.order, branch.low, branch.high)
+        minimiser = Minimiser(layers, partial(self._found_best, branch.order), branch.bound)
+        try:
+            minimiser.minimise(runs=None if layers.exact else _RELAXED_RUNS)
+        finally:
+            branch.bound = max(branch.bound, minimiser.lower)
+        return layers.exact
+
+    def _layers(self, order: tuple[int, int, int], low: int, high: int) -> Layers:
+        schedule = self.problem.schedules[order[1]]
+        return Layers(self.tables, order[0], schedule, low, high, self.deadline)
+
+    def _found(self, order: tuple[int, int, int], units: list[int]) -> float:
+        schedule = self.problem.schedules[order[1]]
+        return self.record.add(self.tables.choice(order[0], schedule, units))
+
+    def _found_best(self, order: tuple[int, int, int], units: list[int]) -> float:
+        self._found(order, units)
+        return self.record.seconds
+
+
+class _Best:
+    """The least step time among the choices of one kind."""
+
+    def __init__(self, found: Callable[[list[int]], float]) -> None:
+        self._found, self._seconds = found, inf
+
+    def found(self, units: list[int]) -> float:
+        """Tell of a choice; returns the least seconds so far."""
+        self._seconds = min(self._seconds, self._found(units))
+        return self._seconds

@@ -1,0 +1,227 @@
+"""Costs of every interval of blocks at once, as NumPy arrays that all table-driven solvers share.
+
+Where no cut is allowed, blocks are merged into units, which is exact. Tables are "bands": row i is
+the unit an interval begins with, column w its number of units less one; what lies beyond the last
+unit is infinite. Sums of bytes are exact (int64). A value or a tied weight is counted once for each
+interval, by adding rectangles of (first, last) pairs to a difference array and summing up.
+Results do not depend on the number of BLAS threads: no matrix product is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpart.solver.objective import tie_link
+from fxpart.solver.problem import Choice, PartitionProblem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Number = TypeVar("Number", np.float64, np.int64)
+Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
+
+_KEEP = 64  # stage tables kept for each variant; a cluster has few kinds of device
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """What each interval costs as one stage: bands of shape (units, units).
+
+    seconds: t_s; load: (m-1) t_s + beta_s; flights: the most microbatches in flight that memory
+    allows (-1: none, not even without activations).
+    """
+
+    seconds: Floats
+    load: Floats
+    flights: Ints
+
+    def joined(self, other: StageTable) -> StageTable:
+        """The better of both, entry by entry: a relaxation of either."""
+        return StageTable(
+            np.minimum(self.seconds, other.seconds),
+            np.minimum(self.load, other.load),
+            np.maximum(self.flights, other.flights),
+        )
+
+    def with_first_row(self, first: StageTable) -> StageTable:
+        """The same with row 0 of ``first``: only the first stage begins with unit 0."""
+        out = StageTable(self.seconds.copy(), self.load.copy(), self.flights.copy())
+        out.seconds[0], out.load[0], out.flights[0] = (
+            first.seconds[0],
+            first.load[0],
+            first.flights[0],
+        )
+        return out
+
+
+class Tables:
+    """Interval tables of a problem that do not depend on the variant."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        """Merge blocks into units and sum weights, ties and value counts over all intervals."""
+        self.problem = problem
+        n = len(problem.blocks)
+        cuts = np.ones(n, dtype=bool)
+        cuts[list(problem.no_cut_after)] = False
+        cuts[n - 1] = True
+        self.lasts = np.flatnonzero(cuts)  # last block of each unit
+        self.firsts = np.concatenate(([0], self.lasts[:-1] + 1))
+        self.units = len(self.lasts)
+        span = np.arange(self.units)
+        self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
+        self.valid = span[:, None] + span[None, :] < self.units
+        received = [
+            (r, i)
+            for i, v in enumerate(problem.values)
+            for r in _touching(v.consumers, v.producer, n)
+        ]
+        self._receipts, self._receipt_value = [r for r, _ in received], [i for _, i in received]
+        trips = [2 if problem.values[i].gradient else 1 for i in self._receipt_value]
+        self._trips = np.array(trips, dtype=np.int64)
+        self.trips = self.band(_sums(n, self._receipts, self._trips))
+        held = [
+            (r, w.weight + w.gradient + w.optimizer)
+            for w in problem.weights
+            for r in _touching(w.blocks, -1, n)
+        ]
+        self.state_bytes = self.band(_sums(n, *_columns(held)))
+        shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
+        split = [(r, s, w.gradient) for w in shared for r, s in _splits(w.blocks, n)]
+        self.syncs = self.band(_sums(n, *_columns([(r, s) for r, s, _ in split])))
+        self.sync_bytes = self.band(_sums(n, *_columns([(r, s * g) for r, s, g in split])))
+        self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
+        self._variants: dict[int, VariantTables] = {}
+
+    def band(self, full: NDArray[Number]) -> NDArray[Number]:
+        """A table over (first block, last block) as a band over units."""
+        picked = full[np.ix_(self.firsts, self.lasts)]
+        return np.asarray(np.take_along_axis(picked, self._end, axis=1))
+
+    def additive(self, row: NDArray[Number]) -> NDArray[Number]:
+        """The band of sums of a cost by block; integers stay exact."""
+        total = np.concatenate((np.zeros(1, dtype=row.dtype), np.cumsum(row)))
+        return np.asarray(total[self.lasts + 1][self._end] - total[self.firsts][:, None])
+
+    def receipts(self, sizes: Ints) -> tuple[Ints, Ints]:
+        """Bytes received forward, and forward and back together, per interval; sizes: [value]."""
+        n = len(self.problem.blocks)
+        each = sizes[self._receipt_value] if self._receipts else np.zeros(0, dtype=np.int64)
+        once = self.band(_sums(n, self._receipts, each))
+        return once, self.band(_sums(n, self._receipts, each * self._trips))
+
+    def variant(self, index: int) -> VariantTables:
+        """The tables at one microbatch size, made when first asked for."""
+        if index not in self._variants:
+            self._variants[index] = VariantTables(self, index)
+        return self._variants[index]
+
+    def choice(self, variant: int, schedule: str, units: Iterable[int]) -> Choice:
+        """The choice whose stages begin with these units."""
+        starts = tuple(int(self.firsts[u]) for u in units)
+        return Choice(variant=variant, schedule=schedule, starts=starts)  # type: ignore[arg-type]
+
+
+class VariantTables:
+    """Interval tables at one microbatch size."""
+
+    def __init__(self, tables: Tables, index: int) -> None:
+        """Sum this variant's seconds and bytes over all intervals."""
+        self.tables = tables
+        self.variant = tables.problem.variants[index]
+        variant = self.variant
+        both = [
+            np.array(f, dtype=np.float64) + np.array(b, dtype=np.float64)
+            for f, b in zip(variant.forward, variant.backward, strict=True)
+        ]
+        self.compute = [tables.additive(row) for row in both]
+        self.received, self.moved = tables.receipts(np.array(variant.value_bytes, dtype=np.int64))
+        self.per_flight = (
+            tables.additive(np.array(variant.activation, dtype=np.int64)) + self.received
+        )
+        workspace = np.array(variant.workspace, dtype=np.int64)
+        peak = np.triu(np.broadcast_to(workspace, (len(workspace), len(workspace))))
+        self.standing = tables.state_bytes + tables.band(np.maximum.accumulate(peak, axis=1))
+        self._stages: dict[tuple[object, ...], StageTable] = {}
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[object, ...], ...]:
+        """Per device what its table depends on; equal kinds share a table."""
+        problem = self.tables.problem
+        return tuple(
+            (d.type, d.memory, d.latency, d.inverse_bandwidth, *tie_link(problem, k))
+            for k, d in enumerate(problem.devices)
+        )
+
+    def stage(self, device: int) -> StageTable:
+        """The table of stages on one device."""
+        return self.relaxed((device,))
+
+    def relaxed(self, devices: Iterable[int]) -> StageTable:
+        """The table of stages on whichever of ``devices`` is best for each entry."""
+        first_of = {self.kinds[k]: k for k in reversed(list(devices))}
+        key = tuple(sorted(first_of.values()))
+        if key not in self._stages:
+            table = self._exact(key[0])
+            for k in key[1:]:
+                table = table.joined(self._exact(k))
+            while len(self._stages) >= _KEEP:
+                del self._stages[next(iter(self._stages))]
+            self._stages[key] = table
+        return self._stages[key]
+
+    def _exact(self, k: int) -> StageTable:
+        tables, device = self.tables, self.tables.problem.devices[k]
+        latency, inverse = tie_link(tables.problem, k)
+        seconds = (
+            self.compute[device.type]
+            + device.latency * tables.trips
+            + device.inverse_bandwidth * self.moved
+        )
+        sync = 2 * (latency * tables.syncs + inverse * tables.sync_bytes)
+        load = (self.variant.microbatches - 1) * seconds + sync + tables.step[device.type]
+        room = device.memory - self.standing
+        # a stage that saves nothing may have any number in flight
+        flights = np.where(
+            self.per_flight > 0, room // np.maximum(self.per_flight, 1), np.int64(2**40)
+        )
+        flights = np.where((room >= 0) & tables.valid, flights, np.int64(-1))
+        blank = ~tables.valid
+        seconds[blank] = np.inf
+        load[blank] = np.inf
+        return StageTable(seconds, load, flights)
+
+
+def _columns(pairs: list[tuple[Rectangle, int]]) -> tuple[list[Rectangle], Ints]:
+    return [r for r, _ in pairs], np.array([x for _, x in pairs], dtype=np.int64)
+
+
+def _sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> Ints:
+    """The (n, n) table of (first, last): the sum of the amounts whose rectangle covers the pair."""
+    corner = np.zeros((n + 1, n + 1), dtype=np.int64)
+    if rectangles:
+        low, high, start, stop = np.array(rectangles, dtype=np.int64).T
+        np.add.at(corner, (low, start), amounts)
+        np.add.at(corner, (high + 1, start), -amounts)
+        np.add.at(corner, (low, stop + 1), -amounts)
+        np.add.at(corner, (high + 1, stop + 1), amounts)
+    return corner.cumsum(axis=0).cumsum(axis=1)[:n, :n]
+
+
+def _touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
+    """Disjoint rectangles of the intervals that begin after ``after`` and hold any of the blocks.
+
+    One for each block: the intervals in which it is the first of them (blocks are sorted).
+    """
+    before = (after, *blocks[:-1])
+    return [(p + 1, b, b, n - 1) for p, b in zip(before, blocks, strict=True)]
+
+
+def _splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:
+    """Rectangles with signs that sum to 1 on intervals that hold some but not all of the blocks."""
+    whole = (0, blocks[0], blocks[-1], n - 1)
+    return [*((r, 1) for r in _touching(blocks, -1, n)), (whole, -1)]

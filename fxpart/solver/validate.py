@@ -1,0 +1,109 @@
+"""Whether a partition problem makes sense: every fault of it, not the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import isfinite
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.solver.problem import PartitionProblem
+
+LARGEST = 2**60  # bytes: sums beyond this would not be exact
+
+
+def check_problem(problem: PartitionProblem) -> None:
+    """Raises FXP206 with every fault of ``problem``; returns if there is none."""
+    faults = [
+        Problem("FXP206", where, why, "make the problem again from its model and cluster")
+        for check in (_shape, _values, _weights, _costs, _sizes)
+        for where, why in check(problem)
+    ]
+    if faults:
+        raise FxpartError(faults)
+
+
+def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
+    n = len(problem.blocks)
+    for name in ("blocks", "devices", "variants", "schedules", "step"):
+        if not getattr(problem, name):
+            yield name, "there is none"
+    if not 1 <= problem.min_stages <= problem.max_stages <= len(problem.devices):
+        yield (
+            "min_stages, max_stages",
+            f"1 <= {problem.min_stages} <= {problem.max_stages} <= {len(problem.devices)} devices "
+            "does not hold",
+        )
+    if any(not 0 <= b < n for b in problem.no_cut_after):
+        yield "no_cut_after", f"a block is not one of 0 to {n - 1}"
+    for index, device in enumerate(problem.devices):
+        if not 0 <= device.type < len(problem.step):
+            yield f"devices[{index}].type", f"{device.type} has no row of costs"
+        for name in ("memory", "latency", "inverse_bandwidth"):
+            if not _number(getattr(device, name)):
+                yield f"devices[{index}].{name}", "not a finite number of at least 0"
+
+
+def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
+    for index, value in enumerate(problem.values):
+        order = (value.producer, *value.consumers)
+        if not _rising(order, len(problem.blocks)):
+            yield (
+                f"values[{index}]",
+                f"producer and consumers {order} do not rise within the blocks",
+            )
+
+
+def _weights(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
+    for index, weight in enumerate(problem.weights):
+        where = f"weights[{index}] ({weight.name})"
+        if not weight.blocks or not _rising(weight.blocks, len(problem.blocks)):
+            yield where, f"blocks {weight.blocks} do not rise within the blocks"
+        if not all(map(_number, (weight.weight, weight.gradient, weight.optimizer))):
+            yield where, "bytes are negative"
+
+
+def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
+    n, types = len(problem.blocks), len(problem.step)
+    tables: list[tuple[str, Sequence[Sequence[float]]]] = [("step", problem.step)]
+    rows: list[tuple[str, Sequence[float], int]] = []
+    for index, one in enumerate(problem.variants):
+        where = f"variants[{index}]"
+        if one.microbatches < 1 or one.microbatch_size < 1:
+            yield where, "microbatches and their size are at least 1"
+        tables += [(f"{where}.forward", one.forward), (f"{where}.backward", one.backward)]
+        rows += [
+            (f"{where}.activation", one.activation, n),
+            (f"{where}.workspace", one.workspace, n),
+        ]
+        rows.append((f"{where}.value_bytes", one.value_bytes, len(problem.values)))
+    for where, table in tables:
+        if len(table) != types:
+            yield where, f"{len(table)} rows for {types} device types"
+        rows += [(f"{where}[{kind}]", row, n) for kind, row in enumerate(table)]
+    for where, row, length in rows:
+        if len(row) != length:
+            yield where, f"{len(row)} entries, {length} are needed"
+        elif not all(map(_number, row)):
+            yield where, "an entry is not a finite number of at least 0"
+
+
+def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
+    state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
+    flying = max(
+        (
+            v.microbatches * (sum(v.activation) + sum(v.workspace) + sum(v.value_bytes))
+            for v in problem.variants
+        ),
+        default=0,
+    )
+    if state + flying > LARGEST or any(d.memory > LARGEST for d in problem.devices):
+        yield "bytes", "the sizes add up to more than 2**60 bytes"
+
+
+def _number(x: float) -> bool:
+    return isfinite(x) and x >= 0
+
+
+def _rising(order: Sequence[int], n: int) -> bool:
+    return 0 <= order[0] and order[-1] < n and all(a < b for a, b in pairwise(order))
