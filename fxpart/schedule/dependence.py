@@ -58,7 +58,7 @@ class Dependence:
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
     ) -> Dependence:
-        """The graph with these edges; they must be valid (see :func:`fxpart.schedule.verify.check`)."""
+        """The graph with these edges; they must be valid, which the verifier checks."""
         stages = len(stage_rank)
         wanted = tuple(edges)
         back = tuple(e for e in wanted if e.backward and trains)

@@ -9,11 +9,29 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.order import earliest
+
+Times = dict[Action, tuple[int, int]]  # start and end of each computation, in ticks
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Something in the global order, and when; transfers go before the computations of a moment."""
+
+    moment: int
+    is_computation: bool
+    urgency: tuple[int, ...]
+    actions: tuple[Action, ...]
+
+    @property
+    def key(self) -> tuple[int, bool, tuple[int, ...]]:
+        """Where the event stands in the order; no two events are equal."""
+        return (self.moment, self.is_computation, self.urgency)
 
 
 def lower(
@@ -32,23 +50,27 @@ def lower(
 
     A transfer's moment lies between the end of its producer and the next start on the sender, so
     the send follows its producer at once; within that, it is as late as the receiver can take it
-    without making the sender wait, so a receive never holds up a computation that could run.
+    without making the sender wait, so that a receive does not hold up a computation that could
+    run. Transfers of one moment go in the order in which their senders want to continue. Of the
+    rules tried on 150 random stage graphs (send and receive at once, each as late as possible,
+    just before the consumer; six orders within a moment) this one waits least: see the test.
     Raises FXP109 on a lowered schedule, FXP901 on one that cannot be run.
     """
     if schedule.is_lowered:
         raise error("FXP109", where="lower", why="the schedule has transfers already", fix="")
     dependence = Dependence.of(schedule, edges)
     times = compute_times(schedule, dependence, forward, backward)
-    events = [(times[a][0], 1, rank, 0, (a,)) for rank, r in enumerate(schedule.ranks) for a in r]
-    events += _moments(schedule, dependence, times)
+    events = [
+        _Event(times[action.plain][0], True, (rank,), (action,))
+        for rank, actions in enumerate(schedule.ranks)
+        for action in actions
+    ]
+    events += _transfer_events(schedule, dependence, times)
     ranks: list[list[Action]] = [[] for _ in schedule.ranks]
-    for *_, actions in sorted(events, key=lambda event: event[:4]):
-        for action in actions:
+    for event in sorted(events, key=lambda each: each.key):
+        for action in event.actions:
             ranks[schedule.stage_rank[action.stage]].append(action)
-    return Schedule(
-        schedule.name, schedule.stages, schedule.microbatches,
-        tuple(tuple(actions) for actions in ranks), schedule.stage_rank,
-    )  # fmt: skip
+    return replace(schedule, ranks=tuple(tuple(actions) for actions in ranks))
 
 
 def compute_times(
@@ -56,53 +78,56 @@ def compute_times(
     dependence: Dependence,
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
-) -> dict[Action, tuple[int, int]]:
+) -> Times:
     """Start and end of each computation when transfers are free, in whole ticks of at least 1.
 
     Whole numbers, because the global order is read off these times: no two that should be equal
     may differ in the last bit, and no computation may take no time.
     """
-    costs = {Kind.F: _ticks(schedule.stages, forward, backward)[0]}
-    costs[Kind.B] = _ticks(schedule.stages, forward, backward)[1]
-    costs[Kind.I] = costs[Kind.W] = [-(-ticks // 2) for ticks in costs[Kind.B]]
+    ticks = duration_ticks(schedule.stages, forward, backward)
     lanes = [[a.plain for a in actions] for actions in schedule.ranks]
     after = {a: dependence.computes(a) for lane in lanes for a in lane}
-    found = earliest(lanes, after, lambda a: costs[a.kind][a.stage])
+    found = earliest(lanes, after, lambda a: ticks[a.kind][a.stage])
     return {action: (int(start), int(end)) for action, (start, end) in found.items()}
 
 
-def _ticks(
-    stages: int, forward: Sequence[float] | None, backward: Sequence[float] | None
-) -> tuple[list[int], list[int]]:
-    given = (forward or [1.0] * stages, backward or [2.0] * stages)
-    longest = max(max(costs) for costs in given) or 1.0
+def duration_ticks(
+    stages: int, forward: Sequence[float] | None = None, backward: Sequence[float] | None = None
+) -> dict[Kind, list[int]]:
+    """How many ticks each kind of computation takes on each stage: 1 and 2 if no seconds are given.
+
+    With seconds, the longest computation takes 10,000 ticks; half a backward is rounded up.
+    """
+    first, second = forward or [1.0] * stages, backward or [2.0] * stages
+    longest = max(max(first), max(second)) or 1.0
     scale = 2 if forward is None and backward is None else 10_000
-    first, second = ([max(1, round(c / longest * scale)) for c in costs] for costs in given)
-    return first, second
+    forward_ticks = [max(1, round(cost / longest * scale)) for cost in first]
+    backward_ticks = [max(1, round(cost / longest * scale)) for cost in second]
+    half = [-(-ticks // 2) for ticks in backward_ticks]
+    return {Kind.F: forward_ticks, Kind.B: backward_ticks, Kind.I: half, Kind.W: half}
 
 
-def _moments(
-    schedule: Schedule, dependence: Dependence, times: dict[Action, tuple[int, int]]
-) -> list[tuple[int, int, int, int, tuple[Action, ...]]]:
-    """The transfers as events (moment, 0, when it is needed, ..., (send, receive))."""
+def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -> list[_Event]:
+    """Each transfer at its moment; the rule is in :func:`lower`."""
     last = max((end for _, end in times.values()), default=0)
     lanes = [[times[a.plain] for a in actions] for actions in schedule.ranks]
-    starts = [[start for start, _ in lane] for lane in lanes]
     ends = [[end for _, end in lane] for lane in lanes]
-    events = []
+    events: list[_Event] = []
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            made = times[action.plain][1]
-            follows = starts[rank][position + 1] if position + 1 < len(actions) else last
-            for send, receive in dependence.transfers(action):
-                need = _needed(receive, dependence)
-                limit = min(follows, times[need][0])
+            made = lanes[rank][position][1]
+            follows = lanes[rank][position + 1][0] if position + 1 < len(actions) else last
+            for send, receive in dependence.transfers(action.plain):
+                need = times[_needed(receive, dependence)][0]
+                limit = min(follows, need)
+                # The receiver's first computation that is not over by the limit: receive before
+                # it, unless it started before there was anything to receive.
                 other = schedule.stage_rank[receive.stage]
-                # The receiver's first computation that is not over by the limit: just before it.
                 running = bisect_right(ends[other], limit)
-                slot = starts[other][running] if running < len(starts[other]) else limit
+                slot = lanes[other][running][0] if running < len(lanes[other]) else limit
                 moment = min(slot, limit) if slot >= made else limit
-                events.append((moment, 0, times[need][0], len(events), (send, receive)))
+                urgency = (follows, need, made, len(events))
+                events.append(_Event(moment, False, urgency, (send, receive)))
     return events
 
 

@@ -13,8 +13,9 @@ from typing import Literal
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.dependence import Dependence, partner, sending
+from fxpart.schedule.flight import in_flight
 from fxpart.schedule.order import earliest
-from fxpart.schedule.timeline import Span, Timeline, in_flight
+from fxpart.schedule.timeline import Span, Timeline
 
 Transfer = Callable[[int, int, Kind], float]
 Sends = Literal["overlapped", "buffered", "rendezvous"]

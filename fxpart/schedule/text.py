@@ -14,8 +14,9 @@ import re
 from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.action import Action, Schedule, parse
 
+_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _HEAD = re.compile(
-    r"fxpart-schedule ([a-z0-9][a-z0-9_-]{0,39}) stages=([0-9]{1,9}) microbatches=([0-9]{1,9})"
+    rf"fxpart-schedule ({_NAME}) stages=([0-9]{1, 9}) microbatches=([0-9]{1, 9})"
     r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
 )
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")
@@ -23,6 +24,7 @@ _RANK = re.compile(r"([0-9]{1,9}):(.*)")
 
 def to_text(schedule: Schedule) -> str:
     """The schedule as text, ending in a newline."""
+    assert re.fullmatch(_NAME, schedule.name), "a schedule's name is one lower-case word"
     placed = ",".join(str(rank) for rank in schedule.stage_rank)
     head = (
         f"fxpart-schedule {schedule.name} stages={schedule.stages}"
@@ -80,11 +82,10 @@ def _sizes(
         problems += _fault(1, f"stage_rank has {len(stage_rank)} entries, stages={stages}").problems
     if any(rank >= len(ranks) for rank in stage_rank):
         problems += _fault(1, f"stage_rank names a rank, but only {len(ranks)} are listed").problems
-    actions = [a for rank in ranks for a in rank]
-    if microbatches < 1 or microbatches > 1 + max((a.microbatch for a in actions), default=0):
-        problems += _fault(1, f"microbatches={microbatches} is not what the lines use").problems
-    if microbatches > max(1, len(actions)):
-        problems += _fault(1, f"{len(actions)} actions for {microbatches} microbatches").problems
+    count = sum(len(actions) for actions in ranks)
+    if microbatches < 1 or stages * microbatches > count:
+        why = f"{count} actions are too few for stages={stages}, microbatches={microbatches}"
+        problems += _fault(1, why).problems
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpart.schedule.action import Action, Kind, Schedule
+from fxpart.schedule.action import Action
 
 Lane = Literal["compute", "send", "receive"]
 
@@ -106,22 +106,3 @@ def _trace_events(span: Span) -> list[dict[str, object]]:
     arrow = {"ph": "s", "ts": start} if span.lane == "send" else {"ph": "f", "ts": start + length}
     binding = {} if span.lane == "send" else {"bp": "e"}
     return [whole, {**flow, **arrow, **binding, **where}]
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage the most microbatches between F and B (or W) at once, by the order of its rank.
-
-    0 on every stage of a forward-only schedule, which keeps nothing.
-    """
-    most = [0] * schedule.stages
-    if not schedule.trains:
-        return tuple(most)
-    now = [0] * schedule.stages
-    for actions in schedule.ranks:
-        for action in actions:
-            if action.kind is Kind.F:
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in (Kind.B, Kind.W):
-                now[action.stage] -= 1
-    return tuple(most)

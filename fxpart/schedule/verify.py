@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from fxpart.errors import FxpartError, Problem
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import Dependence, partner
+from fxpart.schedule.flight import in_flight
 from fxpart.schedule.rendezvous import execute
-from fxpart.schedule.timeline import in_flight
 
 Weights = Literal["flush", "stash"]
 
@@ -47,8 +47,16 @@ def check(
     edges: the stage graph. memory: per stage, the most microbatches that may be in flight; without
     it the bound of the builder by that name holds, if there is one. weights: "flush" knows no
     weight versions; with "stash" every computation names one, and a backward that of its forward.
+    Raises FXP109 if memory has not one entry per stage.
     """
     wanted = tuple(edges)
+    if memory is not None and len(memory) != schedule.stages:
+        raise error(
+            "FXP109",
+            where="verify: memory",
+            why=f"{len(memory)} limits for {schedule.stages} stages",
+            fix="give one number of microbatches for each stage",
+        )
     shape = _shape(schedule, wanted)
     if shape:  # nothing below is defined for such a schedule
         return tuple(shape)
@@ -149,9 +157,10 @@ def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
 def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     """Each value and gradient that changes rank is sent once and received once, and no other."""
     wanted: set[Action] = set()
-    for actions in schedule.ranks:
-        for action in actions:
-            for pair in dependence.transfers(action.plain) if action.kind.is_compute else ():
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            causes = [Action(stage, Kind.F, microbatch), dependence.backward(stage, microbatch)]
+            for pair in (pair for cause in causes for pair in dependence.transfers(cause)):
                 wanted |= set(pair)
     count = Counter(a.plain for actions in schedule.ranks for a in actions if not a.kind.is_compute)
     found: list[Problem] = []
