@@ -95,7 +95,7 @@ def _file(place: str, text: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as fault:
         del sys.modules[name]
-        raise _users_fault(fault, str(path), text, "while the file was run") from fault
+        raise users_fault(fault, str(path), text, "while the file was run") from fault
     return module
 
 
@@ -107,9 +107,9 @@ def _module(place: str, text: str) -> ModuleType:
         if fault.name is not None and (place == fault.name or place.startswith(fault.name + ".")):
             why = f"there is no module {fault.name}"
             raise error("FXP107", where=text, why=why, fix=_FORM) from fault
-        raise _users_fault(fault, None, text, "while the module was imported") from fault
+        raise users_fault(fault, None, text, "while the module was imported") from fault
     except (Exception, SystemExit) as fault:
-        raise _users_fault(fault, None, text, "while the module was imported") from fault
+        raise users_fault(fault, None, text, "while the module was imported") from fault
 
 
 def _search_first(folder: str) -> None:
@@ -147,11 +147,14 @@ def _result(found: Any, name: str, module: ModuleType, text: str) -> object:
         raise
     except (Exception, SystemExit) as fault:
         doing = f"in {name}()"
-        raise _users_fault(fault, getattr(module, "__file__", None), text, doing) from fault
+        raise users_fault(fault, getattr(module, "__file__", None), text, doing) from fault
 
 
-def _users_fault(fault: BaseException, path: str | None, text: str, doing: str) -> FxpartError:
-    """The user's own exception, with the last of his lines that was on the way to it."""
+def users_fault(fault: BaseException, path: str | None, text: str, doing: str) -> FxpartError:
+    """The user's own exception as FXP107, with the last of his lines that was on the way to it.
+
+    path: his file where it is known. text: the target. doing: what was going on, in words.
+    """
     frames = traceback.extract_tb(fault.__traceback__)
     own = [f for f in frames if f.filename == path] or [f for f in frames if not _ours(f.filename)]
     if isinstance(fault, SyntaxError) and fault.filename:

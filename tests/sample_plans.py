@@ -1,4 +1,4 @@
-"""Valid plans for tests: one to look at, one of any size, and a hypothesis strategy for random ones."""
+"""Valid plans for tests: one of any size, and a hypothesis strategy for random ones."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def _rank(rank: int, forward: float, device: str, in_flight: int) -> RankPredict
             weights=100 << 20,
             gradients=100 << 20,
             optimizer=200 << 20,
-            activations=(50 << 20) * in_flight,
+            activations=(8 << 20) * in_flight,
             buffers=1 << 10,
-            transfers=(4 << 20) * in_flight,
+            transfers=(1 << 20) * in_flight,
         ),
         memory_limit=3 * GIB,
         in_flight=in_flight,

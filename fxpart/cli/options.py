@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,11 +41,12 @@ class Request:
 
         return load_target(self.target)
 
-    def compile(self, workload: Workload) -> Program:
-        """The workload, compiled as the options say."""
+    def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
+        """The workload, compiled as the options say; quiet: without a word meanwhile."""
         from fxpart.api import compile
 
-        with output.busy(f"{'applying the plan to' if self.plan else 'planning'} {self.target}"):
+        doing = f"{'applying the plan to' if self.plan else 'planning'} {self.target}"
+        with nullcontext() if quiet else output.busy(doing):
             return compile(
                 workload.model,
                 self.cluster,

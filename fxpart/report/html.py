@@ -65,7 +65,7 @@ def _cards(plan: Plan) -> str:
         ("predicted step", units.seconds(step)),
         ("by simulation", units.seconds(prediction.simulated_seconds)),
         ("samples a second", f"{plan.batch_size / step:.4g}" if step else "-"),
-        ("batch", f"{plan.batch_size} in {plan.microbatches} microbatches"),
+        ("batch x microbatches", f"{plan.batch_size} in {plan.microbatches}"),
         ("schedule", plan.schedule),
         ("bubble", units.percent(prediction.bubble)),
         ("slowest stage over mean", f"{balance(plan):.2f}"),

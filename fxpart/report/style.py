@@ -19,7 +19,7 @@ h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywher
 h2 { font-size: 18px; margin: 36px 0 10px }
 p { margin: 6px 0; max-width: 78ch }
 .lead, .note { color: var(--soft) }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px;
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px;
   margin: 20px 0 0; padding: 0 }
 .cards div { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 14px }
@@ -44,7 +44,8 @@ table { border-collapse: collapse; width: 100%; font-size: 14px;
   font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid var(--line) }
 th { color: var(--soft); font-weight: 600; white-space: nowrap }
-.l { text-align: left; overflow-wrap: anywhere }
+th, td { width: 1%; white-space: nowrap }
+.l { text-align: left; width: auto; white-space: normal; overflow-wrap: anywhere }
 .badge { display: inline-block; border: 1px solid currentColor; border-radius: 999px;
   padding: 1px 10px; font-size: 13px; font-weight: 600; color: var(--good) }
 .badge.open { color: var(--b0) }

@@ -30,7 +30,7 @@ def timeline_svg(timeline: Timeline) -> str:
     parts = [_open(height, label)]
     for rank in range(timeline.ranks):
         if row >= 16 or rank % 8 == 0:
-            y = rank * row + row / 2 + 4
+            y = max(rank * row + row / 2 + 4, 10)
             parts.append(f'<text class="axis" x="0" y="{y:.0f}">rank {rank}</text>')
         y = rank * row
         parts.append(
@@ -116,15 +116,14 @@ def memory_svg(plan: Plan) -> str:
     ranks = plan.prediction.ranks
     row = 30 if len(ranks) <= 16 else 16 if len(ranks) <= 48 else 8
     most = max((max(r.memory.total, r.memory_limit) for r in ranks), default=0) or 1
-    scale = (WIDTH - LEFT - 120) / most
+    scale = (WIDTH - LEFT - 160) / most
     label = f"Peak memory of {len(ranks)} ranks against the limit of each."
     parts = [_open(len(ranks) * row + 8, label)]
     for position, entry in enumerate(ranks):
         y, x = position * row + 2, float(LEFT)
         if row >= 16 or position % 8 == 0:
-            parts.append(
-                f'<text class="axis" x="0" y="{y + row / 2 + 2:.0f}">rank {entry.rank}</text>'
-            )
+            base = max(y + row / 2 + 2, 10)
+            parts.append(f'<text class="axis" x="0" y="{base:.0f}">rank {entry.rank}</text>')
         for index, name in enumerate(PARTS):
             value = getattr(entry.memory, name)
             if value:

@@ -1,0 +1,110 @@
+"""Training on several processes of this host: plan once, then torchrun."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from fxpart.cli import output
+from fxpart.cli.options import Request
+from fxpart.errors import CODES, EXIT_OURS, error
+from fxpart.plan import Plan
+
+_KNOWN = {status for _, status in CODES.values()} | {EXIT_OURS}
+
+
+def train_on(
+    request: Request,
+    processes: int,
+    steps: int,
+    lr: float | None,
+    clip_norm: float | None,
+    as_json: bool,
+) -> int:
+    """Run ``fxpart train`` on ``processes`` ranks; the exit status of the first that failed.
+
+    Without a plan one is made here first, so that all ranks run the same one and a user's mistake
+    is told once. Raises FXP502 where the plan is for another number of ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plan = request.plan
+        if plan is None:
+            plan = str(Path(folder) / "plan.json")
+            _plan(request, processes).dump(plan)
+        else:
+            _check(Plan.load(plan), processes)
+        arguments = [
+            "train",
+            request.target,
+            "--plan",
+            plan,
+            "--cluster",
+            plan_cluster(request, processes),
+        ]
+        arguments += ["--steps", str(steps)]
+        for name, value in (
+            ("--lr", lr),
+            ("--clip-norm", clip_norm),
+            ("--optimizer", request.optimizer),
+        ):
+            if value is not None:
+                arguments += [name, str(value)]
+        if as_json:
+            arguments.append("--json")
+        return _torchrun(processes, arguments)
+
+
+def plan_cluster(request: Request, processes: int) -> str:
+    """The cluster to plan for: this host's processes, unless one was named."""
+    return f"local:{processes}" if request.cluster == "auto" else request.cluster
+
+
+def _plan(request: Request, processes: int) -> Plan:
+    items = tuple(c for c in request.constraint if not c.startswith("stages="))
+    constraint = (*items, f"stages={processes}")
+    whole = replace(request, cluster=plan_cluster(request, processes), constraint=constraint)
+    return whole.compile(whole.workload()).plan
+
+
+def _check(plan: Plan, processes: int) -> None:
+    ranks = len(plan.prediction.ranks)
+    if ranks != processes:
+        raise error(
+            "FXP502",
+            where=f"--nproc {processes}",
+            why=f"the plan is for {ranks} ranks",
+            fix=f"--nproc {ranks}, or plan for {processes} devices",
+        )
+
+
+def _torchrun(processes: int, arguments: list[str]) -> int:
+    """torchrun in this process, so that its failure is an exception here and not a traceback."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    from fxpart.environment import limit_threads
+
+    limit_threads(processes)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    start = ["--standalone", "--nproc-per-node", str(processes), "--module", "fxpart"]
+    output.note(f"starting {processes} processes")
+    try:
+        main([*start, *arguments])
+    except ChildFailedError as fault:
+        rank, failure = min(fault.failures.items(), key=lambda item: item[1].timestamp)
+        if failure.exitcode in _KNOWN:
+            output.note(f"rank {rank} failed; its message stands above")
+            return int(failure.exitcode)
+        raise error(
+            "FXP507",
+            where=f"rank {rank} (process {failure.pid})",
+            why=f"it ended with {_ending(failure.exitcode)}",
+            fix="see what it printed above; a killed process often ran out of memory",
+        ) from None
+    return 0
+
+
+def _ending(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

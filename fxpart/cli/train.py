@@ -1,0 +1,103 @@
+"""``fxpart train``: the first minute of training, in this process or on several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import Request, compile_options, json_option
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+    from fxpart.target import Workload
+
+
+@click.command()
+@compile_options
+@click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
+@click.option("--nproc", "-n", type=click.IntRange(1), help="Processes to start on this host.")
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
+@click.option("--clip-norm", type=float, help="Largest global gradient norm.")
+@json_option
+def command(
+    nproc: int | None,
+    steps: int,
+    lr: float | None,
+    clip_norm: float | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Train TARGET by a plan and print the loss of each step.
+
+    With --nproc N, N processes are started by torchrun; without it all ranks run in this one.
+    Batches come from the Workload's data; without data, the example batch is repeated.
+    """
+    from fxpart.environment import launch
+
+    request = Request(**options)
+    started = launch()
+    if started is None and nproc is not None and nproc > 1:
+        from fxpart.cli.processes import train_on
+
+        return train_on(request, nproc, steps, lr, clip_norm, as_json)
+    workload = request.workload()
+    program = request.compile(workload, quiet=started is not None)
+    trainer = program.trainer(_optimizer(request, workload, lr), clip_norm=clip_norm)
+    first = started is None or started.rank == 0
+    batches = _batches(request, workload, program)
+    for step in range(1, steps + 1):
+        batch = _next(batches, request.target)
+        if batch is None:
+            output.note(f"the data ended after {step - 1} steps")
+            break
+        before = time.perf_counter()
+        loss = float(trainer.step(batch))
+        seconds = time.perf_counter() - before
+        if first and as_json:
+            output.line({"step": step, "loss": loss, "seconds": seconds})
+        elif first:
+            output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
+    return 0
+
+
+def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:
+    """What the trainer takes: None for what was compiled, or the same with this rate."""
+    if lr is None:
+        return None
+    from fxpart.optimizers import choose
+
+    return partial(choose(request.optimizer or workload.optimizer or "adamw").make, lr=lr)
+
+
+def _batches(request: Request, workload: Workload, program: Program) -> Iterator[Any]:
+    """The workload's data again and again, or the example batch brought to the global size."""
+    if workload.data is None:
+        output.note("no data in the target: the example batch is repeated")
+        batch = program.example_batch()
+        while True:
+            yield batch
+    while True:
+        found = False
+        for batch in workload.batches() or ():
+            found = True
+            yield batch
+        if not found:
+            return
+
+
+def _next(batches: Iterator[Any], target: str) -> Any:
+    from fxpart.errors import FxpartError
+    from fxpart.target import users_fault
+
+    try:
+        return next(batches, None)
+    except FxpartError:
+        raise
+    except Exception as fault:
+        raise users_fault(fault, None, target, "while the data was read") from fault
