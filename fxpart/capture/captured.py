@@ -27,7 +27,8 @@ class Captured:
     loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
     tried: what was tried before the method that worked, as text. again: captures the same model
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
-    a batch object and returns ``(loss, *outputs)``, for comparison.
+    a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
+    inputs as one global batch of ``batch_size`` rows.
     """
 
     graph: fx.GraphModule
@@ -50,3 +51,4 @@ class Captured:
     seconds: float = 0.0
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
+    example: Callable[[], Any] | None = field(default=None, repr=False)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpart.capture.batch import Parts, assemble, look_up, take_apart
+from fxpart.capture.batch import Parts, assemble, look_up, put_together, take_apart
 from fxpart.capture.calling import Call, divide, input_names
 from fxpart.capture.captured import Captured
 from fxpart.capture.dims import infer, resize, settled
@@ -122,6 +122,7 @@ def _assemble(
         tried=tried,
         again=lambda training: run(replace(request, training=training)),
         eager=lambda batch: run_eagerly(request, batch),
+        example=lambda: _example(request),
     )
 
 
@@ -147,6 +148,12 @@ def _describe(
             InputSpec(name=name, path=path, dtype=dtype, shape=shape, batch_dim=batch_dim)
         )
     return tuple(inputs), symbols, hints
+
+
+def _example(request: Request) -> Any:
+    """The example as a global batch: its rows cut or repeated to the batch size."""
+    pairs = zip(request.parts.tensors, request.batch_dims, strict=True)
+    return put_together(request.parts.tree, [resize(t, d, request.batch_size) for t, d in pairs])
 
 
 def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
