@@ -1,0 +1,166 @@
+"""Price a graph on a cluster: the torch edge of planning, from an annotated graph to pure numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from torch import fx
+
+from fxpart import costmodels
+from fxpart.errors import error
+from fxpart.optimizers import choose
+from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.pricing.memory import Workspace, activations, crossing, kept_storages
+from fxpart.pricing.places import RESERVE, kinds, limits
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.variants import Sizes, Split, variants
+from fxpart.pricing.weights import step_seconds, trained_names, weights
+from fxpart.solver.problem import PartitionProblem, Variant, Weight
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured import Captured
+    from fxpart.cluster import Cluster, Device
+    from fxpart.costs import CostModel, OpSpec
+
+Schedules = tuple[Literal["gpipe", "1f1b"], ...]
+
+
+def price(
+    graph: fx.GraphModule,
+    captured: Captured,
+    cluster: Cluster,
+    *,
+    cost_model: str | CostModel = "auto",
+    batch_size: int,
+    microbatches: int | None = None,
+    optimizer: object = "adamw",
+    schedules: Schedules = ("1f1b",),
+    min_stages: int = 1,
+    max_stages: int | None = None,
+) -> tuple[PartitionProblem, dict[str, str]]:
+    """The partition problem of an annotated graph on a cluster, and where its numbers come from.
+
+    graph: with blocks and what autograd saves (level ANNOTATED). batch_size: rows of one step.
+    microbatches: a number, or None to let the solver choose. optimizer: as
+    :func:`fxpart.optimizers.choose` takes it. max_stages: at most the devices (None) and the blocks.
+    Raises FXP105 (the batch cannot be cut), FXP109 (an argument) and FXP403 (no link).
+    """
+    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    blocks = graph.meta.get(BLOCKS_KEY)
+    if not blocks:
+        raise error(
+            "FXP201",
+            where="price",
+            why="the graph has no blocks, so there is nothing to cut",
+            fix="run the passes of fxpart.passes.PREPARE on it first",
+        )
+    choice = choose(optimizer)
+    trained = trained_names(captured) if captured.training else frozenset()
+    specs = Specs(trained)
+    devices, _ = kinds(cluster)
+    most = min(len(cluster.devices), len(blocks), max_stages or len(cluster.devices))
+    cuts = variants(captured, batch_size, microbatches, most)
+    state = weights(graph.graph, captured, trained, choice)
+    pricer = _Pricer(graph.graph, specs, model, devices, state, len(blocks))
+    values = pricer.values
+    problem = PartitionProblem(
+        blocks=tuple(block.name for block in blocks),
+        devices=tuple(limits(cluster, model)),
+        values=values,
+        weights=state,
+        variants=tuple(pricer.variant(split, Sizes(captured, split)) for split in cuts),
+        step=tuple(step_seconds(state, len(blocks), device) for device in devices),
+        no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
+        schedules=schedules,
+        min_stages=min_stages,
+        max_stages=max(most, 1),
+    )
+    return problem, _provenance(model, cluster, choice.name, captured, pricer)
+
+
+class _Pricer:
+    """One graph's ops, values and memory as expressions, evaluated at each microbatch size."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        specs: Specs,
+        model: CostModel,
+        devices: Sequence[Device],
+        state: Sequence[Weight],
+        blocks: int,
+    ) -> None:
+        self.model, self.devices, self.blocks = model, devices, blocks
+        self.sources: set[str] = set()
+        self.unknown: set[str] = set()
+        self._ops: dict[OpSpec, int] = {}
+        self._node_op: list[int] = []
+        self._node_block: list[int] = []
+        for node in graph.nodes:
+            block = annotation(node).block
+            op = specs.op(node) if block is not None else None
+            if op is not None and block is not None:
+                self._node_op.append(self._ops.setdefault(op, len(self._ops)))
+                self._node_block.append(block)
+        self.values, self._value_bytes = crossing(graph, specs)
+        self._kept = kept_storages(graph)
+        self._workspace = Workspace(graph, specs, blocks)
+        gradients = np.zeros(blocks)
+        for weight in state:
+            gradients[list(weight.blocks)] += weight.gradient
+        self._accumulated = 3 * gradients  # read, read, written: the sum over microbatches
+
+    def variant(self, split: Split, sizes: Sizes) -> Variant:
+        """All costs at one microbatch size."""
+        rows = [self._seconds(sizes, device, split.microbatches > 1) for device in self.devices]
+        variant = Variant(
+            microbatch_size=split.size,
+            microbatches=split.microbatches,
+            forward=tuple(forward for forward, _ in rows),
+            backward=tuple(backward for _, backward in rows),
+            activation=activations(self._kept, self.blocks, sizes),
+            workspace=self._workspace.bytes(sizes),
+            value_bytes=tuple(map(sizes.number, self._value_bytes)),
+        )
+        self.unknown |= sizes.unknown
+        return variant
+
+    def _seconds(
+        self, sizes: Sizes, device: Device, accumulate: bool
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Forward and backward seconds by block on one device; each distinct op is priced once."""
+        costs = [
+            [self.model.op(sizes.op(op), device, backward) for op in self._ops]
+            for backward in (False, True)
+        ]
+        self.sources |= {cost.source for row in costs for cost in row}
+        forward, backward = (self._by_block([cost.seconds for cost in row]) for row in costs)
+        if accumulate:
+            backward = backward + self._accumulated / device.bandwidth
+        return tuple(map(float, forward)), tuple(map(float, backward))
+
+    def _by_block(self, seconds: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)
+        return np.bincount(self._node_block, weights=each, minlength=self.blocks)
+
+
+def _provenance(
+    model: CostModel, cluster: Cluster, optimizer: str, captured: Captured, pricer: _Pricer
+) -> dict[str, str]:
+    """Where each kind of number comes from, for the plan."""
+    batch = "symbolic batch" if captured.symbolic else f"batch fixed at {captured.batch_size}"
+    result = {
+        "activations": f"counted from the captured graph, {batch}",
+        "compute": "; ".join(sorted(pricer.sources)) or model.name,
+        "devices": "; ".join(sorted({device.source for device in cluster.devices})),
+        "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
+        "memory": f"{RESERVE:.0%} of each device kept free",
+        "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
+        "transfers": model.name,
+    }
+    if pricer.unknown:
+        names = ", ".join(sorted(pricer.unknown))
+        result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
+    return result

@@ -1,0 +1,173 @@
+"""Bytes by block: what autograd keeps, what crosses between blocks, and what lives only for a while."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costmodels.traffic import VIEWS
+from fxpart.costs import Size
+from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
+from fxpart.pricing.variants import Sizes
+from fxpart.solver.problem import Value
+
+
+@dataclass(frozen=True)
+class KeptStorage:
+    """A storage that autograd keeps: its bytes, the block that makes it (-1: an input), and those that keep it."""
+
+    size: Size
+    producer: int
+    blocks: tuple[int, ...]
+
+
+def kept_storages(graph: fx.Graph) -> tuple[KeptStorage, ...]:
+    """Every storage that some block's backward needs, once."""
+    nodes = {node.name: node for node in graph.nodes}
+    found: dict[int, tuple[Size, str, set[int]]] = {}
+    for node in graph.nodes:
+        notes = annotation(node)
+        if notes.block is None:
+            continue
+        for saved in notes.saved:
+            _, _, blocks = found.setdefault(saved.storage, (saved.size, saved.source, set()))
+            blocks.add(notes.block)
+    result = []
+    for size, source, blocks in found.values():
+        made = nodes.get(source)
+        home = annotation(made).block if made is not None else min(blocks)
+        result.append(KeptStorage(size, -1 if home is None else home, tuple(sorted(blocks))))
+    return tuple(result)
+
+
+def activations(kept: Iterable[KeptStorage], blocks: int, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes that each block keeps for its backward; a storage counts in every block that keeps it."""
+    total = [0] * blocks
+    for storage in kept:
+        amount = sizes.number(storage.size)
+        for block in storage.blocks:
+            total[block] += amount
+    return tuple(total)
+
+
+def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
+    """Values that later blocks use, and their bytes."""
+    values: list[Value] = []
+    amounts: list[Size] = []
+    for node in graph.nodes:
+        block, tensors = annotation(node).block, specs.tensors(node)
+        if block is None or not tensors:
+            continue
+        users = {annotation(user).block for user in node.users}
+        later = tuple(sorted(b for b in users if b is not None and b > block))
+        if not later:
+            continue
+        gradient = annotation(node).requires_grad and any(
+            t.dtype.startswith(("float", "bfloat", "complex")) for t in tensors
+        )
+        values.append(Value(producer=block, consumers=later, gradient=gradient))
+        amounts.append(_sum(tensor_bytes(t) for t in tensors))
+    return tuple(values), tuple(amounts)
+
+
+def _sum(sizes: Iterable[Size]) -> Size:
+    total: Size = 0
+    for size in sizes:
+        total = total + size
+    return total
+
+
+class Workspace:
+    """Bytes that live only while a block runs: the larger of its forward's and its backward's peak.
+
+    Forward: results that autograd does not keep, from the op that makes them to the last one in the
+    block that uses them. Backward: the gradients of results, over the same spans, and the new
+    gradient of a weight before it is added. Views hold their base's memory.
+    """
+
+    def __init__(self, graph: fx.Graph, specs: Specs, blocks: int) -> None:
+        """Find each result's span of life; sizes stay expressions."""
+        self._blocks = blocks
+        self._nodes = [n for n in graph.nodes if annotation(n).block is not None]
+        order = {node: index for index, node in enumerate(self._nodes)}
+        kept = {saved.source for n in self._nodes for saved in annotation(n).saved}
+        base: dict[fx.Node, fx.Node] = {}
+        last: dict[fx.Node, int] = {}
+        kept_bases: set[fx.Node] = set()
+        for node in self._nodes:
+            base[node] = _base(node, base)
+            root = base[node]
+            inside = [order[u] for u in node.users if _same_block(u, root)]
+            last[root] = (
+                max(inside, default=order[node], key=int)
+                if root not in last
+                else max([last[root], *inside])
+            )
+            if node.name in kept:
+                kept_bases.add(root)
+        self._spans = [
+            (
+                order[node],
+                last[node],
+                node in kept_bases,
+                specs.requires_grad(node),
+                _amount(node, specs),
+            )
+            for node in self._nodes
+            if base[node] is node
+        ]
+        self._weights = [
+            (order[node], _sum(tensor_bytes(t) for w in trained for t in specs.tensors(w)))
+            for node in self._nodes
+            if (trained := _weights(node, specs))
+        ]
+
+    def bytes(self, sizes: Sizes) -> tuple[int, ...]:
+        """The peak of each block at one microbatch size."""
+        count = len(self._nodes)
+        forward = np.zeros(count + 1, dtype=np.int64)
+        backward = np.zeros(count + 1, dtype=np.int64)
+        for start, end, kept, gradient, size in self._spans:
+            amount = sizes.number(size)
+            if not kept:
+                forward[start] += amount
+                forward[end + 1] -= amount
+            if gradient:
+                backward[start] += amount
+                backward[end + 1] -= amount
+        for start, size in self._weights:
+            amount = sizes.number(size)
+            backward[start] += amount
+            backward[start + 1] -= amount
+        live = np.maximum(np.cumsum(forward), np.cumsum(backward))[:count]
+        peak = np.zeros(self._blocks, dtype=np.int64)
+        where = np.array([annotation(n).block for n in self._nodes], dtype=np.int64)
+        np.maximum.at(peak, where, live)
+        return tuple(int(p) for p in peak)
+
+
+def _base(node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node of the same block whose memory this one's value is."""
+    target, args, _ = unwrapped(node)
+    view = target is operator.getitem or op_name(target).split(".")[1] in VIEWS
+    if view and args and isinstance(args[0], fx.Node) and args[0] in base:
+        root = base[args[0]]
+        return root if annotation(root).block == annotation(node).block else node
+    return node
+
+
+def _same_block(user: fx.Node, node: fx.Node) -> bool:
+    return annotation(user).block == annotation(node).block
+
+
+def _amount(node: fx.Node, specs: Specs) -> Size:
+    return _sum(tensor_bytes(t) for t in specs.tensors(node))
+
+
+def _weights(node: fx.Node, specs: Specs) -> list[fx.Node]:
+    return [w for w in node.all_input_nodes if w.op == "get_attr" and specs.requires_grad(w)]

@@ -1,0 +1,69 @@
+"""Devices as the solver sees them: kinds, memory limits, and the links into each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxpart.cluster_io.lookup import Links
+from fxpart.solver.problem import DeviceLimit
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster, Device
+    from fxpart.costs import CostModel
+
+RESERVE = 0.08  # of each device's memory: runtime context, allocator fragmentation, buffers
+_LARGE = float(1 << 30)
+
+
+def kinds(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """One device of each kind that costs can tell apart, and the kind of every device."""
+    found: dict[tuple[object, ...], int] = {}
+    samples: list[Device] = []
+    types = []
+    for device in cluster.devices:
+        rates = tuple(sorted(device.flops.items()))
+        key = (device.kind, device.model, rates, device.bandwidth, device.launch)
+        if key not in found:
+            found[key] = len(samples)
+            samples.append(device)
+        types.append(found[key])
+    return tuple(samples), tuple(types)
+
+
+def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> list[DeviceLimit]:
+    """Each device with its usable memory and the worst link from a device before it.
+
+    Raises FXP403 where two devices have no link. Devices of one host that no link names singly
+    have equal links, so one of them is looked up for all.
+    """
+    links = Links(cluster)
+    types = kinds(cluster)[1]
+    before: dict[str, list[str]] = {}  # group -> its devices so far, two at most
+    known: dict[tuple[str, str, bool], tuple[float, float]] = {}
+    result = []
+    for device, kind in zip(cluster.devices, types, strict=True):
+        group = links.group(device.name)
+        worst = (0.0, 0.0)
+        for other, names in before.items():
+            key = (other, group, other == group)
+            if key not in known:
+                known[key] = _line(model, links, names[0], device.name)
+            worst = (max(worst[0], known[key][0]), max(worst[1], known[key][1]))
+        result.append(
+            DeviceLimit(
+                name=device.name,
+                type=kind,
+                memory=int(device.memory * (1 - reserve)),
+                latency=worst[0],
+                inverse_bandwidth=worst[1],
+            )
+        )
+        before.setdefault(group, []).append(device.name)
+    return result
+
+
+def _line(model: CostModel, links: Links, source: str, target: str) -> tuple[float, float]:
+    """Seconds before the first byte, and for each byte, of the model's transfer over the link."""
+    link = links(source, target)
+    start = model.transfer(0.0, link).seconds
+    return start, (model.transfer(_LARGE, link).seconds - start) / _LARGE

@@ -1,0 +1,188 @@
+"""Nodes of an annotated graph as op specs: what a cost model is asked about."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.costs import OpSpec, Size, TensorSpec
+from fxpart.pipeline import KEY, Annotation
+
+_LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
+_CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
+_NOTHING = Annotation()
+
+
+def annotation(node: fx.Node) -> Annotation:
+    """What fxpart knows of the node; the empty annotation where nothing was written."""
+    found: Annotation = node.meta.get(KEY, _NOTHING)
+    return found
+
+
+def expression(size: int | torch.SymInt) -> Size:
+    """A size as an int or a sympy expression."""
+    if isinstance(size, int):
+        return size
+    found = size.node.expr
+    return int(found) if found.is_number else found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a node's value: itself, or those of a tuple or list."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from tensors_of(entry)
+
+
+class Specs:
+    """Op specs of one graph; tensors are described once, equal specs are one object.
+
+    trained: names of the state that takes a gradient.
+    """
+
+    def __init__(self, trained: Iterable[str]) -> None:
+        """Nothing is described before it is asked for."""
+        self._trained = frozenset(trained)
+        self._tensors: dict[fx.Node, tuple[TensorSpec, ...]] = {}
+        self._known: dict[OpSpec, OpSpec] = {}
+
+    def tensors(self, node: fx.Node) -> tuple[TensorSpec, ...]:
+        """The tensors that the node's value consists of."""
+        if node not in self._tensors:
+            self._tensors[node] = tuple(_tensor(t) for t in tensors_of(node.meta.get("val")))
+        return self._tensors[node]
+
+    def requires_grad(self, node: fx.Node) -> bool:
+        """Whether the node's value, or the parameter it names, takes a gradient."""
+        if node.op == "get_attr":
+            return node.target in self._trained
+        return annotation(node).requires_grad
+
+    def op(self, node: fx.Node) -> OpSpec | None:
+        """The node's op; None where it is no op of its own (state, inputs, sizes, getitem)."""
+        if node.op != "call_function":
+            return None
+        target, args, kwargs = unwrapped(node)
+        outputs = self.tensors(node)
+        if target is operator.getitem or not (outputs or node.meta.get("val") is None):
+            return None
+        nodes = list(_nodes((args, kwargs)))
+        specs: list[TensorSpec] = []
+        wanted: list[int] = []
+        carries = annotation(node).requires_grad
+        for entry in nodes:
+            for tensor in self.tensors(entry):
+                if carries and self.requires_grad(entry) and _floats(tensor):
+                    wanted.append(len(specs))
+                specs.append(tensor)
+        spec = OpSpec(
+            name=op_name(target),
+            inputs=tuple(specs),
+            outputs=outputs,
+            attributes=(*_attributes(args, kwargs), *self._copies(target, nodes, node)),
+            gradients=len(wanted),
+            gradient_inputs=tuple(wanted),
+        )
+        return self._known.setdefault(spec, spec)
+
+    def _copies(
+        self, target: object, nodes: list[fx.Node], node: fx.Node
+    ) -> tuple[tuple[str, object], ...]:
+        """Whether an op that may return a view makes a copy, where the fake tensors tell."""
+        key = op_name(target).removeprefix("aten.").split(".")[0]
+        if key not in _LAYOUT and key not in _CASTS:
+            return ()
+        source, result = nodes[0].meta.get("val"), node.meta.get("val")
+        if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return ()
+        if key in _CASTS:
+            return (("copies", source.dtype != result.dtype or source.device != result.device),)
+        return (("copies", not is_contiguous(source) and is_contiguous(result)),)
+
+
+def unwrapped(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of a node, without the seeding of a random op."""
+    if getattr(node.target, "__name__", "") == "seeded" and len(node.args) >= 3:
+        return node.args[2], node.args[3:], node.kwargs
+    return node.target, node.args, node.kwargs
+
+
+def op_name(target: object) -> str:
+    """ "aten.addmm.default" for ATen's ops; a Python function counts as the ATen op of its name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"aten.{getattr(target, '__name__', str(target))}"
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a row-major tensor, told from the expressions alone."""
+    step: Size = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        length, have = expression(size), expression(stride)
+        if length != 1 and have != step and sympy.expand(have - step) != 0:
+            return False
+        step = step * length
+    return True
+
+
+def _tensor(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(expression(d) for d in tensor.shape), dtype_name(tensor.dtype))
+
+
+def _floats(tensor: TensorSpec) -> bool:
+    return tensor.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    """The nodes among arguments, in order, as often as they stand there."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _nodes(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _nodes(entry)
+
+
+def _attributes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, object], ...]:
+    """The arguments that hold no tensor, by position or name."""
+    named = [*((str(i), a) for i, a in enumerate(args)), *sorted(kwargs.items())]
+    found = []
+    for name, argument in named:
+        value = _plain(argument)
+        if value is not _TENSOR and value is not None:
+            found.append((name, value))
+    return tuple(found)
+
+
+_TENSOR = object()
+
+
+def _plain(value: object) -> object:
+    """An argument as a hashable value; the mark _TENSOR where it is or holds a tensor."""
+    if isinstance(value, fx.Node):
+        inner = value.meta.get("val")
+        if isinstance(inner, int | torch.SymInt) and not isinstance(inner, bool):
+            return expression(inner)
+        return _TENSOR
+    if isinstance(value, tuple | list):
+        entries = tuple(_plain(entry) for entry in value)
+        return _TENSOR if _TENSOR in entries else entries
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.SymInt):
+        return expression(value)
+    return str(value)

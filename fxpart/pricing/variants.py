@@ -1,0 +1,136 @@
+"""Which microbatch sizes are tried, and what the graph's symbols are worth at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sympy
+
+from fxpart.costs import OpSpec, Size, TensorSpec
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured import Captured
+
+MAX_VARIANTS = 16
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch cut into ``microbatches`` of ``size`` rows at most (near-even, as torch.tensor_split)."""
+
+    size: int
+    microbatches: int
+
+
+def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Split, ...]:
+    """The cuts worth trying, by falling size: of those of equal size the one with fewest microbatches.
+
+    Where there are more than ``limit``: first divisors and multiples of ``stages`` that are powers
+    of two apart, then other divisors, then the rest; one microbatch and single rows always.
+    """
+    best: dict[int, int] = {}
+    for count in range(1, batch + 1) if batch <= 4096 else _counts(batch, stages):
+        best.setdefault(-(-batch // count), count)
+    found = [Split(size, count) for size, count in best.items()]
+
+    def rank(split: Split) -> tuple[bool, bool, bool, int]:
+        count = split.microbatches
+        doubled = any(count % base == 0 and _power(count // base) for base in (1, stages))
+        ends = split.size == 1 or count == 1
+        return (not ends, not doubled, batch % count != 0, count)
+
+    chosen = sorted(found, key=rank)[:limit]
+    return tuple(sorted(chosen, key=lambda split: -split.size))
+
+
+def _counts(batch: int, stages: int) -> list[int]:
+    """Candidates for a batch too large to try every count: powers of two, their stage multiples, divisors."""
+    powers = [1 << k for k in range(batch.bit_length())]
+    divisors = [d for d in range(1, int(batch**0.5) + 1) if batch % d == 0]
+    counts = {*powers, *(p * stages for p in powers), *divisors, *(batch // d for d in divisors)}
+    return sorted(c for c in counts if 1 <= c <= batch)
+
+
+def _power(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def variants(
+    captured: Captured, batch: int, microbatches: int | None, stages: int
+) -> tuple[Split, ...]:
+    """The cuts to price: all, the one with ``microbatches``, or the one that the capture fixed.
+
+    Raises FXP105 where the batch cannot be cut so.
+    """
+    if batch < 1 or (microbatches is not None and not 1 <= microbatches <= batch):
+        raise error(
+            "FXP105",
+            where=f"batch of {batch}, {microbatches or 'any number of'} microbatches",
+            why="every microbatch needs at least one row",
+            fix="give a larger batch or fewer microbatches",
+        )
+    if captured.symbolic:
+        if microbatches is None:
+            return splits(batch, stages)
+        return (Split(-(-batch // microbatches), microbatches),)
+    size = captured.batch_size
+    if batch % size or (microbatches is not None and batch // size != microbatches):
+        asked = "" if microbatches is None else f" in {microbatches} microbatches"
+        raise error(
+            "FXP105",
+            where=f"batch of {batch}{asked}",
+            why=f"the model could only be captured with a fixed batch, here of {size} rows",
+            fix=f"capture at the microbatch size you want, or give a batch that {size} divides",
+        )
+    return (Split(size, batch // size),)
+
+
+class Sizes:
+    """Sizes as numbers at one microbatch size; every expression is evaluated once."""
+
+    def __init__(self, captured: Captured, split: Split) -> None:
+        """Batch symbols take the microbatch size, others (sequence length) their size at capture."""
+        dims = {spec.name: spec.batch_dim for spec in captured.inputs}
+        self._values: dict[str, int] = dict(captured.hints)
+        for symbol, (name, dim) in captured.symbols.items():
+            if dims.get(name) == dim and captured.symbolic:
+                self._values[symbol] = split.size
+        self._default = split.size
+        self._numbers: dict[Size, int] = {}
+        self._ops: dict[OpSpec, OpSpec] = {}
+        self.unknown: set[str] = set()
+
+    def number(self, size: Size) -> int:
+        """A size as a number; symbols that only the run can tell count as the microbatch size."""
+        if isinstance(size, int):
+            return size
+        if size not in self._numbers:
+            self._numbers[size] = self._evaluate(size)
+        return self._numbers[size]
+
+    def op(self, op: OpSpec) -> OpSpec:
+        """The op on numbers."""
+        if op not in self._ops:
+            self._ops[op] = OpSpec(
+                op.name,
+                self._tensors(op.inputs),
+                self._tensors(op.outputs),
+                op.attributes,
+                op.gradients,
+                op.gradient_inputs,
+            )
+        return self._ops[op]
+
+    def _tensors(self, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(tuple(map(self.number, t.shape)), t.dtype) for t in tensors)
+
+    def _evaluate(self, size: sympy.Expr) -> int:
+        given: Mapping[sympy.Symbol, sympy.Integer] = {
+            symbol: sympy.Integer(self._values.get(str(symbol), self._default))
+            for symbol in size.free_symbols
+        }
+        self.unknown |= {str(s) for s in size.free_symbols if str(s) not in self._values}
+        return max(0, int(size.xreplace(given)))

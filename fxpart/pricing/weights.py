@@ -1,0 +1,82 @@
+"""Parameters and buffers by block, with gradients, optimizer state and the optimizer's time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.optimizers import OptimizerChoice, state_bytes
+from fxpart.pricing.specs import annotation
+from fxpart.solver.problem import Weight
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured import Captured
+    from fxpart.cluster import Device
+
+
+def weights(
+    graph: fx.Graph, captured: Captured, trained: frozenset[str], optimizer: OptimizerChoice
+) -> tuple[Weight, ...]:
+    """Every parameter, buffer and constant that a block uses, with the blocks that use it.
+
+    Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes.
+    """
+    users: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            users.setdefault(str(node.target), set()).update(_blocks(node))
+    used = [name for name, blocks in users.items() if blocks]
+    learnt = [name for name in used if name in trained]
+    shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in learnt]
+    state = dict(zip(learnt, state_bytes(optimizer, shapes), strict=True))
+    parameters = frozenset(captured.parameters)
+    result = []
+    for name in used:
+        tensor = captured.state[name]
+        size = tensor.numel() * tensor.element_size()
+        result.append(
+            Weight(
+                name=name,
+                blocks=tuple(sorted(users[name])),
+                weight=size,
+                gradient=size if name in state else 0,
+                optimizer=state.get(name, 0),
+                buffer=name not in parameters,
+            )
+        )
+    return tuple(sorted(result, key=lambda weight: (weight.blocks, weight.name)))
+
+
+def _blocks(node: fx.Node) -> set[int]:
+    """The blocks that use the node, through nodes that are in none."""
+    found: set[int] = set()
+    waiting = list(node.users)
+    seen = set(waiting)
+    while waiting:
+        user = waiting.pop()
+        block = annotation(user).block
+        if block is not None:
+            found.add(block)
+        elif user.op != "output":
+            waiting += [u for u in user.users if u not in seen]
+            seen.update(user.users)
+    return found
+
+
+def trained_names(captured: Captured) -> frozenset[str]:
+    """Parameters that take a gradient."""
+    return frozenset(n for n in captured.parameters if captured.state[n].requires_grad)
+
+
+def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tuple[float, ...]:
+    """The optimizer's seconds by block: weight, gradient and state read, weight and state written.
+
+    A tied weight counts for the first block that uses it.
+    """
+    seconds = [0.0] * blocks
+    for weight in weights:
+        if weight.gradient:
+            moved = 2 * weight.weight + weight.gradient + 2 * weight.optimizer
+            seconds[weight.blocks[0]] += moved / device.bandwidth + device.launch
+    return tuple(seconds)
