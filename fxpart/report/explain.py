@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpart.plan import Alternative, Plan, RankPrediction
+from fxpart.plan import Alternative, Plan, PlanInput, RankPrediction
 from fxpart.report import units
 from fxpart.report.table import shortened, table
 
@@ -31,12 +31,19 @@ def _summary(plan: Plan) -> list[str]:
         f"{_count(len(plan.stages), 'stage')} on {_count(ranks, 'rank')}, schedule {plan.schedule}",
         f"  model      {units.count(model.parameters)} parameters "
         f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
+        f"  inputs     {shortened(', '.join(map(_input, model.inputs)), 160) or 'none'}",
         f"  batch      {plan.batch_size} samples in {_count(plan.microbatches, 'microbatch')}, "
         f"optimizer {plan.optimizer}, seed {plan.seed}",
         f"  step       {units.seconds(prediction.step_seconds)} predicted "
         f"({units.seconds(prediction.simulated_seconds)} by simulation), {rate:.4g} samples/s, "
         f"bubble {units.percent(prediction.bubble)}",
     ]
+
+
+def _input(item: PlanInput) -> str:
+    """An input as "input_ids int64[s0*, 64]": the star marks the dim that counts samples."""
+    dims = [f"{d}*" if i == item.batch_dim else str(d) for i, d in enumerate(item.shape)]
+    return f"{item.name} {item.dtype}[{', '.join(dims)}]"
 
 
 def _stages(plan: Plan) -> list[str]:
