@@ -1,20 +1,102 @@
-"""The only place that reads environment variables: torchrun's own."""
+"""The one place that reads the process environment: what torchrun says about this process."""
 
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import dataclass
+
+from fxpart.errors import FxpartError, Problem
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def world_size() -> int | None:
-    """How many ranks torchrun started in all (WORLD_SIZE); None where it did not start us."""
-    return _number("WORLD_SIZE")
+@dataclass(frozen=True)
+class Launch:
+    """One process of a job started by torchrun.
+
+    rank, world: this process and the number of them. local_rank, local_world: the same on this
+    machine. address, port: where the job's store listens. restarts: how often torchrun has
+    restarted the job.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+    restarts: int = 0
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes of the job run on this machine."""
+        return self.local_world == self.world
 
 
-def local_world_size() -> int | None:
-    """How many ranks torchrun started on this host (LOCAL_WORLD_SIZE); None where it did not."""
-    return _number("LOCAL_WORLD_SIZE")
+def launch() -> Launch | None:
+    """What torchrun set for this process, or None outside of torchrun.
+
+    Raises FXP602 naming every variable that is missing or no number, where some are set only.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    problems = [_fault(name, "it is not set") for name in _NEEDED if name not in os.environ]
+    numbers: dict[str, int] = {}
+    for name, fallback in _NUMBERS:
+        text = os.environ.get(name, os.environ.get(fallback, "0"))
+        if text.isascii() and text.isdigit():
+            numbers[name] = int(text)
+        else:
+            problems.append(_fault(name, f"{text!r} is not a number"))
+    if not problems and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        problems.append(_fault("RANK", f"it is not below WORLD_SIZE={numbers['WORLD_SIZE']}"))
+    if problems:
+        raise FxpartError(problems)
+    return Launch(
+        rank=numbers["RANK"],
+        world=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world=numbers["LOCAL_WORLD_SIZE"],
+        address=os.environ["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        restarts=numbers["TORCHELASTIC_RESTART_COUNT"],
+    )
 
 
-def _number(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+# Each number and where it comes from if it is not set: a job started by hand on one machine.
+_NUMBERS = (
+    ("RANK", "RANK"),
+    ("WORLD_SIZE", "WORLD_SIZE"),
+    ("LOCAL_RANK", "RANK"),
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("MASTER_PORT", "MASTER_PORT"),
+    ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"),
+)
+
+
+def _fault(name: str, why: str) -> Problem:
+    return Problem(
+        "FXP602",
+        f"environment variable {name}",
+        why,
+        "start with torchrun --nproc-per-node N script.py, or without any of its variables",
+    )
+
+
+def bind_to_loopback() -> None:
+    """Let gloo listen on the loopback interface alone, unless the user chose an interface.
+
+    gloo reads the variable when the process group is made; there is no argument for it.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def limit_threads(processes: int) -> None:
+    """Share this machine's cores among ``processes`` children, unless the user set a number.
+
+    torch reads OMP_NUM_THREADS when it is loaded, so it has to stand in the children's environment.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))

@@ -1,0 +1,81 @@
+"""From torchrun's environment to a transport, with the right number of ranks or a clear error."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fxpart.environment import Launch, bind_to_loopback, launch
+from fxpart.errors import error
+from fxpart.runtime.distributed import Distributed
+from fxpart.runtime.inprocess import InProcess
+
+
+def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distributed | InProcess:
+    """The transport for a plan of ``ranks`` ranks.
+
+    Outside of torchrun all ranks run in this process. Under torchrun (or with a default process
+    group that exists already) this process is one rank; FXP502 on every rank where the number of
+    processes is another one than the plan's. device: "cpu" or "cuda". timeout: seconds that any
+    wait between ranks may take.
+    """
+    if dist.is_available() and dist.is_initialized():
+        _check(dist.get_world_size(), ranks)
+        return Distributed(timeout=timeout)
+    found = launch()
+    if found is None:
+        return InProcess(ranks)
+    _check(found.world, ranks)
+    if not dist.is_available():
+        raise error(
+            "FXP602",
+            where="torch.distributed",
+            why="this build of torch has none",
+            fix="run without torchrun, or install a torch with torch.distributed",
+        )
+    _join(found, device, timeout)
+    return Distributed(timeout=timeout)
+
+
+def local_device(device: str = "cpu") -> torch.device:
+    """The device of this process: the CPU, or the GPU numbered by LOCAL_RANK."""
+    if device != "cuda":
+        return torch.device(device)
+    found = launch()
+    return torch.device("cuda", found.local_rank if found is not None else 0)
+
+
+def _join(found: Launch, device: str, timeout: float) -> None:
+    """Make the default process group from what torchrun said."""
+    if found.one_machine:
+        bind_to_loopback()
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(found.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(
+            backend,
+            rank=found.rank,
+            world_size=found.world,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as cause:
+        raise error(
+            "FXP602",
+            where=f"rank {found.rank} of {found.world}, {found.address}:{found.port}",
+            why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
+            fix="see that every process was started and that the address can be reached",
+        ) from cause
+
+
+def _check(world: int, ranks: int) -> None:
+    if world != ranks:
+        raise error(
+            "FXP502",
+            where=f"{world} processes",
+            why=f"the plan is for {ranks} ranks",
+            fix=f"torchrun --nproc-per-node {ranks} ..., or plan for {world} ranks",
+        )

@@ -1,0 +1,132 @@
+"""One rank per process over torch.distributed: gloo between CPUs, nccl between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
+
+_TIMED_OUT = ("timed out", "timeout")
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A transfer under way: torch's work object and the tensor it reads or fills."""
+
+    work: Any
+    tensor: torch.Tensor
+
+
+class Distributed:
+    """A transport over the default process group.
+
+    Each direction has a channel of its own. gloo tells channels apart by tag. nccl ignores tags
+    and runs the transfers of one group in order, so there each channel is a group: a receive that
+    was posted early never stands in the way of a send. Control messages always go over the CPU.
+    """
+
+    def __init__(self, *, timeout: float = 300.0) -> None:
+        """The default process group must exist; timeout: seconds that any wait may take."""
+        self.ranks = dist.get_world_size()
+        self.local = (dist.get_rank(),)
+        self.timeout = timeout
+        self._limit = timedelta(seconds=timeout)
+        self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
+        backend = dist.get_backend()
+        self._control: Any = None
+        if "nccl" in backend:
+            self._groups = {channel: dist.new_group() for channel in self._groups}
+            if "gloo" not in backend:
+                self._control = dist.new_group(backend="gloo")
+
+    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Moving:
+        """Start sending; the tensor is kept until the handle is dropped."""
+        if tensor.numel() == 0:
+            return _Moving(None, tensor)
+        group = self._groups[channel]
+        return self._start(lambda: dist.isend(tensor, target, group, channel), tensor)
+
+    def post(
+        self,
+        source: int,
+        target: int,
+        channel: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Moving:
+        """Start receiving into a new buffer."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel() == 0:
+            return _Moving(None, tensor)
+        group = self._groups[channel]
+        return self._start(lambda: dist.irecv(tensor, source, group, channel), tensor)
+
+    def ready(self, handle: _Moving) -> bool:
+        """Always: the other rank runs by itself, so waiting is right."""
+        return True
+
+    def wait(self, handle: _Moving) -> torch.Tensor:
+        """Wait for a transfer, at most ``timeout`` seconds."""
+        if handle.work is not None:
+            self._finish(handle.work)
+            handle.work = None
+        return handle.tensor
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """An all-gather of a few integers."""
+        mine = torch.tensor(row, dtype=torch.int64)
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._finish(dist.all_gather(parts, mine, group=self._control, async_op=True))
+        return [part.tolist() for part in parts]
+
+    def exchange_bytes(self, message: bytes) -> list[bytes]:
+        """An all-gather of lengths, then of messages padded to the longest."""
+        lengths = [row[0] for row in self.exchange([len(message)])]
+        longest = max(lengths)
+        if longest == 0:
+            return [b""] * self.ranks
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
+            : len(message)
+        ]
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._finish(dist.all_gather(parts, mine, group=self._control, async_op=True))
+        return [
+            part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """torch's broadcast, bounded."""
+        if tensor.numel():
+            self._finish(dist.broadcast(tensor, root, async_op=True))
+        return tensor
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """torch's all-reduce, bounded; for CPU tensors."""
+        self._finish(dist.all_reduce(tensor, group=self._control, async_op=True))
+        return tensor
+
+    def close(self) -> None:
+        """Nothing of its own to give back: the process group belongs to who made it."""
+
+    def _start(self, begin: Any, tensor: torch.Tensor) -> _Moving:
+        try:
+            return _Moving(begin(), tensor)
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+
+    def _finish(self, work: Any) -> None:
+        try:
+            work.wait(self._limit)
+        except (RuntimeError, ValueError) as cause:
+            text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+            if any(mark in text.lower() for mark in _TIMED_OUT):
+                raise TransferTimeoutError(self.timeout, text) from cause
+            raise PeerLostError(text) from cause

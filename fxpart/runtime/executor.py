@@ -1,0 +1,413 @@
+"""The interpreter of one rank's actions: a short list of prepared calls, run once per step.
+
+Everything that can be known before a step is worked out when the executor is made: which tensors
+cross, in which order messages arrive, what each action reads and when a microbatch's tensors are
+dropped. A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of
+results, so that no other rank waits in vain, and the step ends with an error on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.errors import FxpartError, error
+from fxpart.program import ProgramSpec
+from fxpart.runtime.inbox import Inbox, Message
+from fxpart.runtime.links import Link, links
+from fxpart.runtime.shapes import Sizes, shape
+from fxpart.runtime.stage import StageTable
+from fxpart.runtime.transport import (
+    BACKWARD,
+    FORWARD,
+    PeerLostError,
+    TransferTimeoutError,
+    Transport,
+)
+from fxpart.schedule.action import Action, Kind, Schedule
+
+# Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
+_WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One step's input, cut into microbatches.
+
+    inputs: per microbatch the user's tensors by name. sizes: per microbatch the size of each
+    symbol. weights: each microbatch's share of the batch. keys: what seeds its random ops.
+    """
+
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    sizes: Sequence[Sizes]
+    weights: Sequence[float]
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a stage, and where."""
+
+    rank: int
+    action: Action
+    cause: Exception
+
+
+@dataclass(slots=True)
+class _Cell:
+    """What is alive of one microbatch on one stage."""
+
+    inputs: list[Any] = field(default_factory=list)
+    outputs: tuple[torch.Tensor, ...] = ()
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_Arrival = tuple[Inbox, int, tuple[Link, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    """An action made ready: what it awaits, what it does, what it does after a failure."""
+
+    action: Action
+    awaits: tuple[_Arrival, ...]
+    do: Callable[[], None]
+    drain: Callable[[], None]
+
+
+class Executor:
+    """Runs one rank of a lowered schedule.
+
+    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
+    stages produce, ``failure`` if a stage raised.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        *,
+        train: bool,
+        keep_outputs: bool = False,
+    ) -> None:
+        """modules: the rank's own stage modules by stage index."""
+        self.rank = rank
+        self._transport = transport
+        self._device = device
+        self._train = train
+        self._stage_rank = schedule.stage_rank
+        found = links(spec)
+        self._pairs: dict[tuple[int, int], tuple[Link, ...]] = {}
+        for link in found:
+            pair = (link.source, link.target)
+            self._pairs[pair] = (*self._pairs.get(pair, ()), link)
+        self._tables = {
+            index: StageTable.of(spec, spec.stages[index], module, found, keep_outputs)
+            for index, module in modules.items()
+        }
+        self._inboxes: list[Inbox] = []
+        self._incoming = self._make_inboxes(schedule)
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._sending: deque[Any] = deque()
+        self._feed = Feed((), (), (), ())
+        self.position = 0
+        self.losses: dict[int, torch.Tensor] = {}
+        self.outputs: dict[str, dict[int, torch.Tensor]] = {}
+        self.failure: Failure | None = None
+        self._instructions = self._prepare(schedule.ranks[rank])
+
+    def run(self, feed: Feed) -> Iterator[None]:
+        """Execute one step; yields whenever a message is not there yet (in-process only).
+
+        Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is kept in
+        ``failure`` instead.
+        """
+        self._feed = feed
+        self.losses, self.outputs, self.failure = {}, {}, None
+        self._cells.clear()
+        for inbox in self._inboxes:
+            inbox.begin(feed.sizes)
+        for position, instruction in enumerate(self._instructions):
+            self.position = position
+            for inbox, index, _ in instruction.awaits:
+                while not inbox.ready(index):
+                    yield
+            try:
+                if self.failure is None:
+                    try:
+                        instruction.do()
+                        continue
+                    except (TransferTimeoutError, PeerLostError):
+                        raise
+                    except Exception as cause:
+                        self.failure = Failure(self.rank, instruction.action, cause)
+                        self._cells.clear()
+                instruction.drain()
+            except (TransferTimeoutError, PeerLostError) as cause:
+                raise self._lost(instruction.action, cause) from cause
+        self.position = len(self._instructions)
+
+    def finish(self) -> None:
+        """Wait for the last sends; call it when all ranks are known to have received."""
+        while self._sending:
+            self._transport.wait(self._sending.popleft())
+
+    def waiting(self) -> str:
+        """The action that has not been done, for a message."""
+        return str(self._instructions[self.position].action)
+
+    # -- preparation ------------------------------------------------------------------------
+
+    def _make_inboxes(
+        self, schedule: Schedule
+    ) -> dict[tuple[Kind, int, int, int], tuple[Inbox, int]]:
+        """An inbox per sending rank and direction; per message its inbox and place there."""
+        where: dict[tuple[Kind, int, int, int], tuple[Inbox, int]] = {}
+        for source, actions in enumerate(schedule.ranks):
+            if source == self.rank:
+                continue
+            for kind, channel in ((Kind.SEND_F, FORWARD), (Kind.SEND_B, BACKWARD)):
+                mine = [
+                    a
+                    for a in actions
+                    if a.kind is kind
+                    and a.peer is not None
+                    and schedule.stage_rank[a.peer] == self.rank
+                    and self._carried(a)
+                ]
+                if not mine:
+                    continue
+                messages = [Message(self._carried(a), a.microbatch) for a in mine]
+                inbox = Inbox(self._transport, source, self.rank, channel, self._device, messages)
+                self._inboxes.append(inbox)
+                for place, a in enumerate(mine):
+                    assert a.peer is not None
+                    where[kind, a.stage, a.peer, a.microbatch] = (inbox, place)
+        return where
+
+    def _carried(self, send: Action) -> tuple[Link, ...]:
+        """The links whose values (or gradients) a send carries."""
+        assert send.peer is not None
+        if send.kind is Kind.SEND_F:
+            return self._pairs.get((send.stage, send.peer), ())
+        return tuple(x for x in self._pairs.get((send.peer, send.stage), ()) if x.gradient)
+
+    def _prepare(self, actions: Sequence[Action]) -> list[_Instruction]:
+        last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
+        done: list[_Instruction] = []
+        for index, action in enumerate(actions):
+            final = [cell for cell in self._touches(action) if last[cell] == index]
+            if action.kind is Kind.F:
+                instruction = self._prepare_forward(action)
+            elif action.kind is Kind.B:
+                instruction = self._prepare_backward(action)
+            elif action.kind in (Kind.SEND_F, Kind.SEND_B):
+                instruction = self._prepare_send(action)
+            elif action.kind in (Kind.RECV_F, Kind.RECV_B):
+                instruction = self._prepare_receive(action)
+            else:
+                raise error(
+                    "FXP900", where=f"action {action}", why="split backwards are not run", fix=""
+                )
+            done.append(self._dropping(instruction, final) if final else instruction)
+        return done
+
+    def _touches(self, action: Action) -> list[tuple[int, int]]:
+        """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
+        table, found = self._tables[action.stage], [action.stage]
+        if action.kind is Kind.F:
+            found += [p for p in table.producers if self._stage_rank[p] == self.rank]
+        elif action.kind is Kind.B:
+            found += [c for c in table.consumers if self._stage_rank[c] == self.rank]
+        return [(stage, action.microbatch) for stage in found]
+
+    def _dropping(self, instruction: _Instruction, final: list[tuple[int, int]]) -> _Instruction:
+        """The same, and what nothing reads after it is dropped."""
+        inner, cells = instruction.do, self._cells
+
+        def do() -> None:
+            inner()
+            for cell in final:
+                cells.pop(cell, None)
+
+        return _Instruction(instruction.action, instruction.awaits, do, instruction.drain)
+
+    def _prepare_receive(self, action: Action) -> _Instruction:
+        """A receive is posted here at the latest; the computation that needs it waits for it."""
+        kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
+        assert action.peer is not None
+        found = self._incoming.get((kind, action.peer, action.stage, action.microbatch))
+        if found is None:
+            return _Instruction(action, (), _nothing, _nothing)
+        inbox, place = found
+
+        def post() -> None:
+            inbox.ensure(place + 1)
+
+        return _Instruction(action, (), post, post)
+
+    def _arrivals(
+        self, kind: Kind, stage: int, microbatch: int, peers: Sequence[int]
+    ) -> tuple[_Arrival, ...]:
+        found = []
+        for peer in peers:
+            message = self._incoming.get((kind, peer, stage, microbatch))
+            if message is not None:
+                carried = self._carried(Action(peer, kind, microbatch, stage))
+                found.append((*message, carried))
+        return tuple(found)
+
+    def _prepare_forward(self, action: Action) -> _Instruction:
+        table, microbatch = self._tables[action.stage], action.microbatch
+        arrivals = self._arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
+        own = tuple(p for p in table.producers if self._stage_rank[p] == self.rank)
+        key, cells = (action.stage, microbatch), self._cells
+
+        def do() -> None:
+            feed = self._feed
+            inputs: list[Any] = [None] * table.arity
+            for position, name in table.user:
+                inputs[position] = feed.inputs[microbatch][name]
+            for inbox, place, carried in arrivals:
+                for link, tensor in zip(carried, inbox.take(place), strict=True):
+                    inputs[link.input] = tensor
+            for source in own:
+                for link in self._pairs[source, action.stage]:
+                    inputs[link.input] = cells[source, microbatch].outputs[link.output].detach()
+            with torch.set_grad_enabled(self._train):
+                if self._train:
+                    for position in table.gradient_inputs:
+                        inputs[position].requires_grad_()
+                outputs = table.module(feed.keys[microbatch], *inputs)
+            cells[key] = _Cell(inputs, outputs)
+            self._keep(table, microbatch, outputs)
+
+        return _Instruction(action, arrivals, do, _dropper(arrivals))
+
+    def _keep(self, table: StageTable, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        if table.loss is not None:
+            self.losses[microbatch] = outputs[table.loss].detach()
+        for name, position in table.kept:
+            self.outputs.setdefault(name, {})[microbatch] = outputs[position].detach()
+
+    def _prepare_backward(self, action: Action) -> _Instruction:
+        table, microbatch = self._tables[action.stage], action.microbatch
+        arrivals = self._arrivals(Kind.SEND_B, action.stage, microbatch, table.consumers)
+        own = tuple(c for c in table.consumers if self._stage_rank[c] == self.rank)
+        key, cells = (action.stage, microbatch), self._cells
+
+        def do() -> None:
+            cell = cells[key]
+            gradients: dict[int, torch.Tensor] = {}
+            # Consumers come in descending order, which is the order in which autograd would sum.
+            for inbox, place, carried in arrivals:
+                for link, tensor in zip(carried, inbox.take(place), strict=True):
+                    _add(gradients, link.output, tensor)
+            for consumer in own:
+                for link in self._pairs[action.stage, consumer]:
+                    if link.gradient:
+                        sent = cells[consumer, microbatch].gradients[link.input]
+                        _add(gradients, link.output, sent)
+            if table.loss is not None:
+                loss = cell.outputs[table.loss]
+                _add(gradients, table.loss, torch.full_like(loss, self._feed.weights[microbatch]))
+            roots = [p for p in gradients if cell.outputs[p].requires_grad]
+            if roots:
+                torch.autograd.backward(
+                    [cell.outputs[p] for p in roots], [gradients[p] for p in roots]
+                )
+            for position in table.gradient_inputs:
+                leaf = cell.inputs[position]
+                cell.gradients[position] = (
+                    torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                )
+            cell.inputs, cell.outputs = [], ()
+
+        if not table.trains:
+            return _Instruction(action, (), _nothing, _nothing)
+        return _Instruction(action, arrivals, do, _dropper(arrivals))
+
+    def _prepare_send(self, action: Action) -> _Instruction:
+        carried = self._carried(action)
+        if not carried:
+            return _Instruction(action, (), _nothing, _nothing)
+        assert action.peer is not None
+        target = self._stage_rank[action.peer]
+        forward = action.kind is Kind.SEND_F
+        channel = FORWARD if forward else BACKWARD
+        key, microbatch = (action.stage, action.microbatch), action.microbatch
+        expected = [(link, shape(link.shape)) for link in carried]
+
+        def send(tensors: list[torch.Tensor]) -> None:
+            for tensor in tensors:
+                if len(self._sending) >= _WINDOW:
+                    self._transport.wait(self._sending.popleft())
+                self._sending.append(self._transport.send(self.rank, target, channel, tensor))
+
+        def do() -> None:
+            cell, sizes, tensors = self._cells[key], self._feed.sizes[microbatch], []
+            for link, of in expected:
+                value = cell.outputs[link.output] if forward else cell.gradients[link.input]
+                if value.shape != of(sizes) or value.dtype != link.dtype:
+                    raise _misshapen(link, value, of(sizes))
+                tensors.append(value.detach().contiguous())
+            send(tensors)
+
+        def drain() -> None:
+            sizes = self._feed.sizes[microbatch]
+            send([torch.zeros(of(sizes), dtype=x.dtype, device=self._device) for x, of in expected])
+
+        return _Instruction(action, (), do, drain)
+
+    def _lost(self, action: Action, cause: TransferTimeoutError | PeerLostError) -> FxpartError:
+        where = (
+            f"rank {self.rank}, stage {action.stage}, action {action}, "
+            f"microbatch {action.microbatch}"
+        )
+        if isinstance(cause, TransferTimeoutError):
+            return error(
+                "FXP503",
+                where=where,
+                why=f"nothing came or went for {cause.seconds:g} seconds",
+                fix="look at the other ranks' messages; a larger timeout if a step is that slow",
+            )
+        return error(
+            "FXP504",
+            where=where,
+            why=f"the connection to another rank was lost: {cause}",
+            fix="look at the other ranks' messages: one of them ended first",
+        )
+
+
+def _nothing() -> None:
+    """A transfer without tensors, or a backward without gradients."""
+
+
+def _dropper(arrivals: tuple[_Arrival, ...]) -> Callable[[], None]:
+    def drop() -> None:
+        for inbox, place, _ in arrivals:
+            inbox.drop(place)
+
+    return drop
+
+
+def _add(into: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:
+    into[key] = into[key] + value if key in into else value
+
+
+def _misshapen(link: Link, value: torch.Tensor, expected: tuple[int, ...]) -> FxpartError:
+    return error(
+        "FXP900",
+        where=f"value {link.name} from stage {link.source} to stage {link.target}",
+        why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {expected} was compiled",
+        fix="",
+    )

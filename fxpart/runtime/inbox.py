@@ -1,0 +1,90 @@
+"""Messages from one rank over one channel: posted early, in the order in which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpart.runtime.links import Link
+from fxpart.runtime.shapes import Sizes, shape
+from fxpart.runtime.transport import Transport
+
+# Receives that stand ready beyond the one that is needed next. Two hide the hand-shake of a
+# transfer behind a computation; each costs one boundary tensor of memory.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Message:
+    """The values of one transfer action: some links of a stage pair, for one microbatch."""
+
+    links: tuple[Link, ...]
+    microbatch: int
+
+
+class Inbox:
+    """Receives of one (sender, channel), each with the static shape that its links say.
+
+    The order is that of the sender's actions, which every rank knows; so it holds for transports
+    that do not tell messages apart, too.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: int,
+        target: int,
+        channel: int,
+        device: torch.device,
+        messages: Sequence[Message],
+    ) -> None:
+        """source, target: ranks. messages: all of one step, in the order in which they are sent."""
+        self._transport = transport
+        self._ends = (source, target, channel)
+        self._device = device
+        self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
+        self._plan = [
+            (m.microbatch, [(shape(link.shape), link.dtype) for link in m.links]) for m in messages
+        ]
+        self._handles: list[list[Any] | None] = []
+        self._sizes: Sequence[Sizes] = ()
+
+    def begin(self, sizes: Sequence[Sizes]) -> None:
+        """Start a step: post the first receives. sizes: symbol sizes per microbatch."""
+        self._sizes = sizes
+        self._handles = []
+        self.ensure(AHEAD)
+
+    def ensure(self, count: int) -> None:
+        """Post receives until the first ``count`` messages (or all) are under way."""
+        post, plan, handles = self._transport.post, self._plan, self._handles
+        for microbatch, tensors in plan[len(handles) : count]:
+            sizes = self._sizes[microbatch]
+            handles.append(
+                [post(*self._ends, of(sizes), dtype, self._device) for of, dtype in tensors]
+            )
+
+    def ready(self, index: int) -> bool:
+        """Whether message ``index`` can be taken without waiting for this process's own turn."""
+        self.ensure(index + 1)
+        handles = self._handles[index]
+        return handles is None or all(map(self._transport.ready, handles))
+
+    def take(self, index: int) -> list[torch.Tensor]:
+        """Wait for message ``index`` and return its tensors; then post further ones."""
+        self.ensure(index + 1)
+        handles = self._handles[index]
+        assert handles is not None, "a message is taken once"
+        tensors = [self._transport.wait(handle) for handle in handles]
+        self._handles[index] = None
+        self.ensure(index + 1 + AHEAD)
+        return tensors
+
+    def drop(self, index: int) -> None:
+        """Let message ``index`` arrive if it was not taken, and forget it."""
+        self.ensure(index + 1)
+        if self._handles[index] is not None:
+            self.take(index)

@@ -1,0 +1,151 @@
+"""Optimizer state by original parameter name: gathered from all ranks, and taken in again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.state import ModelState
+from fxpart.runtime.transport import Transport
+
+
+class _Slot(msgspec.Struct, frozen=True):
+    """One value of one parameter's state: a tensor's dtype and shape, or a plain value."""
+
+    name: str
+    key: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    on_cpu: bool = False
+    value: Any = None
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What one process has: slots in order, options of each group, parameter names per group."""
+
+    slots: tuple[_Slot, ...]
+    options: tuple[dict[str, Any], ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def gather_optimizer(
+    state: ModelState, optimizer: torch.optim.Optimizer, *, first_only: bool
+) -> dict[str, Any]:
+    """``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
+
+    The same on every rank, or on rank 0 only (elsewhere empty). A tie's state is its owner's.
+    """
+    transport = state.transport
+    report, tensors = _report(state, optimizer)
+    messages = transport.exchange_bytes(msgspec.json.encode(report))
+    reports = [msgspec.json.decode(message, type=_Report) for message in messages]
+    found: dict[str, dict[str, Any]] = {}
+    for process, theirs in enumerate(reports):
+        mine = iter(tensors if len(reports) == 1 or process == transport.local[0] else ())
+        for slot in theirs.slots:
+            value = slot.value
+            if slot.dtype:
+                value = _spread(transport, slot, process, next(mine, None))
+            found.setdefault(slot.name, {})[slot.key] = value
+    if first_only and 0 not in transport.local:
+        return {}
+    order = [name for name in state.entries if name in found]
+    return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
+
+
+def load_optimizer(
+    state: ModelState, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+) -> None:
+    """Put gathered state back; FXP110 for parameters it does not know."""
+    names = {id(parameter): name for name, parameter in state.parameters()}
+    groups = given["param_groups"]
+    place = {name: group for group in groups for name in group["params"]}
+    current = optimizer.state_dict()
+    wanted: dict[int, Any] = {}
+    problems: list[Problem] = []
+    number = 0
+    for group, target in zip(optimizer.param_groups, current["param_groups"], strict=True):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is not None and name not in place:
+                problems.append(
+                    Problem("FXP110", name, "the optimizer state does not hold it",
+                            "give the optimizer state of the same model")
+                )  # fmt: skip
+            elif name is not None:
+                options = {k: _option(target.get(k), v) for k, v in place[name].items()}
+                target.update({k: v for k, v in options.items() if k != "params"})
+                if name in given["state"]:
+                    wanted[number] = {
+                        k: v.clone() if isinstance(v, torch.Tensor) else v
+                        for k, v in given["state"][name].items()
+                    }
+            number += 1
+    if problems:
+        raise FxpartError(problems)
+    optimizer.load_state_dict({"state": wanted, "param_groups": current["param_groups"]})
+
+
+def _report(
+    state: ModelState, optimizer: torch.optim.Optimizer
+) -> tuple[_Report, list[torch.Tensor]]:
+    """What this process's optimizer holds for the parameters that it owns."""
+    owned = {
+        id(entry.copies[entry.spec.owner]): name
+        for name, entry in state.entries.items()
+        if entry.trainable and entry.spec.owner in entry.copies
+    }
+    slots: list[_Slot] = []
+    tensors: list[torch.Tensor] = []
+    names: list[tuple[str, ...]] = []
+    for group in optimizer.param_groups:
+        mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
+        names.append(tuple(name for name, _ in mine))
+        for name, parameter in mine:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    on_cpu = value.device.type == "cpu"
+                    dtype = str(value.dtype)[6:]
+                    slots.append(_Slot(name, key, dtype, tuple(value.shape), on_cpu))
+                    tensors.append(value)
+                else:
+                    slots.append(_Slot(name, key, value=value))
+    options = tuple(
+        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.state_dict()["param_groups"]
+    )
+    return _Report(tuple(slots), options, tuple(names)), tensors
+
+
+def _spread(
+    transport: Transport, slot: _Slot, process: int, mine: torch.Tensor | None
+) -> torch.Tensor:
+    if mine is None:
+        tensor = torch.empty(slot.shape, dtype=torch_dtype(slot.dtype))
+    else:
+        tensor = mine.detach().clone().contiguous()
+    return transport.broadcast(tensor, transport.local[0] if mine is not None else process)
+
+
+def _groups(reports: list[_Report], state: ModelState) -> list[dict[str, Any]]:
+    """The groups of all processes merged by position, parameters in the model's order."""
+    place = {name: index for index, name in enumerate(state.entries)}
+    merged: list[dict[str, Any]] = []
+    for report in reports:
+        for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
+            if index == len(merged):
+                merged.append({**options, "params": []})
+            merged[index]["params"].extend(names)
+    for group in merged:
+        group["params"].sort(key=place.__getitem__)
+    return merged
+
+
+def _option(current: Any, value: Any) -> Any:
+    """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
+    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value

@@ -1,0 +1,66 @@
+"""What an executor looks up about one of its stages, worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fxpart.program import ProgramSpec, StageSpec
+from fxpart.runtime.links import Link
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """A stage module and the positions that matter.
+
+    user: inputs that come from the batch. gradient_inputs: inputs whose gradient is sent back.
+    producers: stages that inputs come from (ascending). consumers: stages that gradients come
+    from (descending). loss: the output that is the loss. kept: outputs to hand to the user.
+    trains: whether the stage takes part in the backward pass.
+    """
+
+    module: nn.Module
+    arity: int
+    user: tuple[tuple[int, str], ...]
+    gradient_inputs: tuple[int, ...]
+    producers: tuple[int, ...]
+    consumers: tuple[int, ...]
+    loss: int | None
+    kept: tuple[tuple[str, int], ...]
+    trains: bool
+
+    @classmethod
+    def of(
+        cls,
+        spec: ProgramSpec,
+        stage: StageSpec,
+        module: nn.Module,
+        found: Sequence[Link],
+        keep_outputs: bool,
+    ) -> StageTable:
+        """The table of one stage; ``found``: all links of the program."""
+        names = [output.name for output in stage.outputs]
+        into = [link for link in found if link.target == stage.index]
+        out = [link for link in found if link.source == stage.index]
+        back = tuple(sorted({x.target for x in out if x.gradient}, reverse=True))
+        loss = names.index(spec.loss) if spec.loss in names else None
+        gradient_inputs = tuple(link.input for link in into if link.gradient)
+        learns = loss is not None and any(p.requires_grad for p in module.parameters())
+        kept = dict.fromkeys(spec.outputs) if keep_outputs else {}
+        return cls(
+            module,
+            len(stage.inputs),
+            tuple(
+                (position, value.name)
+                for position, value in enumerate(stage.inputs)
+                if stage.sources[position] < 0
+            ),
+            gradient_inputs,
+            tuple(sorted({link.source for link in into})),
+            back,
+            loss,
+            tuple((name, names.index(name)) for name in kept if name in names),
+            bool(gradient_inputs) or bool(back) or learns,
+        )

@@ -1,0 +1,256 @@
+"""The trainer: steps over a partitioned program with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from fxpart.errors import error
+from fxpart.program import ProgramSpec
+from fxpart.rng import microbatch_key
+from fxpart.runtime.agreement import agree
+from fxpart.runtime.batch import Cut, Reader
+from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.gradients import clip, sum_ties, tied
+from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
+from fxpart.runtime.state import ModelState
+from fxpart.runtime.transport import Transport
+
+Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]]]
+
+
+class Trainer:
+    """Trains a program's stages; every rank makes one and gives it the same global batches.
+
+    optimizer: this process's torch optimizer, for learning-rate schedulers and options.
+    last_grad_norm: the global norm before clipping, after an update with ``clip_norm``.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        *,
+        ranks: Sequence[int],
+        transport: Transport,
+        microbatches: int,
+        schedule: str = "1f1b",
+        optimizer: Any = None,
+        clip_norm: float | None = None,
+        seed: int | None = None,
+        evaluation: Evaluation | None = None,
+        devices: Mapping[int, torch.device] | None = None,
+        unused: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+
+        microbatches: into how many a batch is cut (fewer if it has fewer rows). optimizer: see
+        :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients only. clip_norm:
+        largest global gradient norm. seed: of random ops, by default the program's. evaluation:
+        gives the program and modules for ``eval_step`` when it is first called; they share the
+        state of ``modules``. devices: per local rank, by default where its parameters are. unused:
+        state that no stage needs, for ``state_dict``.
+
+        Raises FXP501 on every rank where they were not given the same.
+        """
+        self.spec = spec
+        self.seed = spec.seed if seed is None else seed
+        self.microbatches = microbatches
+        self.clip_norm = clip_norm
+        self.last_grad_norm: torch.Tensor | None = None
+        self.calls = 0
+        self._ranks = tuple(ranks)
+        self._transport = transport
+        self._evaluation = evaluation
+        self._unused = dict(unused or {})
+        self._devices = dict(devices) if devices else _devices(modules, self._ranks, transport)
+        self._state = ModelState(spec, modules, self._ranks, transport, self._devices)
+        self._reader = Reader(spec)
+        self._engine = Engine(
+            spec, modules, self._ranks, transport, self._devices, schedule=schedule
+        )
+        self._eval: tuple[Reader, Engine] | None = None
+        self._stale = False  # gradients belong to an update that is done
+        self._summed = False  # ties have been summed
+        agree(transport, "the programs", lambda: (True, self._describe(schedule, optimizer)))
+        place(schedule, spec, self._ranks, max(microbatches, 1))
+        self.optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
+
+    # -- training -------------------------------------------------------------------------------
+
+    def step(self, batch: Any, accumulate: bool = False) -> torch.Tensor:
+        """One training step on the global batch; the loss (0-d, equal on every rank).
+
+        accumulate: only add to the gradients; the next step without it updates with all of them.
+        Raises FXP105 for a batch that does not fit, FXP501 if ranks have different ones (nothing
+        was sent then), FXP503 and FXP504 for a failed transfer or stage (nothing was updated, the
+        gradients are dropped).
+        """
+        loss = self.backward(batch)
+        if not accumulate:
+            self.update()
+        return loss
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        """Add the batch's gradients to what was accumulated since the last update; the loss."""
+        if not self.spec.loss:
+            raise error(
+                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+            )
+        cut = self._read(self._reader, batch, "training")
+        if self._stale or self._summed:
+            self.zero_grad()
+        try:
+            loss = self._engine.run(cut, self._keys(cut), train=True).loss
+        except BaseException:
+            self._stale = True
+            raise
+        self.calls += 1
+        assert loss is not None
+        return loss
+
+    def update(self) -> None:
+        """Sum ties, clip, let the optimizer step; the next backward starts from zero."""
+        if self.optimizer is None:
+            raise error(
+                "FXP109",
+                where="update()",
+                why="the trainer was made without an optimizer",
+                fix="program.trainer(optimizer=torch.optim.AdamW)",
+            )
+        self._sum_ties()
+        if self.clip_norm is not None:
+            self.last_grad_norm = clip(self._state, self.clip_norm)
+        self.optimizer.step()
+        self._stale = True
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for _, parameter in self._state.parameters():
+            parameter.grad = None
+        self._stale = self._summed = False
+
+    def eval_step(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
+        reader, engine = self._evaluator()
+        cut = self._read(reader, batch, "evaluation")
+        loss = engine.run(cut, self._keys(cut), train=False).loss
+        if loss is None:
+            raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
+        return loss
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self, *, first_only: bool = False) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by original name, aliases too, copied.
+
+        first_only: only rank 0 gets them, the others an empty dict. Every rank must call it.
+        """
+        own = {name: e.copies.get(e.spec.owner) for name, e in self._state.saved()}
+        found = self._state.gather(own, first_only=first_only)
+        if not first_only or 0 in self._transport.local:
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit."""
+        inner = {n: t for n, t in state.items() if n not in self._unused}
+        agree(
+            self._transport, "the state dict",
+            lambda: (self._state.load(inner, strict=strict), " ".join(sorted(state))),
+        )  # fmt: skip
+        for name, tensor in self._unused.items():
+            if name in state:
+                tensor.copy_(state[name])
+
+    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
+        """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
+        assert self.optimizer is not None, "there is no optimizer"
+        return gather_optimizer(self._state, self.optimizer, first_only=first_only)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
+        assert self.optimizer is not None, "there is no optimizer"
+        load_optimizer(self._state, self.optimizer, state)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients by original name on every rank: accumulated, or as the last update had them."""
+        self._sum_ties()
+        own: dict[str, torch.Tensor | None] = {}
+        row = []
+        for name, entry in self._state.entries.items():
+            if entry.trainable:
+                held = entry.copies.get(entry.spec.owner)
+                own[name] = None if held is None else held.grad
+                row.append(int(own[name] is not None))
+        rows = self._transport.exchange(row)
+        present = [any(column) for column in zip(*rows, strict=True)] if row else []
+        names = [name for name, some in zip(own, present, strict=True) if some]
+        return self._state.gather({n: _dense(own[n]) for n in names}, first_only=False)
+
+    def close(self) -> None:
+        """Give back the transport's resources; the trainer cannot be used after it."""
+        self._transport.close()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _sum_ties(self) -> None:
+        if not self._summed:
+            sum_ties(self._state)
+            self._summed = bool(tied(self._state))
+
+    def _keys(self, cut: Cut) -> list[int]:
+        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+
+    def _read(self, reader: Reader, batch: Any, mode: str) -> Cut:
+        def read() -> tuple[Cut, str]:
+            cut = reader.read(batch, self.microbatches)
+            return cut, f"{mode} call {self.calls} {cut.describe()}"
+
+        return agree(self._transport, "the batches", read)
+
+    def _evaluator(self) -> tuple[Reader, Engine]:
+        if self._eval is None:
+            if self._evaluation is None:
+                raise error(
+                    "FXP109", where="eval_step", why="the trainer has no evaluation program", fix=""
+                )
+            spec, modules = self._evaluation()
+            engine = Engine(
+                spec, modules, self._ranks, self._transport, self._devices, schedule="forward"
+            )
+            self._eval = (Reader(spec), engine)
+        return self._eval
+
+    def _describe(self, schedule: str, optimizer: Any) -> str:
+        kind = getattr(optimizer, "func", optimizer)
+        name = getattr(kind, "__qualname__", None) or type(kind).__name__
+        return (
+            f"ranks {self._ranks} microbatches {self.microbatches} schedule {schedule} "
+            f"seed {self.seed} clip {self.clip_norm} optimizer {name} "
+            f"program {msgspec.json.encode(self.spec).decode()}"
+        )
+
+
+def _devices(
+    modules: Mapping[int, nn.Module], ranks: tuple[int, ...], transport: Transport
+) -> dict[int, torch.device]:
+    """Where each local rank's state is; the CPU for a rank without state."""
+    found = dict.fromkeys(transport.local, torch.device("cpu"))
+    for stage, module in modules.items():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            found[ranks[stage]] = tensor.device
+            break
+    return found
+
+
+def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
