@@ -103,6 +103,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ties: dict[str, tuple[int, ...]]
     aliases: dict[str, str] = {}  # other original names of one storage -> its main name
     seed: int = 0
+    parameters: tuple[str, ...] = ()  # main names in the model's own order (global-norm clipping)
     unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
     model: str = ""
 
