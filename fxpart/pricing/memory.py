@@ -5,16 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import fx
 
 from fxpart.costmodels.sizes import tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
-from fxpart.costs import Size
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
 from fxpart.solver.problem import Value
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
 
 
 @dataclass(frozen=True)

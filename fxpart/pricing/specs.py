@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx
 
-from fxpart.costs import OpSpec, Size, TensorSpec
+from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pipeline import KEY, Annotation
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
 
 _LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
 _CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from fxpart.costs import OpSpec, Size, TensorSpec
+from fxpart.costs import OpSpec, TensorSpec
 from fxpart.errors import error
 
 if TYPE_CHECKING:
     from fxpart.capture.captured import Captured
+    from fxpart.costs import Size
 
 MAX_VARIANTS = 16
 
@@ -76,7 +77,7 @@ def variants(
         if microbatches is None:
             return splits(batch, stages)
         return (Split(-(-batch // microbatches), microbatches),)
-    size = captured.batch_size
+    size = captured_rows(captured)
     if batch % size or (microbatches is not None and batch // size != microbatches):
         asked = "" if microbatches is None else f" in {microbatches} microbatches"
         raise error(
@@ -86,6 +87,12 @@ def variants(
             fix=f"capture at the microbatch size you want, or give a batch that {size} divides",
         )
     return (Split(size, batch // size),)
+
+
+def captured_rows(captured: Captured) -> int:
+    """Rows of the batch that a graph with a fixed batch was captured with."""
+    rows = (s.shape[s.batch_dim] for s in captured.inputs if s.batch_dim is not None)
+    return next((size for size in rows if isinstance(size, int)), captured.batch_size)
 
 
 class Sizes:
