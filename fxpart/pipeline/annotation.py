@@ -1,4 +1,4 @@
-"""Passes and the manager that runs them: levels, verification, observers.
+"""What fxpart writes on a graph: its level, and one annotation for each node.
 
 A graph is a ``torch.fx.GraphModule`` whose ``meta["fxpart_level"]`` says how far it has come and
 whose nodes carry one frozen :class:`Annotation` under ``node.meta["fxpart"]``.
@@ -23,6 +23,20 @@ class Level(IntEnum):
 
 KEY = "fxpart"
 LEVEL_KEY = "fxpart_level"
+BLOCKS_KEY = "fxpart_blocks"
+NO_CUT_KEY = "fxpart_no_cut"
+RNG_KEY = "rng_key"
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """A block: a readable name ("transformer.h.3.attn") and the digest of its structure.
+
+    Blocks with equal ``identity`` run the same ops on the same shapes: price one, and all are priced.
+    """
+
+    name: str
+    identity: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""Sizes as numbers or sympy expressions, and their values at the example inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+
+def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
+    """A size without torch: an int where it is known, else a sympy expression in the symbols."""
+    if isinstance(size, torch.SymInt):
+        found = size.node.expr
+        return int(found) if found.is_number else found
+    if isinstance(size, sympy.Expr):
+        return int(size) if size.is_number else size
+    return int(size)
+
+
+def hint(size: int | torch.SymInt, fallback: int = 1) -> int:
+    """The size at the example inputs; ``fallback`` for one that depends on data."""
+    if isinstance(size, int):
+        return size
+    known: Any = size.node.hint if size.node.has_hint() else None
+    return int(known) if known is not None else fallback

@@ -1,0 +1,173 @@
+"""The graph invariants: what must hold before and after every pass, by level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from fxpart.pipeline.annotation import (
+    BLOCKS_KEY,
+    KEY,
+    LEVEL_KEY,
+    NO_CUT_KEY,
+    RNG_KEY,
+    Annotation,
+    Level,
+)
+from fxpart.pipeline.edit import place
+from fxpart.pipeline.effects import (
+    is_assert,
+    is_op,
+    is_random,
+    op_of,
+    state_written,
+    state_roots,
+    written,
+)
+from fxpart.rng import seeded
+
+
+def faults(module: fx.GraphModule, level: Level) -> list[str]:
+    """Everything that a graph of this level breaks, one sentence with its place for each."""
+    found = []
+    try:
+        module.graph.lint()
+    except (RuntimeError, AttributeError, TypeError, ValueError) as cause:
+        found.append(f"the graph is not well formed: {cause}")
+    reached = module.meta.get(LEVEL_KEY)
+    if reached != level:
+        found.append(f"the graph's level is {reached!r}, it should be {level!r}")
+    found.extend(_structure(module.graph))
+    if level >= Level.ANNOTATED:
+        found.extend(_prepared(module.graph))
+        found.extend(_blocks(module))
+    if level >= Level.ASSIGNED:
+        found.extend(_stages(module.graph))
+    return found
+
+
+def _structure(graph: fx.Graph) -> Iterator[str]:
+    """Names unique, inputs first, one output, each call with annotation and value."""
+    names: set[str] = set()
+    computed = False
+    for node in graph.nodes:
+        if node.name in names:
+            yield f"{place(node)}: its name is taken twice"
+        names.add(node.name)
+        if node.op in ("call_module", "call_method"):
+            yield f"{place(node)}: a {node.op} is not allowed"
+        if node.op == "call_function":
+            computed = True
+            if not isinstance(node.meta.get(KEY), Annotation):
+                yield f"{place(node)}: it has no annotation"
+            if "val" not in node.meta:
+                yield f"{place(node)}: it has no value"
+        if node.op == "placeholder" and computed:
+            yield f"{place(node)}: an input stands after an operation"
+    outputs = graph.find_nodes(op="output")
+    if len(outputs) != 1 or not isinstance(outputs[0].args[0], (tuple, list)):
+        yield "the graph needs one output node with a tuple"
+
+
+def _prepared(graph: fx.Graph) -> Iterator[str]:
+    """No asserts, regions or unkeyed random ops are left; only state is written."""
+    state = state_written(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_assert(node):
+            yield f"{place(node)}: an assertion is left"
+        if getattr(node.target, "namespace", "") == "higher_order":
+            yield f"{place(node)}: a region ({node.target}) is left"
+        if node.target is not seeded and is_random(node):
+            yield f"{place(node)}: a random operation has no key"
+        if written(node) and node not in state:
+            yield f"{place(node)}: {op_of(node)} writes a value that is not state"
+    yield from _keys(graph)
+
+
+def _keys(graph: fx.Graph) -> Iterator[str]:
+    """Random ops take the first placeholder as key and count up from 0."""
+    first = next(iter(graph.find_nodes(op="placeholder")), None)
+    if first is None or first.name != RNG_KEY:
+        yield f"the first input must be {RNG_KEY}"
+    numbered = [n for n in graph.nodes if n.op == "call_function" and n.target is seeded]
+    for expected, node in enumerate(numbered):
+        if node.args[0] is not first:
+            yield f"{place(node)}: its key is not the input {RNG_KEY}"
+        if node.args[1] != expected or node.meta[KEY].random != expected:
+            yield f"{place(node)}: it should be random operation {expected}"
+
+
+def _blocks(module: fx.GraphModule) -> Iterator[str]:
+    """Blocks count up by 0 or 1 along the graph, match the table, and hold whole effects."""
+    infos = module.meta.get(BLOCKS_KEY)
+    if not isinstance(infos, tuple):
+        yield "the graph has no table of blocks"
+        return
+    last = -1
+    of: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        known = node.meta.get(KEY)
+        block = known.block if isinstance(known, Annotation) else None
+        if node.op != "call_function":
+            if block is not None:
+                yield f"{place(node)}: a {node.op} belongs to no block"
+            continue
+        if block is None:
+            if not is_size(node):
+                yield f"{place(node)}: it belongs to no block"
+            continue
+        if block not in (last, last + 1):
+            yield f"{place(node)}: block {block} follows block {last}"
+        last = of[node] = block
+    if last + 1 != len(infos):
+        yield f"{last + 1} blocks are used, the table has {len(infos)}"
+    closed = set(module.meta.get(NO_CUT_KEY, ()))
+    for name, blocks in _touched(module.graph, of).items():
+        for cut in range(min(blocks), max(blocks)):
+            if cut not in closed:
+                yield f"the state {name} is written, and a cut is allowed after block {cut} inside its uses"
+
+
+def _touched(graph: fx.Graph, of: dict[fx.Node, int]) -> dict[str, set[int]]:
+    """For each state that is written: the blocks that use it in any way."""
+    names = {name for group in state_written(graph).values() for name in group}
+    roots = state_roots(graph)
+    result: dict[str, set[int]] = {}
+    for node in of:
+        for source in node.all_input_nodes:
+            for name in roots[source] & names:
+                result.setdefault(name, set()).add(of[node])
+    return result
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node computes with sizes only: its value is a SymInt or number, not a tensor."""
+    import torch
+
+    known = node.meta.get("val")
+    if not isinstance(known, (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float)):
+        return False
+    if is_op(node.target) and node.target.namespace == "aten":
+        return node.target._schema.name.split("::")[-1].startswith("sym_")
+    return True
+
+
+def _stages(graph: fx.Graph) -> Iterator[str]:
+    """Stages follow blocks: one for each block, never going back."""
+    stage_of: dict[int, int | None] = {}
+    last = 0
+    for node in graph.nodes:
+        known = node.meta.get(KEY)
+        if not isinstance(known, Annotation) or known.block is None:
+            continue
+        if known.stage is None:
+            yield f"{place(node)}: it is on no stage"
+            continue
+        if stage_of.setdefault(known.block, known.stage) != known.stage:
+            yield f"{place(node)}: block {known.block} is on two stages"
+        if known.stage < last:
+            yield f"{place(node)}: stage {known.stage} follows stage {last}"
+        last = known.stage

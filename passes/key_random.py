@@ -1,0 +1,65 @@
+"""Give every random op a key, so that its numbers do not depend on the plan or on global state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpart.errors import error
+from fxpart.pipeline.annotation import KEY, RNG_KEY, Annotation, Level
+from fxpart.pipeline.edit import annotate
+from fxpart.pipeline.effects import is_random
+from fxpart.rng import seeded
+
+
+@dataclass(frozen=True)
+class KeyRandom:
+    """Add the first input ``rng_key`` (an int), and call each random op through ``seeded``.
+
+    The call is ``fxpart.rng.seeded(rng_key, index, op, *args, **kwargs)``; index counts the random
+    ops in graph order and is kept as ``Annotation.random``. An op that its arguments switch off
+    (dropout in evaluation, or with p=0) is not random.
+    """
+
+    name: ClassVar[str] = "key_random"
+    requires: ClassVar[Level] = Level.CAPTURED
+    ensures: ClassVar[Level] = Level.CAPTURED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Key all random ops; the input is added even where there are none."""
+        graph = graph_module.graph
+        key = _key_input(graph)
+        index = 0
+        for node in graph.nodes:
+            if node.target is not seeded and is_random(node):
+                node.args = (key, index, node.target, *node.args)
+                node.target = seeded
+                annotate(node, random=index)
+                index += 1
+        return graph_module
+
+
+def _key_input(graph: fx.Graph) -> fx.Node:
+    """The new first placeholder; an operation or a parameter of that name gives way."""
+    for node in graph.nodes:
+        if node.name != RNG_KEY:
+            continue
+        if node.op == "placeholder":
+            raise error(
+                "FXP109",
+                where=f"the model's input {RNG_KEY}",
+                why="the name is taken: stages receive the key of their random numbers under it",
+                fix="give the argument of the model's forward another name",
+            )
+        with graph.inserting_before(node):
+            renamed = graph.node_copy(node, lambda n: n)
+        node.replace_all_uses_with(renamed)
+        graph.erase_node(node)
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        key = graph.placeholder(RNG_KEY)
+    key.meta["val"] = 0
+    key.meta[KEY] = Annotation()
+    return key

@@ -1,0 +1,95 @@
+"""Remove what changes no bit: dead ops and identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpart.pipeline.annotation import Level
+from fxpart.pipeline.edit import value
+from fxpart.pipeline.effects import argument, is_random, packet_name, sweep
+
+
+@dataclass(frozen=True)
+class Simplify:
+    """Dead code elimination that respects effects, and removal of ops that return their input.
+
+    Removed: conversions to the dtype and device that the tensor has, dropout that is off,
+    ``alias``, expansion and view to the same shape, contiguous of a contiguous tensor. Only where
+    every bit, stride and gradient stays.
+    """
+
+    name: ClassVar[str] = "simplify"
+    requires: ClassVar[Level] = Level.CAPTURED
+    ensures: ClassVar[Level] = Level.CAPTURED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Identities first, then what has become dead."""
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            check = (
+                _IDENTITIES.get(packet_name(node.target)) if node.op == "call_function" else None
+            )
+            if check is None or not check(node):
+                continue
+            source = node.args[0]
+            if isinstance(source, fx.Node) and _same_tensor(node, source):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+        sweep(graph)
+        return graph_module
+
+
+def _same_tensor(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values agree in shape, strides, dtype and device."""
+    x, y = value(a), value(b)
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return (
+        x.dtype == y.dtype
+        and x.device == y.device
+        and _equal(tuple(x.shape), tuple(y.shape))
+        and _equal(x.stride(), y.stride())
+    )
+
+
+def _equal(a: tuple[int | torch.SymInt, ...], b: tuple[int | torch.SymInt, ...]) -> bool:
+    """Equality of sizes as expressions, without a guard on a symbol."""
+    return len(a) == len(b) and all(str(x) == str(y) for x, y in zip(a, b, strict=True))
+
+
+def _always(node: fx.Node) -> bool:
+    """An op that returns its input's values whatever its arguments."""
+    return True
+
+
+def _not_copied(node: fx.Node) -> bool:
+    """A conversion that is not told to copy."""
+    return not argument(node, "copy", False)
+
+
+def _switched_off(node: fx.Node) -> bool:
+    """Dropout in evaluation returns its input; with p=0 in training it multiplies by one."""
+    return not is_random(node)
+
+
+_IDENTITIES: dict[str, Callable[[fx.Node], bool]] = {
+    "aten.to": _not_copied,
+    "aten.type_as": _always,
+    "aten.alias": _always,
+    "aten.expand": _always,
+    "aten.expand_as": _always,
+    "aten.view": _always,
+    "aten.reshape": _always,
+    "aten.view_as": _always,
+    "aten.reshape_as": _always,
+    "aten.contiguous": _always,
+    "aten.dropout": _switched_off,
+    "aten.feature_dropout": _switched_off,
+    "aten.alpha_dropout": _switched_off,
+    "aten.feature_alpha_dropout": _switched_off,
+}
