@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from fxpart.codegen.emit import emit
+from fxpart.codegen.evaluation import assign_like
+from fxpart.codegen.export import Exported, export, load_exported
 from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.codegen.split import StageGraph, split
 
-__all__ = ["StageGraph", "emit", "load_stage", "split"]
+__all__ = [
+    "Exported",
+    "StageGraph",
+    "assign_like",
+    "constants_of",
+    "emit",
+    "export",
+    "load_exported",
+    "load_stage",
+    "materialise",
+    "split",
+]

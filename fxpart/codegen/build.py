@@ -12,14 +12,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from fxpart.codegen.dataflow import where
-from fxpart.codegen.sizes import (
-    SizeBuilder,
-    Unsupported,
-    expression,
-    fold,
-    is_size,
-    readable,
-)
+from fxpart.codegen.sizes import UnsupportedError, expression, fold, is_size
+from fxpart.codegen.symbols import SizeBuilder, readable
 from fxpart.errors import error
 from fxpart.pipeline import RNG_KEY
 
@@ -31,7 +25,7 @@ class StagePart:
     """What one stage computes, in nodes of the whole graph.
 
     ops: in order. inputs: user inputs that the ops read. crossing: values of earlier stages.
-    outputs: each with the stages that receive it. symbols: where the user's inputs give each symbol.
+    outputs: each with the stages that receive it. symbols: where user inputs give each symbol.
     """
 
     index: int
@@ -112,7 +106,7 @@ def _needed(size: Any) -> set[sympy.Symbol]:
 def _integer(value: torch.SymInt) -> bool:
     try:
         fold(expression(value), lambda s: s, lambda f, a, b: a)
-    except Unsupported:
+    except UnsupportedError:
         return False
     return True
 

@@ -81,7 +81,7 @@ class Gradients:
         alive: set[fx.Node],
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        """``alive``: the nodes that are computed; ``state``: parameters by name, for their flags."""
+        """``alive``: the nodes that are computed; ``state``: parameters by name."""
         self.state = state
         self.flow: set[fx.Node] = set()
         for node in reversed(graph.nodes):

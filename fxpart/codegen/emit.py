@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.codegen.dataflow import where
+from fxpart.codegen.dataflow import outputs_of, where
 from fxpart.codegen.literals import Names, call
 from fxpart.codegen.names import comment, identifier, place, quoted
 from fxpart.codegen.sizes import dim_text
@@ -35,7 +35,7 @@ _SHORT = {
 
 
 def emit(stage: StageGraph) -> str:
-    """The module's text: ``class Stage<k>(torch.nn.Module)`` with ``forward(key, *inputs) -> tuple``.
+    """The module's text: ``class Stage<k>`` with ``forward(key, *inputs) -> tuple``.
 
     Depends on the graph alone: the same input gives the same bytes. Raises FXP108 with every
     argument or target that cannot be written.
@@ -76,7 +76,8 @@ def _header(stage: StageGraph) -> Iterator[str]:
     spec = stage.spec
     trained = sum(_count(s) for s in spec.state if s.kind == "parameter" and s.requires_grad)
     total = sum(_count(s) for s in spec.state if s.kind == "parameter")
-    yield f"# Stage {spec.index} of {comment(stage.model)}, written by fxpart. One operation a line."
+    model = comment(stage.model)
+    yield f"# Stage {spec.index} of {model}, written by fxpart. One operation a line."
     text = ", ".join(map(comment, stage.blocks)) or "none"
     yield from textwrap.wrap(
         f"blocks: {text}", 98, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
@@ -143,7 +144,7 @@ def _forward(stage: StageGraph, names: Names) -> Iterator[str]:
                 yield f"    # {heading}"
                 section = heading
             yield f"    {_line(node, names, last.get(node, []))}"
-    returned = [_result(value, names) for value in graph.output_node().args[0]]
+    returned = [_result(value, names) for value in outputs_of(graph)]
     yield f"    return ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
 
 

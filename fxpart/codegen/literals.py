@@ -48,7 +48,9 @@ PREFIX: dict[Callable[..., Any], str] = {
     operator.invert: "~",
     operator.not_: "not ",
 }
-_BUILTINS = frozenset(("abs", "bool", "complex", "float", "int", "len", "max", "min", "pow", "round"))
+_BUILTINS = frozenset(
+    ("abs", "bool", "complex", "float", "int", "len", "max", "min", "pow", "round")
+)
 DEVICE = "self.device"
 
 
@@ -98,7 +100,7 @@ def _path(target: Any, where: str) -> str:
         if name and getattr(module, name, None) is target:
             if module is not builtins or name in _BUILTINS:
                 return f"{module.__name__}.{name}"
-    path = torch.overrides.resolve_name(target) if callable(target) else None
+    path: str | None = torch.overrides.resolve_name(target) if callable(target) else None
     if path and path.startswith("torch.") and path.isascii():
         found: Any = torch
         for part in path.split(".")[1:]:
@@ -127,7 +129,7 @@ def literal(value: Any, names: Names, where: str) -> str:
         return quoted(str(value))
     if isinstance(value, torch.device):
         return DEVICE
-    if isinstance(value, int | float | complex) and not isinstance(value, torch.SymInt):
+    if isinstance(value, int | float | complex):
         return number(value, names)
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return _torch_constant(value, where)
@@ -141,7 +143,9 @@ def literal(value: Any, names: Names, where: str) -> str:
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, dict):
-        items = (f"{literal(k, names, where)}: {literal(v, names, where)}" for k, v in value.items())
+        items = (
+            f"{literal(k, names, where)}: {literal(v, names, where)}" for k, v in value.items()
+        )
         return "{" + ", ".join(items) + "}"
     if is_op(value):
         return names.operation(value, where)

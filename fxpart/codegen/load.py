@@ -11,9 +11,7 @@ import torch
 from fxpart.program import StageSpec
 
 
-def load_stage(
-    source: str, spec: StageSpec, device: str | torch.device = "cpu"
-) -> torch.nn.Module:
+def load_stage(source: str, spec: StageSpec, device: str | torch.device = "cpu") -> torch.nn.Module:
     """The module of a stage, its state on the meta device until it is materialised.
 
     source: text that :func:`fxpart.codegen.emit` wrote, or a file whose digest was verified; it is

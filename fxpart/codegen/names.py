@@ -45,7 +45,7 @@ def attributes(names: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def quoted(text: str) -> str:
     """A string literal, in double quotes where nothing has to be escaped."""
-    plain = text.isascii() and text.isprintable() and not set(text) & set("\"\\")
+    plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
     return f'"{text}"' if plain else ascii(text)
 
 

@@ -7,13 +7,12 @@ One fold over the sympy expression of a symbolic integer serves both. torch's ow
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 Apply = Callable[[Callable[..., Any], Any, Any], Any]
@@ -28,7 +27,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
 _CHAINED: dict[str, Callable[..., Any]] = {"Max": max, "Min": min}
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """The expression has a function that is not an integer operation."""
 
 
@@ -37,7 +36,7 @@ def fold(expr: sympy.Expr, symbol: Callable[[sympy.Symbol], Any], apply: Apply) 
 
     symbol: the value of a symbol. apply: (function of two arguments, left, right) -> value; the
     functions are operator's add, mul, floordiv, mod, pow and the builtins max and min. Integers
-    are passed as ints. Raises Unsupported for anything else.
+    are passed as ints. Raises UnsupportedError for anything else.
     """
     if expr.is_Integer:
         return int(expr)
@@ -66,7 +65,7 @@ def fold(expr: sympy.Expr, symbol: Callable[[sympy.Symbol], Any], apply: Apply) 
         return apply(operator.mod, apply(operator.floordiv, base, divisor), modulus)
     if name in ("TruncToInt", "FloorToInt", "CeilToInt"):
         return _rounded(name, expr.args[0], symbol, apply)
-    raise Unsupported(name)
+    raise UnsupportedError(name)
 
 
 def _fraction(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
@@ -84,7 +83,7 @@ def _rounded(
 ) -> Any:
     """Rounding of a quotient of integers (sizes, so not negative where truncation would differ)."""
     if type(inner).__name__ != "IntTrueDiv":
-        raise Unsupported(f"{name} of {type(inner).__name__}")
+        raise UnsupportedError(f"{name} of {type(inner).__name__}")
     top, bottom = (fold(a, symbol, apply) for a in inner.args)
     if name == "CeilToInt":
         negative = apply(operator.floordiv, apply(operator.mul, top, -1), bottom)
@@ -113,7 +112,7 @@ def dim_text(size: Any) -> int | str:
     expr = expression(size)
     try:
         value = fold(expr, str, lambda f, a, b: _TEXT[f].format(a, b))
-    except Unsupported:
+    except UnsupportedError:
         return str(expr)
     return value if isinstance(value, int) else _bare(value)
 
@@ -143,87 +142,3 @@ def symbols_of(value: Any) -> set[sympy.Symbol]:
     if isinstance(value, bool | int | float):
         return set()
     return set(value.node.expr.free_symbols)
-
-
-def shape_of(value: Any) -> tuple[Any, ...]:
-    """The sizes of a (fake) tensor."""
-    return tuple(value.shape)
-
-
-class SizeBuilder:
-    """Rebuilds sizes as nodes at the end of a stage's graph, each once.
-
-    sources: per symbol, the node and dim that it is read from, with the dim's expression (the
-    symbol itself, or linear in it).
-    """
-
-    def __init__(
-        self, graph: fx.Graph, sources: dict[sympy.Symbol, tuple[fx.Node, int, sympy.Expr]]
-    ) -> None:
-        """Nothing is read before it is asked for."""
-        self.graph = graph
-        self.sources = sources
-        self._built: dict[Any, Any] = {}
-
-    def symbol(self, symbol: sympy.Symbol) -> Any:
-        """The node that holds a symbol's value."""
-        if symbol not in self._built:
-            tensor, dim, expr = self.sources[symbol]
-            target = torch.ops.aten.sym_size.int
-            plain = expr == symbol
-            name = str(symbol) if plain else f"{symbol}_size"
-            node: Any = self.graph.create_node("call_function", target, (tensor, dim), {}, name)
-            if not plain:  # size = factor * symbol + offset
-                factor = int(expr.coeff(symbol))
-                offset = int(expr.subs(symbol, 0))
-                node = self._apply(operator.sub, node, offset) if offset else node
-                node = self._apply(operator.floordiv, node, factor) if factor != 1 else node
-            self._built[symbol] = node
-        return self._built[symbol]
-
-    def integer(self, expr: sympy.Expr) -> Any:
-        """An int or the node of an integer expression."""
-        if expr not in self._built:
-            self._built[expr] = fold(expr, self.symbol, self._apply)
-        return self._built[expr]
-
-    def _apply(self, function: Callable[..., Any], left: Any, right: Any) -> Any:
-        if not isinstance(left, fx.Node) and not isinstance(right, fx.Node):
-            return function(left, right)
-        key = (function, left, right)
-        if key not in self._built:
-            self._built[key] = self.graph.call_function(function, (left, right))
-        return self._built[key]
-
-
-def solvable(expr: sympy.Expr) -> sympy.Symbol | None:
-    """The symbol that a dim determines: the dim is ``symbol`` or ``a*symbol + b`` with integers."""
-    free = expr.free_symbols
-    if len(free) != 1:
-        return None
-    (symbol,) = free
-    factor = expr.coeff(symbol)
-    offset = expr.subs(symbol, 0)
-    linear = factor.is_Integer and factor > 0 and offset.is_Integer
-    return symbol if linear and sympy.expand(factor * symbol + offset - expr) == 0 else None
-
-
-def readable(
-    tensors: Iterable[tuple[Any, Any]],
-) -> dict[sympy.Symbol, tuple[Any, int, sympy.Expr]]:
-    """Per symbol, the first of (key, fake tensor) pairs with a dim that gives it.
-
-    Plain dims are preferred to linear ones. Returns key, dim and the dim's expression.
-    """
-    plain: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}
-    linear: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}
-    for key, value in tensors:
-        for dim, size in enumerate(shape_of(value)):
-            if isinstance(size, int):
-                continue
-            expr = expression(size)
-            if expr.is_Symbol:
-                plain.setdefault(expr, (key, dim, expr))
-            elif (symbol := solvable(expr)) is not None:
-                linear.setdefault(symbol, (key, dim, expr))
-    return linear | plain

@@ -14,7 +14,8 @@ from fxpart.codegen.build import Crossing, StagePart, build_graph
 from fxpart.codegen.dataflow import Gradients, is_op, live, outputs_of, writes
 from fxpart.codegen.names import attributes, identifier
 from fxpart.codegen.placement import check, stages_of
-from fxpart.codegen.sizes import dim_text, readable
+from fxpart.codegen.sizes import dim_text
+from fxpart.codegen.symbols import readable
 from fxpart.errors import error
 from fxpart.pipeline import BLOCKS_KEY, LEVEL_KEY, RNG_KEY, Level
 from fxpart.pipeline.edit import annotation
@@ -110,7 +111,7 @@ class _Split:
         return {n: spec.name for n, spec in zip(nodes, self.captured.inputs, strict=True)}
 
     def _value_names(self, returned: Iterable[fx.Node]) -> dict[fx.Node, str]:
-        """Names of values that may leave a stage; an input or a weight that is returned gets its own."""
+        """Names of values that may leave a stage; a returned input or weight gets its own."""
         taken = {spec.name for spec in self.captured.inputs}
         names: dict[fx.Node, str] = {}
         for node in (*self.stages, *returned):
@@ -130,8 +131,8 @@ class _Split:
         inputs = [n for n in self.inputs if n in set(used)]
         gives: list[tuple[fx.Node, tuple[int, ...]]] = []
         for node in self.ops[index]:
-            targets = sorted({s for u in node.users if (s := self._used_on(u)) is not None} - {index})
-            if targets:
+            users = {self.stages[u] for u in node.users if u in self.stages and u in self.alive}
+            if targets := sorted(users - {index}):
                 gives.append((node, tuple(targets)))
         sent = {node for node, _ in gives}
         gives += [(node, ()) for node in returned if node not in sent]
@@ -143,9 +144,6 @@ class _Split:
             outputs=tuple(gives),
             symbols=readable((n, n.meta["val"]) for n in self.inputs),
         )
-
-    def _used_on(self, user: fx.Node) -> int | None:
-        return self.stages.get(user) if user in self.alive else None
 
     def stage(self, part: StagePart, owners: dict[str, list[int]]) -> StageGraph:
         """Build the graph of a stage and its description."""

@@ -1,0 +1,166 @@
+"""A stage's weights: from live tensors, from safetensors files, or from an init function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fxpart.codegen.tensor_files import TensorFiles
+from fxpart.compat import is_fake
+from fxpart.errors import FxpartError, Problem
+from fxpart.program import ProgramSpec, StageSpec, StateSpec
+
+Init = Callable[[str, torch.Tensor], torch.Tensor]
+Source = Mapping[str, torch.Tensor] | str | Path | Init
+_SHOWN = 20
+
+
+class _Tensors(Protocol):
+    """Tensors by name, read one by one."""
+
+    def names(self) -> Collection[str]: ...
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class _Live:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def materialise(
+    module: torch.nn.Module,
+    spec: ProgramSpec,
+    source: Source,
+    *,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    strict: bool = True,
+) -> None:
+    """Fill the state of a stage module, on the module's device; every tensor is a copy.
+
+    source: tensors by original name; or a safetensors file or folder, of which only this stage's
+    tensors are read; or a function ``(name, meta tensor) -> tensor``, which must return the same
+    numbers for one name whenever it is called, because ties are filled on several stages.
+    constants: tensors that no checkpoint holds (lifted constants, buffers that are not
+    persistent). strict: names that the model does not know are a fault. Floating tensors are
+    converted to the stage's dtype. Raises FXP110 with all faults at once, and then changes nothing.
+    """
+    index = module.INDEX
+    assert isinstance(index, int)
+    stage = spec.stages[index]
+    constants = constants or {}
+    if callable(source) and not isinstance(source, Mapping):
+        found, problems = _called(stage, source, constants)
+    else:
+        tensors: _Tensors = _Live(source) if isinstance(source, Mapping) else TensorFiles(source)
+        found, problems = _read(stage, spec, tensors, constants)
+        if strict:
+            problems.extend(_unknown(stage, spec, tensors.names()))
+    for state in stage.state:
+        if state.name in found:
+            problems.extend(_faults(stage, state, found[state.name]))
+    if problems:
+        raise FxpartError(problems)
+    for state in stage.state:
+        _fill(module, state, found[state.name])
+
+
+def constants_of(spec: ProgramSpec, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that no checkpoint holds, of those that have data: by main name, sorted."""
+    names = {s.name for stage in spec.stages for s in stage.state if not s.persistent}
+    return {n: state[n] for n in sorted(names) if n in state and not is_fake(state[n])}
+
+
+def _called(
+    stage: StageSpec, init: Init, constants: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[Problem]]:
+    found: dict[str, torch.Tensor] = {}
+    problems: list[Problem] = []
+    for state in stage.state:
+        if state.name in constants:
+            found[state.name] = constants[state.name]
+            continue
+        meta = torch.empty(state.shape, dtype=getattr(torch, state.dtype), device="meta")
+        value: Any = init(state.name, meta)
+        if isinstance(value, torch.Tensor):
+            found[state.name] = value
+        else:
+            why = f"the init function returned {type(value).__name__}"
+            problems.append(_problem(stage, state.name, why, "return a tensor for every name"))
+    return found, problems
+
+
+def _read(
+    stage: StageSpec,
+    spec: ProgramSpec,
+    tensors: _Tensors,
+    constants: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], list[Problem]]:
+    """The stage's tensors by main name; a tie may be stored under any of its names."""
+    others: dict[str, list[str]] = {}
+    for alias, main in spec.aliases.items():
+        others.setdefault(main, []).append(alias)
+    names = tensors.names()
+    found: dict[str, torch.Tensor] = {}
+    missing: list[str] = []
+    for state in stage.state:
+        stored = next((n for n in (state.name, *others.get(state.name, ())) if n in names), None)
+        if stored is not None:
+            found[state.name] = tensors.read(stored)
+        elif state.name in constants:
+            found[state.name] = constants[state.name]
+        else:
+            missing.append(state.name)
+    if not missing:
+        return found, []
+    fix = "give a checkpoint of this model, with the names of model.state_dict()"
+    return found, [_problem(stage, f"{len(missing)} missing", _list(missing), fix)]
+
+
+def _unknown(stage: StageSpec, spec: ProgramSpec, names: Iterable[str]) -> list[Problem]:
+    known = {s.name for part in spec.stages for s in part.state}
+    known |= {*spec.unused, *spec.aliases}
+    extra = [name for name in names if name not in known]
+    if not extra:
+        return []
+    fix = "give a checkpoint of this model, or strict=False to leave them out"
+    return [_problem(stage, f"{len(extra)} that the model does not have", _list(extra), fix)]
+
+
+def _faults(stage: StageSpec, state: StateSpec, tensor: torch.Tensor) -> list[Problem]:
+    if is_fake(tensor):
+        return [_problem(stage, state.name, "it has no data (a meta tensor)", "load real weights")]
+    whys = []
+    if tuple(tensor.shape) != state.shape:
+        whys.append(f"its shape is {list(tensor.shape)}, the model's is {list(state.shape)}")
+    wanted: torch.dtype = getattr(torch, state.dtype)
+    if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
+        whys.append(f"its dtype is {tensor.dtype}, the model's is {wanted}")
+    return [_problem(stage, state.name, why, "load weights of this model") for why in whys]
+
+
+def _problem(stage: StageSpec, what: str, why: str, fix: str) -> Problem:
+    return Problem("FXP110", f"stage {stage.index}: {what}", why, fix)
+
+
+def _list(names: list[str]) -> str:
+    shown = "\n".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}\nand {len(names) - _SHOWN} more"
+
+
+def _fill(module: torch.nn.Module, state: StateSpec, tensor: torch.Tensor) -> None:
+    """Put a copy of the tensor in place of the empty one."""
+    dtype: torch.dtype = getattr(torch, state.dtype)
+    device: Any = module.device
+    value = tensor.detach().to(device=device, dtype=dtype, copy=True)
+    if state.kind == "parameter":
+        value = torch.nn.Parameter(value, requires_grad=state.requires_grad)
+    setattr(module, state.attribute, value)

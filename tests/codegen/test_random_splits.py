@@ -1,0 +1,75 @@
+"""Random models x random valid splits: every op once, one owner each, equality."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_models import RandomModel, random_models, random_starts
+from stage_runs import assigned, captured_of, check_equal, prepared, tensors
+
+from fxpart.codegen.dataflow import is_op, live, outputs_of, writes
+from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+
+SLOW = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+
+
+def split_anyhow(data: Any, model: RandomModel) -> tuple[Any, Any, Any]:
+    batch = model.batch()
+    captured = captured_of(model.build(), batch, batch_size=4, batch_dims={"mask": None})
+    graph = prepared(captured)
+    starts = data.draw(random_starts(len(graph.meta[BLOCKS_KEY]), graph.meta[NO_CUT_KEY]))
+    return captured, assigned(graph, starts), tensors(captured, batch)
+
+
+@SLOW
+@given(random_models(exact=True), st.data())
+def test_exact_models_are_bit_equal(model: RandomModel, data: Any) -> None:
+    captured, graph, inputs = split_anyhow(data, model)
+    stages = check_equal(captured, graph, inputs, exact=True)
+    every_op_once(graph, stages)
+    one_owner(stages)
+
+
+@SLOW
+@given(random_models(), st.data())
+def test_any_models_are_equal(model: RandomModel, data: Any) -> None:
+    captured, graph, inputs = split_anyhow(data, model)
+    stages = check_equal(captured, graph, inputs)
+    every_op_once(graph, stages)
+    one_owner(stages)
+    for source in stages.sources:
+        ast.parse(source)
+
+
+def every_op_once(graph: Any, stages: Any) -> None:
+    needed = live([outputs_of(graph.graph)[0], *writes(graph.graph).writers])
+    expected = Counter(n.name for n in graph.graph.nodes if n in needed and is_op(n))
+    placed = Counter(
+        node.name
+        for stage in stages.graphs
+        for node in stage.graph.nodes
+        if node.op == "call_function" and "fxpart" in node.meta and is_op(node)
+    )
+    assert placed == expected
+    assert all(count == 1 for count in placed.values())
+
+
+def one_owner(stages: Any) -> None:
+    owners: dict[str, set[int]] = {}
+    holders: dict[str, list[int]] = {}
+    for stage in stages.spec.stages:
+        for state in stage.state:
+            owners.setdefault(state.name, set()).add(state.owner)
+            holders.setdefault(state.name, []).append(stage.index)
+    for name, owner in owners.items():
+        assert owner == {min(holders[name])}
+    parameters = set(stages.captured.parameters)
+    tied = {n: tuple(h) for n, h in holders.items() if len(h) > 1 and n in parameters}
+    assert stages.spec.ties == tied
+    assert set(stages.spec.unused) == set(stages.captured.state) - set(holders)
