@@ -30,7 +30,8 @@ def _walk(old: Any, new: Any, path: str) -> list[Change]:
         count = max(len(old), len(new))
         pairs = [(f"{path}[{i}]", _at(old, i), _at(new, i)) for i in range(count)]
     else:
-        same = type(old) is type(new) and old == new
+        # 0 and 0.0 are the same number in a plan; True and 1 are not the same setting.
+        same = isinstance(old, bool) is isinstance(new, bool) and old == new
         return [] if same else [Change(path=path, old=old, new=new)]
     return [change for where, a, b in pairs for change in _walk(a, b, where)]
 

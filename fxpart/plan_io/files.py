@@ -44,7 +44,7 @@ def load(path: Path) -> Plan:
 def decode(data: bytes, where: str) -> Plan:
     """The checked plan in ``data``; every fault of shape, or else every fault of content."""
     try:
-        header = msgspec.json.decode(data, type=_Header)
+        header = _header(data, where)
         if header.format != "fxpart-plan" or type(header.version) is not int:
             raise _unknown(where, f"it says format {_short(header.format)}")
         if header.version == VERSION:
@@ -58,6 +58,13 @@ def decode(data: bytes, where: str) -> Plan:
         # Not JSON, not UTF-8, nested too deep, or a number that Python cannot hold.
         raise _unreadable(where, str(why) or type(why).__name__) from why
     return plan.validate()
+
+
+def _header(data: bytes, where: str) -> _Header:
+    try:
+        return msgspec.json.decode(data, type=_Header)
+    except msgspec.ValidationError as why:
+        raise _unknown(where, "it is JSON, but no object") from why
 
 
 def encode(plan: Plan) -> str:
