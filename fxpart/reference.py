@@ -1,0 +1,134 @@
+"""The oracle: one process runs the captured graph whole, microbatch by microbatch.
+
+It shares no code with the code generator or the runtime: torch.fx's own interpreter executes the
+graph, torch's autograd differentiates it and one torch optimizer updates all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpart.capture.captured import Captured
+from fxpart.rng import microbatch_key, mix
+
+
+class WholeGraph(fx.Interpreter):
+    """Runs a graph with state taken from a dictionary of tensors by original name."""
+
+    def __init__(self, graph: fx.GraphModule, state: dict[str, torch.Tensor]) -> None:
+        """Keep the graph and the state it reads (and, for buffers, writes)."""
+        super().__init__(graph)
+        self.state = state
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The state tensor of that name."""
+        return self.state[target] if target in self.state else super().get_attr(target, args, kwargs)
+
+
+class OneProcess:
+    """Trains the captured model in one process, on the same microbatches as a partitioned run.
+
+    graph: the prepared graph (placeholder ``rng_key`` first). State is cloned from ``captured``.
+    """
+
+    def __init__(
+        self, captured: Captured, graph: fx.GraphModule, optimizer: Any, *, microbatches: int, seed: int
+    ) -> None:
+        """optimizer: callable that takes the parameter list and returns a torch optimizer."""
+        self.captured = captured
+        self.state = clone_state(captured)
+        self.microbatches = microbatches
+        self.seed = seed
+        self.steps = 0
+        self._run = WholeGraph(graph, self.state)
+        trained = [self.state[n] for n in captured.parameters if self.state[n].requires_grad]
+        self.optimizer = optimizer(trained) if trained else None
+
+    def backward(self, leaves: list[Any]) -> torch.Tensor:
+        """Accumulate gradients of the weighted loss over all microbatches; return that loss."""
+        total: torch.Tensor | None = None
+        for index, (part, weight) in enumerate(split(self.captured, leaves, self.microbatches)):
+            key = microbatch_key(self.seed, self.steps, index)
+            loss = self._run.run(key, *part)[0]
+            if loss.requires_grad:
+                torch.autograd.backward([loss], [torch.full_like(loss, weight)])
+            value = loss.detach() * weight
+            total = value if total is None else total + value
+        self.steps += 1
+        assert total is not None
+        return total
+
+    def update(self) -> None:
+        """One optimizer step, then gradients are dropped."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """A copy of each parameter's gradient by original name."""
+        names = self.captured.parameters
+        return {n: g.clone() for n in names if (g := self.state[n].grad) is not None}
+
+
+def clone_state(captured: Captured) -> dict[str, torch.Tensor]:
+    """Fresh copies of all state by main name, trainable where the model's was."""
+    return {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in captured.state.items()
+    }
+
+
+def split(
+    captured: Captured, leaves: list[Any], microbatches: int
+) -> Iterator[tuple[list[Any], float]]:
+    """Cut input tensors (in the order of ``captured.inputs``) into microbatches with their weights n_i/N."""
+    dims = [spec.batch_dim for spec in captured.inputs]
+    sizes = {t.shape[d] for t, d in zip(leaves, dims, strict=True) if d is not None}
+    total = max(sizes, default=1)
+    count = min(microbatches, total)
+    cut = [
+        torch.tensor_split(t, count, dim=d) if d is not None else (t,) * count
+        for t, d in zip(leaves, dims, strict=True)
+    ]
+    base, extra = divmod(total, count)
+    for index in range(count):
+        rows = base + (1 if index < extra else 0)
+        yield [parts[index] for parts in cut], rows / total
+
+
+class KeyedRandom(TorchDispatchMode):
+    """Makes an eager module draw the numbers that the captured graph draws.
+
+    The n-th random primitive of a microbatch is seeded with ``mix(key, n)``, as the graph's n-th
+    random op is by :func:`fxpart.rng.seeded`.
+    """
+
+    def __init__(self, key: int) -> None:
+        """key: the microbatch's key."""
+        super().__init__()
+        self.key = key
+        self.index = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Seed before each primitive that draws random numbers."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(mix(self.key, self.index))
+            self.index += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def keyed_random(key: int) -> Iterator[None]:
+    """:class:`KeyedRandom` for a block of code; the global generator is put back afterwards."""
+    state = torch.get_rng_state()
+    try:
+        with KeyedRandom(key):
+            yield
+    finally:
+        torch.set_rng_state(state)

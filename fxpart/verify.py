@@ -1,0 +1,234 @@
+"""Does the partitioned run give the numbers of one process? Train both and compare everything.
+
+Two references: the captured graph run whole on the same microbatches (equal bit for bit, except
+where a gradient is a sum over stages), and the user's own module (equal within rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from fxpart.capture.batch import put_together, take_apart
+from fxpart.optimizers import choose
+from fxpart.reference import OneProcess, keyed_random, split
+from fxpart.rng import microbatch_key
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+
+TOLERANCE = 1e-6
+EAGER_TOLERANCE = 1e-5
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class Difference(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One parameter: largest difference of its gradient over the steps, and of itself at the end.
+
+    Each is ``|a - b| / |b|`` in the Euclidean norm; equal: whether both agree in every bit.
+    """
+
+    name: str
+    gradient: float
+    parameter: float
+    equal: bool
+
+
+class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The comparison of a partitioned run with one process.
+
+    losses: per step (partitioned, one process). exact: whether bits had to agree (no gradient is a
+    sum over stages). equal: whether they did. largest: the largest relative difference of a loss,
+    gradient, parameter or buffer. eager_loss, eager_gradient: relative differences of the first
+    step to the user's own module, None where it could not be run. passed: within the promise.
+    """
+
+    ranks: int
+    stages: int
+    steps: int
+    microbatches: int
+    losses: tuple[tuple[float, float], ...]
+    differences: tuple[Difference, ...]
+    buffers_equal: bool
+    exact: bool
+    equal: bool
+    largest: float
+    tolerance: float
+    eager_loss: float | None
+    eager_gradient: float | None
+    passed: bool
+
+
+def verify(
+    program: Program, *, steps: int = 3, batch: Any = None, optimizer: Any = None
+) -> Verification:
+    """Train ``steps`` steps on ``batch`` (default: the example) both ways and compare.
+
+    Under torchrun every process trains its stage; rank 0 runs the reference and tells the rest.
+    optimizer: as for Program.trainer. A model without a loss is compared by the mean square of its
+    floating outputs.
+    """
+    captured = program.captured
+    if batch is None:
+        assert captured.example is not None
+        batch = captured.example()
+    trainer = program.trainer(optimizer, need_loss=False)
+    try:
+        seen = Seen([], [], {})
+        for _ in range(steps):
+            seen.losses.append(trainer.backward(batch))
+            seen.gradients.append(trainer.gradients())
+            trainer.update()
+        seen.state.update(trainer.state_dict())
+        text = b""
+        if trainer.rank == 0:
+            factory = choose(program.optimizer if optimizer is None else optimizer).make
+            text = msgspec.json.encode(compare(program, factory, batch, seen))
+        text = trainer.transport.exchange_bytes(text)[0]
+    finally:
+        trainer.close()
+    return msgspec.json.decode(text, type=Verification)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the partitioned run gave: per step loss and gradients, and the state at the end."""
+
+    losses: list[torch.Tensor]
+    gradients: list[Mapping[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+
+
+def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verification:
+    """Repeat the run in one process, on the whole graph, and measure every difference."""
+    captured = program.captured
+    leaves = list(take_apart(batch).tensors)
+    count = program.plan.microbatches
+    one = OneProcess(
+        captured, program.graph, factory, microbatches=count, seed=program.plan.seed
+    )
+    losses: list[tuple[float, float]] = []
+    gradients: dict[str, float] = dict.fromkeys(captured.parameters, 0.0)
+    equal: dict[str, bool] = dict.fromkeys(captured.parameters, True)
+    loss_difference, first = 0.0, {}
+    for step, (loss, found) in enumerate(zip(seen.losses, seen.gradients, strict=True)):
+        wanted = one.backward(leaves)
+        losses.append((float(loss), float(wanted)))
+        loss_difference = max(loss_difference, relative(loss, wanted))
+        theirs = one.gradients()
+        first = first or theirs
+        for name in captured.parameters:
+            mine, other = found.get(name), theirs.get(name)
+            if mine is None and other is None:
+                continue
+            gradients[name] = max(gradients[name], relative(mine, other))
+            equal[name] &= _same(mine, other)
+        one.update()
+    rows = tuple(
+        Difference(
+            name=name,
+            gradient=gradients[name],
+            parameter=relative(seen.state[name], one.state[name]),
+            equal=equal[name] and _same(seen.state[name], one.state[name]),
+        )
+        for name in captured.parameters
+    )
+    buffers = [n for n in captured.persistent if n in one.state and n not in captured.parameters]
+    worst = max(
+        [loss_difference, *(max(r.gradient, r.parameter) for r in rows)]
+        + [relative(seen.state[n], one.state[n]) for n in buffers],
+    )
+    buffers_equal = all(_same(seen.state[n], one.state[n]) for n in buffers)
+    bits = buffers_equal and loss_difference == 0.0 and all(r.equal for r in rows)
+    exact = not sums_over_stages(program)
+    eager_loss, eager_gradient = _eager(program, batch, losses[0][1], first)
+    return Verification(
+        ranks=len(program.plan.stages),
+        stages=len(program.plan.stages),
+        steps=len(losses),
+        microbatches=count,
+        losses=tuple(losses),
+        differences=rows,
+        buffers_equal=buffers_equal,
+        exact=exact,
+        equal=bits,
+        largest=worst,
+        tolerance=0.0 if exact else TOLERANCE,
+        eager_loss=eager_loss,
+        eager_gradient=eager_gradient,
+        passed=bits if exact else worst <= TOLERANCE,
+    )
+
+
+def sums_over_stages(program: Program) -> bool:
+    """Whether some gradient is a sum over stages: a tie, or a value that several stages use."""
+    uses: dict[str, set[int]] = {}
+    for stage in program.spec.stages:
+        for value, source in zip(stage.inputs, stage.sources, strict=True):
+            if source >= 0 and value.requires_grad:
+                uses.setdefault(value.name, set()).add(stage.index)
+    return bool(program.spec.ties) or any(len(stages) > 1 for stages in uses.values())
+
+
+def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """``|a - b| / |b|`` in float64 and the Euclidean norm; inf where one is missing or not finite."""
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    x, y = a.detach().double().flatten(), b.detach().double().flatten()
+    if torch.equal(x, y):
+        return 0.0
+    norm = torch.linalg.vector_norm(y).item()
+    found = torch.linalg.vector_norm(x - y).item() / (norm if norm > 0 else 1.0)
+    return found if found == found else float("inf")
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both agree in every bit that counts (NaN equals NaN)."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and relative(a, b) == 0.0
+
+
+def _eager(
+    program: Program, batch: Any, loss: float, gradients: Mapping[str, torch.Tensor]
+) -> tuple[float | None, float | None]:
+    """The user's own module on the same microbatches: relative differences of loss and gradient.
+
+    Its gradients and buffers are put back as they were. None, None where it cannot run (weights
+    that were never allocated).
+    """
+    captured = program.captured
+    if captured.eager is None or any(t.device.type == "meta" for t in captured.state.values()):
+        return None, None
+    parts = take_apart(batch)
+    live = {n: captured.state[n] for n in captured.parameters}
+    kept = {n: t.detach().clone() for n, t in captured.state.items() if n not in live}
+    before = {n: t.grad for n, t in live.items()}
+    for tensor in live.values():
+        tensor.grad = None
+    total = 0.0
+    try:
+        pieces = split(captured, list(parts.tensors), program.plan.microbatches)
+        for index, (piece, weight) in enumerate(pieces):
+            with keyed_random(microbatch_key(program.plan.seed, 0, index)):
+                value = captured.eager(put_together(parts.tree, piece))[0]
+                if value.requires_grad:
+                    value.backward(torch.full_like(value, weight))  # type: ignore[no-untyped-call]
+            total += float(value.detach()) * weight
+        found = {n: t.grad for n, t in live.items()}
+        pairs = [(found[n], g) for n, g in gradients.items() if found[n] is not None]
+        worst = max((relative(g, mine) for mine, g in pairs), default=0.0)
+    finally:
+        for name, tensor in live.items():
+            tensor.grad = before[name]
+        with torch.no_grad():
+            for name, value in kept.items():
+                captured.state[name].copy_(value)
+    return abs(total - loss) / max(abs(loss), 1e-30), worst
