@@ -1,10 +1,13 @@
-"""The one place that touches torch's private names; each function says what it needs and falls back."""
+"""The one place that touches torch's private names: each function says what it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -29,8 +32,38 @@ def fake_mode(*, symbolic: bool = False) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv() if symbolic else None
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    if not symbolic:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+    # What torch.export itself gives its mode; without these it refuses symbolic inputs.
+    env = ShapeEnv(tracked_fakes=[])
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, export=True)
+
+
+def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
+    """Every (dict, key) that holds a parameter or buffer of the model, to replace it in place.
+
+    Uses nn.Module's ``_parameters`` and ``_buffers``: setattr would refuse tensors of another kind.
+    """
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in list(slots.items()):
+                if tensor is not None:
+                    yield slots, name  # type: ignore[misc]
+
+
+def needs_data(failure: BaseException) -> bool:
+    """Whether a run on fake tensors failed only because they have no data."""
+    names = {kind.__name__ for kind in type(failure).__mro__}
+    return bool(
+        names
+        & {
+            "DataDependentOutputException",
+            "DynamicOutputShapeException",
+            "GuardOnDataDependentSymNode",
+            "UnsupportedOperatorException",
+            "UnsupportedFakeTensorException",
+        }
+    )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -60,3 +93,28 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint)
     return int(size)
+
+
+@contextmanager
+def mask_detection_off() -> Iterator[None]:
+    """nn.Transformer told not to look at the values of an attention mask to see if it is causal.
+
+    The look is control flow that depends on data and stops every tracer; its answer is only a hint
+    that an equal, explicit mask may be ignored. Patches the private
+    ``torch.nn.modules.transformer._detect_is_causal_mask``; does nothing where that is gone.
+    """
+    from torch.nn.modules import transformer
+
+    original = getattr(transformer, "_detect_is_causal_mask", None)
+    if original is None:
+        yield
+        return
+
+    def given(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    transformer._detect_is_causal_mask = given
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original

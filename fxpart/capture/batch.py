@@ -59,7 +59,7 @@ def assemble(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] |
 
 
 def take_apart(batch: Any) -> Parts:
-    """Flatten ``batch`` (depth first, containers in their own order); FXP109 names every odd leaf."""
+    """Flatten ``batch`` depth first, in its containers' order; FXP109 names every odd leaf."""
     tensors: list[torch.Tensor] = []
     paths: list[Path] = []
     constants: list[ConstantSpec] = []

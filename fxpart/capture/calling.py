@@ -124,7 +124,7 @@ def _unserved(
 def input_names(
     parts: Parts, call: Call, model: nn.Module, loss: Callable[..., Any] | None
 ) -> tuple[str, ...]:
-    """A readable name for each tensor of the batch: the parameter that takes it, plus the path within."""
+    """A name for each tensor of the batch: the parameter that takes it, plus the path within."""
     names = [""] * len(parts.tensors)
 
     def name(tree: Any, prefix: str) -> None:

@@ -25,6 +25,8 @@ class Captured:
     -> the main name. state: main name -> live tensor (meta tensors for models not allocated);
     parameters, buffers and lifted constants. persistent: names of buffers saved with the model.
     loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
+    microbatch_size: the only size the graph takes, None where the batch is symbolic. output_dims:
+    per output the dim that grows with the batch, None where none does or it is not known.
     tried: what was tried before the method that worked, as text. again: captures the same model
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
@@ -47,6 +49,8 @@ class Captured:
     loss_kind: str
     model_name: str
     training: bool = True
+    microbatch_size: int | None = None
+    output_dims: tuple[int | None, ...] = ()
     tried: tuple[str, ...] = ()
     seconds: float = 0.0
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)

@@ -10,17 +10,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from fxpart.capture.batch import Parts, assemble, look_up, put_together, take_apart
 from fxpart.capture.calling import Call, divide, input_names
 from fxpart.capture.captured import Captured
-from fxpart.capture.dims import infer, resize, settled
-from fxpart.capture.modes import cache_off, training_mode
+from fxpart.capture.causes import problems_of, summary_of
+from fxpart.capture.dims import Inferred, infer, resize, settled
+from fxpart.capture.examples import infer_examples, no_examples
+from fxpart.capture.fakes import as_meta, faked, stand_in
+from fxpart.capture.modes import cache_off, prepared, training_mode
 from fxpart.capture.state import State, loss_prefix, state_of
-from fxpart.capture.trace import WAYS, Way, first_that_works, run_export
+from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
+from fxpart.capture.trial import Trial
 from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
 from fxpart.compat import size_hint, symbol_names
+from fxpart.errors import FxpartError, Problem
 from fxpart.program import InputSpec
 
 
@@ -33,10 +39,20 @@ class Request:
     parts: Parts
     call: Call
     names: tuple[str, ...]
-    batch_dims: tuple[int | None, ...]
+    inferred: Inferred
     batch_size: int
     microbatch_size: int | None
     training: bool
+
+    @property
+    def batch_dims(self) -> tuple[int | None, ...]:
+        """Per tensor, the dim of the batch."""
+        return self.inferred.dims
+
+    def resized(self, rows: int) -> list[torch.Tensor]:
+        """The example's tensors with ``rows`` rows."""
+        pairs = zip(self.parts.tensors, self.batch_dims, strict=True)
+        return [resize(t, d, rows) for t, d in pairs]
 
 
 def capture(
@@ -60,20 +76,50 @@ def capture(
     microbatch_size: the size to capture at where the batch cannot be symbolic. The model's modes,
     configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
     """
+    if example_inputs is None and not example_kwargs:
+        example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
     parts = take_apart(batch)
     has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
     call = divide(model, loss, parts, has_kwargs=has_kwargs)
     names = unique_names(input_names(parts, call, model, loss))
+    if not parts.tensors:
+        raise no_examples(model)
     known = settled(batch_dims or {}, names, parts.tensors)
-    whole = Whole(model, loss, call)
-    with cache_off(model), training_mode(model, training):
-        dims = infer(whole, names, parts.tensors, known)
-    present = next(t.shape[d] for t, d in zip(parts.tensors, dims, strict=True) if d is not None)
-    request = Request(
-        model, loss, parts, call, names, dims, batch_size or present, microbatch_size, training
+    with prepared(model, training), faked(model) as mode:
+        inferred = infer(Trial(Whole(model, loss, call), mode), names, parts.tensors, known)
+    sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
+    rows = min(sizes, default=1)
+    _check_sizes(batch_size, microbatch_size, has_rows=bool(sizes))
+    return run(
+        Request(
+            model=model,
+            loss=loss,
+            parts=parts,
+            call=call,
+            names=names,
+            inferred=inferred,
+            batch_size=batch_size or rows,
+            microbatch_size=microbatch_size,
+            training=training,
+        )
     )
-    return run(request)
+
+
+def _check_sizes(batch_size: int | None, microbatch_size: int | None, *, has_rows: bool) -> None:
+    """FXP109 for sizes that are no sizes, or that no input has a dim for."""
+    problems = []
+    for name, size in (("batch_size", batch_size), ("microbatch_size", microbatch_size)):
+        if size is None:
+            continue
+        if size < 1:
+            why = "it must be at least 1"
+            problems.append(Problem("FXP109", f"{name}={size}", why, "give the number of rows"))
+        elif size > 1 and not has_rows:
+            why = "no input has a batch dim"
+            problems.append(Problem("FXP109", f"{name}={size}", why, "leave it out"))
+    if problems:
+        raise FxpartError(problems)
 
 
 def run(request: Request) -> Captured:
@@ -85,15 +131,26 @@ def run(request: Request) -> Captured:
     whole = Whole(model, request.loss, request.call)
     size = request.microbatch_size or request.batch_size
 
-    def attempt(way: Way) -> Any:
-        rows = max(size, 2) if way.symbolic else size
-        pairs = zip(request.parts.tensors, request.batch_dims, strict=True)
-        return run_export(whole, [resize(t, d, rows) for t, d in pairs], request.batch_dims, way)
+    has_rows = any(dim is not None for dim in request.batch_dims)
+    ways = [way for way in WAYS if has_rows or not way.symbolic]
+    with prepared(model, request.training), faked(model) as mode:
 
-    with cache_off(model), training_mode(model, request.training):
-        way, exported, failures = first_that_works(WAYS, attempt)
+        def attempt(way: Way) -> ExportedProgram:
+            tensors = request.resized(max(size, 2) if way.symbolic else size)
+            if mode is not None:
+                tensors = [stand_in(mode, t) for t in tensors]
+            return run_export(whole, tensors, request.batch_dims, way)
+
+        try:
+            way, exported, failures = first_that_works(ways, attempt)
+        except NoWayError as none:
+            raise FxpartError(
+                problems_of([(way.label, failure) for way, failure in none.failures])
+            ) from none
     unlifted = unlift(exported, request.names, state, prefix)
-    tried = tuple(f"{w.label}: {_first_line(e)}" for w, e in failures)
+    tried = tuple(f"{way.label}: {summary_of(failure)}" for way, failure in failures)
+    if request.inferred.note:
+        tried = (request.inferred.note, *tried)
     result = _assemble(request, way, unlifted, state, tried)
     return replace(result, seconds=time.perf_counter() - start)
 
@@ -107,9 +164,11 @@ def _assemble(
         inputs=inputs,
         constants=request.parts.constants,
         outputs=unlifted.outputs,
+        output_dims=tuple(request.inferred.outputs.get(name) for name in unlifted.outputs),
+        microbatch_size=None if way.symbolic else request.microbatch_size or request.batch_size,
         symbols=symbols,
         hints=hints,
-        state={**state.tensors, **unlifted.constants},
+        state={n: as_meta(t) for n, t in {**state.tensors, **unlifted.constants}.items()},
         parameters=state.parameters,
         persistent=state.persistent,
         aliases=state.aliases,
@@ -152,8 +211,7 @@ def _describe(
 
 def _example(request: Request) -> Any:
     """The example as a global batch: its rows cut or repeated to the batch size."""
-    pairs = zip(request.parts.tensors, request.batch_dims, strict=True)
-    return put_together(request.parts.tree, [resize(t, d, request.batch_size) for t, d in pairs])
+    return put_together(request.parts.tree, request.resized(request.batch_size))
 
 
 def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
@@ -177,8 +235,3 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
             fresh, count = f"{plain}_{count}", count + 1
         result.append(fresh)
     return tuple(result)
-
-
-def _first_line(failure: Exception) -> str:
-    text = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {text[0] if text else ''}"

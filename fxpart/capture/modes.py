@@ -1,28 +1,50 @@
-"""Settings of the model that hold for the capture alone and are put back afterwards."""
+"""Settings that hold for the capture alone; the model is put back as it was, whatever happens."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
+
+from fxpart.compat import mask_detection_off
+
+
+@contextmanager
+def prepared(model: nn.Module, training: bool) -> Iterator[None]:
+    """All of this module together: mode set, cache off, quiet, and the model untouched after."""
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        stack.enter_context(cache_off(model))
+        stack.enter_context(training_mode(model, training))
+        stack.enter_context(mask_detection_off())
+        stack.enter_context(quiet())
+        yield
 
 
 @contextmanager
 def cache_off(model: nn.Module) -> Iterator[None]:
-    """transformers' ``use_cache`` switched off in every configuration of the model, then restored.
+    """transformers' ``use_cache`` switched off in every configuration of the model.
 
-    Training never needs the cache, and its object cannot leave an exported graph.
+    Training never needs the cache, and its object cannot leave an exported graph. The whole
+    configuration is put back after: a forward may write to it (``problem_type``).
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    changed = [c for c in configs.values() if getattr(c, "use_cache", False)]
-    for config in changed:
-        config.use_cache = False
+    before = [
+        (config, dict(vars(config))) for config in configs.values() if hasattr(config, "__dict__")
+    ]
+    for config, _ in before:
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
     try:
         yield
     finally:
-        for config in changed:
-            config.use_cache = True
+        for config, attributes in before:
+            vars(config).clear()
+            vars(config).update(attributes)
 
 
 @contextmanager
@@ -33,10 +55,51 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     mode (frozen BatchNorm).
     """
     before = {module: module.training for module in model.modules()}
-    if model.training != training or not training:
+    if not (training and model.training):
         model.train(training)
     try:
         yield
     finally:
         for module, mode in before.items():
             module.training = mode
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what the traced forward writes into Python attributes of the model and its submodules.
+
+    A module that keeps a tensor of its last call would otherwise keep a fake one. Attributes are
+    restored by identity, and lists, dicts and sets of a module also by content.
+    """
+    before: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        holders = [v for v in attributes.values() if type(v) in (list, dict, set)]
+        before.append((module, attributes, [(v, v.copy()) for v in holders]))
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for holder, content in contents:
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch's loggers and Python warnings silenced: fxpart itself reports failed attempts."""
+    logger = logging.getLogger("torch")
+    names = [n for n in logging.root.manager.loggerDict if n == "torch" or n.startswith("torch.")]
+    loggers = [logger, *(logging.getLogger(n) for n in names)]
+    before = [(one, one.disabled) for one in loggers]
+    for one in loggers:
+        one.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, disabled in before:
+            one.disabled = disabled

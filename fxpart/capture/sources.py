@@ -22,7 +22,7 @@ def is_users(file: str) -> bool:
 
 
 def short(file: str) -> str:
-    """A path that does not tell where the machine keeps it: from the package or the working folder on."""
+    """A path from the package or the working folder on, so that no machine's paths get in."""
     path = Path(file)
     parts = path.parts
     for marker in ("site-packages", "dist-packages"):
@@ -35,7 +35,7 @@ def short(file: str) -> str:
 
 
 def source_line(stack_trace: str | None) -> str:
-    """The innermost line of the user's code in a stack trace as "file.py:12", "" if there is none."""
+    """The innermost line of the user's code in a stack trace as "file.py:12", "" if none."""
     for match in reversed(list(_FRAME.finditer(stack_trace or ""))):
         if is_users(match["file"]):
             return f"{short(match['file'])}:{match['line']}"

@@ -77,7 +77,7 @@ def _shapes(
     for i, dim in enumerate(batch_dims):
         spec: dict[int, object] = {}
         if way.sequences:
-            spec |= {d: Dim.AUTO for d in lengths[i]}
+            spec |= dict.fromkeys(lengths[i], Dim.AUTO)
         if dim is not None:
             spec[dim] = batch
         specs.append(spec)
@@ -87,17 +87,17 @@ def _shapes(
 def first_that_works(
     ways: Sequence[Way], attempt: Callable[[Way], ExportedProgram]
 ) -> tuple[Way, ExportedProgram, list[tuple[Way, Exception]]]:
-    """Try each way; returns the one that worked, or raises :class:`NoWay` with every failure."""
+    """Try each way; returns the one that worked, or raises :class:`NoWayError` with every failure."""
     failures: list[tuple[Way, Exception]] = []
     for way in ways:
         try:
             return way, attempt(way), failures
         except Exception as failure:  # torch.export raises many unrelated types
             failures.append((way, failure))
-    raise NoWay(failures)
+    raise NoWayError(failures)
 
 
-class NoWay(Exception):
+class NoWayError(Exception):
     """No way worked; ``failures`` pairs each with what it raised."""
 
     def __init__(self, failures: list[tuple[Way, Exception]]) -> None:

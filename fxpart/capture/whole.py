@@ -19,7 +19,7 @@ Loss = Callable[..., Any]
 
 
 class Whole(nn.Module):
-    """Model and loss in one: ``forward(batch: tuple of tensors) -> {"loss/KIND": loss, name: output}``.
+    """Model and loss in one: ``forward(tensors) -> {"loss/KIND": loss, name: output, ...}``.
 
     The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
     parameters are known by prefix.

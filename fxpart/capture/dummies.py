@@ -1,0 +1,187 @@
+"""A usable batch for a transformers model: inputs of its main kind, and labels that yield a loss.
+
+``dummy_inputs`` itself is a few tokens, and often wrong for models of images and speech; its keys
+are taken, its tensors made anew. Which labels a head takes is tried out on fake tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.capture.batch import take_apart
+from fxpart.capture.calling import divide
+from fxpart.capture.fakes import faked
+from fxpart.capture.modes import prepared
+from fxpart.capture.trial import Trial
+from fxpart.capture.whole import LOSS_KEYS, Whole
+
+LENGTH = 128
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def transformers_batch(model: Any, rows: int) -> dict[str, Any]:
+    """The first batch that runs and gives a loss; else the first that runs; else the plain one."""
+    runs: dict[str, Any] | None = None
+    plain: dict[str, Any] | None = None
+    for batch in _candidates(model, rows):
+        plain = plain or batch
+        kind = _loss_kind(model, batch)
+        if kind == "output":
+            return batch
+        if kind is not None:
+            runs = runs or batch
+    assert plain is not None, "there is always one candidate"
+    return runs or plain
+
+
+def _loss_kind(model: nn.Module, batch: dict[str, Any]) -> str | None:
+    """Which loss a run on this batch gives, None if it fails."""
+    parts = take_apart(batch)
+    whole = Whole(model, None, divide(model, None, parts, has_kwargs=False))
+    with prepared(model, model.training), faked(model) as mode:
+        trial = Trial(whole, mode)
+        if trial.choose(parts.tensors) is not None:
+            return None
+        shapes = trial.run(parts.tensors)
+    return next((kind for kind, key in LOSS_KEYS.items() if key in shapes), None)
+
+
+def _candidates(model: Any, rows: int) -> Iterator[dict[str, Any]]:
+    """Batches to try, the most wanted first: with labels, each kind of label, then without."""
+    maker = _Maker(model, rows)
+    for inputs in maker.inputs():
+        for labels in maker.labels(inputs):
+            bare = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
+            if bare != inputs:
+                yield {**bare, **labels}
+            yield {**inputs, **labels}
+    yield from maker.inputs()
+
+
+class _Maker:
+    """Makes inputs and labels for one model from its configuration, seeded."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self.model = model
+        self.rows = rows
+        self.takes = set(inspect.signature(model.forward).parameters)
+        self.generator = torch.Generator().manual_seed(0)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self.device.type == "meta":
+            self.device = torch.device("cpu")
+        config = model.config
+        self.configs = [config]
+        for name in ("text_config", "vision_config", "encoder", "decoder"):
+            if hasattr(getattr(config, name, None), "to_dict"):
+                self.configs.append(getattr(config, name))
+        limits = [self.setting(name, LENGTH) for name in _LENGTH_NAMES]
+        self.length = max(2, min(LENGTH, *limits))
+
+    def setting(self, name: str, default: int) -> int:
+        """The first configuration's value of ``name`` that is a positive number."""
+        for config in self.configs:
+            value = getattr(config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return default
+
+    def ids(self, shape: Sequence[int], limit: int) -> torch.Tensor:
+        """Random ids below ``limit``; 0, which often is padding, only where there is no other."""
+        low = 1 if limit > 1 else 0
+        values = torch.randint(low, max(limit, low + 1), tuple(shape), generator=self.generator)
+        return values.to(self.device)
+
+    def inputs(self) -> Iterator[dict[str, Any]]:
+        """Inputs of the model's main kind; with and without images where it has two towers."""
+        extra = {"return_loss": True} if "return_loss" in self.takes else {}
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if main == "pixel_values":
+            yield {main: self.image(), **extra}
+        elif main == "input_features":
+            bins = self.setting("num_mel_bins", 80)
+            shape = (self.rows, bins, 2 * self.setting("max_source_positions", 1500))
+            yield {main: self.noise(shape)}
+        elif main == "input_values":
+            yield {main: self.noise((self.rows, 16000))}
+        else:
+            tokens = self.tokens()
+            if "pixel_values" in self.takes and hasattr(self.model.config, "vision_config"):
+                yield {**tokens, "pixel_values": self.image(), **extra}
+            yield tokens
+
+    def tokens(self) -> dict[str, Any]:
+        """The integer tensors that ``dummy_inputs`` names, as [rows, length]."""
+        vocabulary = self.setting("vocab_size", 8)
+        batch: dict[str, Any] = {}
+        for name, value in self.model.dummy_inputs.items():
+            if not isinstance(value, torch.Tensor) or value.dim() != 2:
+                continue
+            shape = (self.rows, self.length)
+            if "mask" in name:
+                batch[name] = torch.ones(shape, dtype=torch.int64, device=self.device)
+            else:
+                batch[name] = self.ids(shape, vocabulary)
+        return batch or {"input_ids": self.ids((self.rows, self.length), vocabulary)}
+
+    def image(self) -> torch.Tensor:
+        """Noise in the size of the configuration: [rows, channels, height, width]."""
+        size: Any = 224
+        for config in reversed(self.configs):
+            size = getattr(config, "image_size", None) or size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return self.noise((self.rows, self.setting("num_channels", 3), int(height), int(width)))
+
+    def noise(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self.generator).to(self.device)
+
+    def labels(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Labels of every kind that the forward has a name for, the likely kind first."""
+        if {"start_positions", "end_positions"} <= self.takes and "labels" not in self.takes:
+            spans = {n: self.ids((self.rows,), self.length) for n in ("start_positions",)}
+            yield {**spans, "end_positions": spans["start_positions"].clone()}
+            return
+        if "labels" not in self.takes:
+            return
+        classes = int(getattr(self.model.config, "num_labels", 2) or 2)
+        ids = inputs.get("input_ids")
+        shape = tuple(ids.shape) if ids is not None else (self.rows, min(self.length, 32))
+        kinds = {
+            "ids": lambda: self.ids(shape, self.setting("vocab_size", 8)),
+            "class": lambda: self.ids((self.rows,), classes),
+            "token": lambda: self.ids(shape, classes),
+            "many": lambda: (
+                torch.rand((self.rows, classes), generator=self.generator).round().to(self.device)
+            ),
+            "pixel": lambda: self.ids((self.rows, *self.image().shape[2:]), classes),
+        }
+        for kind in self._order(kinds):
+            labels = {"labels": kinds[kind]()}
+            if "next_sentence_label" in self.takes:
+                labels["next_sentence_label"] = self.ids((self.rows,), 2)
+            yield labels
+
+    def _order(self, kinds: dict[str, Any]) -> list[str]:
+        name = type(self.model).__name__
+        first = next(
+            (
+                kind
+                for word, kind in (
+                    ("TokenClassification", "token"),
+                    ("Segmentation", "pixel"),
+                    ("Classification", "class"),
+                    ("NextSentence", "class"),
+                    ("MultipleChoice", "class"),
+                )
+                if word in name
+            ),
+            "ids",
+        )
+        wanted = getattr(self.model.config, "problem_type", None)
+        if wanted in ("regression", "multi_label_classification"):
+            first = "many"
+        return sorted(kinds, key=lambda kind: kind != first)

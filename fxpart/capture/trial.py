@@ -1,0 +1,76 @@
+"""Running the user's module once, without data where possible, to learn shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpart.capture.fakes import stand_in
+from fxpart.capture.whole import Whole
+from fxpart.compat import fake_mode, needs_data
+
+REAL_LIMIT = 200_000_000  # parameters: larger models are not run for real to learn a shape
+
+
+@dataclass
+class Trial:
+    """Runs a whole module on tensors of given shapes.
+
+    mode: the fakes' mode of a model without data. real: whether to run with data, because the
+    model looks at values (chosen by :meth:`choose`).
+    """
+
+    whole: Whole
+    mode: Any | None = None
+    real: bool = False
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes of loss and outputs by name; raises what the module raises."""
+        if self.real:
+            return self._run_real(tensors)
+        mode = self.mode or fake_mode()
+        fakes = tuple(stand_in(mode, t) for t in tensors)
+        with mode, torch.no_grad():
+            return _shapes(self.whole(fakes))
+
+    def choose(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
+        """Run once; turn to real data where the fakes will not do. Returns the failure, if any."""
+        failure = self._attempt(tensors)
+        if failure is None or not needs_data(failure):
+            return failure
+        count = sum(p.numel() for p in self.whole.parameters())
+        if self.mode is not None or count > REAL_LIMIT:
+            return failure
+        self.real = True
+        return self._attempt(tensors)
+
+    def _attempt(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
+        try:
+            self.run(tensors)
+        except Exception as failure:  # whatever the user's module raises
+            return failure
+        return None
+
+    def _run_real(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        with kept_buffers(self.whole), torch.random.fork_rng(), torch.no_grad():
+            return _shapes(self.whole(tuple(t.clone() for t in tensors)))
+
+
+@contextmanager
+def kept_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Within: buffers may be written; after: their values are back."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _shapes(returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
