@@ -56,7 +56,7 @@ def _tensordot(op: OpSpec) -> Size:
     return 2 * elements(op.outputs[0]) * shared
 
 
-def _einsum(op: OpSpec) -> Size:
+def _einsum(op: OpSpec, backward: bool) -> Size:
     """Pairs contracted from the left, as torch.einsum does without an optimised path."""
     equation = str(op.attribute("equation", "0")).replace(" ", "")
     left, _, right = equation.partition("->")
@@ -66,13 +66,14 @@ def _einsum(op: OpSpec) -> Size:
         right = "".join(sorted(c for c, n in counts.items() if n == 1 or c.isdigit()))
     kept = set(right.replace("...", "")) | {c for term in terms for c in term if c.isdigit()}
     total: Size = 0
-    current = set(terms[0])
+    current, trained = set(terms[0]), op.needs(0)
     for index, term in enumerate(terms[1:], start=1):
         later = kept.union(*terms[index + 1 :])
         # what only one of the two has, and nobody wants, is summed before the product
         pair = (current | set(term)) & ((current & set(term)) | later)
-        total = total + 2 * product(sizes[letter] for letter in sorted(pair))
-        current = pair & later
+        times = trained + op.needs(index) if backward else 1
+        total = total + times * 2 * product(sizes[letter] for letter in sorted(pair))
+        current, trained = pair & later, trained or op.needs(index)
     return total
 
 
@@ -160,15 +161,8 @@ def _sum(sizes: object) -> Size:
     return total
 
 
-def _einsum_both(op: OpSpec, backward: bool) -> Size:
-    forward = _einsum(op)
-    if not backward:
-        return forward
-    return forward * sum(op.needs(i) for i in range(len(op.inputs))) if len(op.inputs) > 1 else 0
-
-
 SPECIAL: dict[str, Callable[[OpSpec, bool], Size]] = {
-    "einsum": _einsum_both,
+    "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,
