@@ -79,7 +79,8 @@ def _batches(request: Request, workload: Workload, program: Program) -> Iterator
     """The workload's data again and again, or the example batch brought to the global size."""
     if workload.data is None:
         output.note("no data in the target: the example batch is repeated")
-        batch = program.example_batch()
+        assert program.captured.example is not None, "a captured model has its example"
+        batch = program.captured.example()
         while True:
             yield batch
     while True:
