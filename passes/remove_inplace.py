@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxpart.errors import FxpartError, error
-from fxpart.pipeline.abstract import leaf, storage, tensors
 from fxpart.pipeline.annotation import Level
+from fxpart.pipeline.behaviour import Walk, operand_nodes
 from fxpart.pipeline.edit import add_call, fake_mode, place, value
-from fxpart.pipeline.effects import packet_name, sweep, written
+from fxpart.pipeline.effects import packet_name, sweep, tensors_in, written
 from fxpart.pipeline.functional import METADATA_OPS, functional_form
+from fxpart.pipeline.sizes import expression
 from fxpart.pipeline.view_inverse import put_back
 
 
@@ -37,7 +37,7 @@ class RemoveInplace:
         """Rewrite the graph in one walk."""
         graph = graph_module.graph
         if any(written(n) for n in graph.nodes):
-            _Rewriter(graph_module, fake_mode(graph)).rewrite()
+            _Rewriter(graph_module, Walk(graph_module, fake_mode(graph))).rewrite()
             sweep(graph)
         return graph_module
 
@@ -49,7 +49,6 @@ class _Storage:
     version: number of writes so far. state: it is a parameter's or buffer's.
     """
 
-    held: torch.UntypedStorage
     base: fx.Node
     now: fx.Node
     state: bool
@@ -69,19 +68,19 @@ class _Recipe:
 
 @dataclass
 class _Rewriter:
-    """One walk over the graph: executes each node on fake tensors and rewrites it.
+    """One walk over the graph that follows storages and rewrites each node.
 
-    trace: node -> fake value. homes: node -> the storage it lies in. recipes: view -> how it was
-    made and its present form. renamed: node -> the node that stands for the same tensor object now.
-    replaced: in-place nodes, to be erased once nothing refers to them.
+    storages: by number. homes: node -> the storage it lies in. recipes: view -> how it was made and
+    its present form. detached: views that cut the gradient. renamed: node -> the node that stands
+    for the same tensor object now. replaced: nodes to be erased once nothing refers to them.
     """
 
     root: fx.GraphModule
-    mode: AbstractContextManager[Any]
-    trace: dict[fx.Node, Any] = field(default_factory=dict)
+    walk: Walk
     storages: dict[int, _Storage] = field(default_factory=dict)
     homes: dict[fx.Node, _Storage] = field(default_factory=dict)
     recipes: dict[fx.Node, _Recipe] = field(default_factory=dict)
+    detached: set[fx.Node] = field(default_factory=set)
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     replaced: list[fx.Node] = field(default_factory=list)
 
@@ -89,8 +88,8 @@ class _Rewriter:
         """All nodes in order."""
         for node in list(self.root.graph.nodes):
             if node.op in ("placeholder", "get_attr"):
-                self.trace[node] = leaf(node, self.root, self.mode)
-                self._settle(node)
+                self.walk.start(node)
+                self._settle(node, (), {})
                 continue
             with self.root.graph.inserting_before(node):
                 self._operation(node)
@@ -100,25 +99,23 @@ class _Rewriter:
     def _operation(self, node: fx.Node) -> None:
         """A call or the output: bring its arguments up to date, or replace it."""
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), self._resolve)
-        given = (node.args, dict(node.kwargs))
+        args, kwargs = node.args, dict(node.kwargs)
         if node.op == "output":
-            node.args = fx.node.map_arg(node.args, self.now)
+            node.args = fx.node.map_arg(args, self.now)
             return
         targets = written(node)
         inner = [n for n in targets if not self._is_state(n)]
         if inner and len(targets) > 1:
             raise _refuse(node, "it writes several values at once, and not all of them are state")
+        self.walk.call(node)
         if inner:
             self.replaced.append(node)
-        if packet_name(node.target) in METADATA_OPS and inner:
-            self._metadata(node, inner[0])
-        elif inner:
-            self._write(node, inner[0])
-        else:
-            node.args, node.kwargs = fx.node.map_arg(given, self.now)
-            self._execute(node, given)
-            self._check_state(node, targets)
-            self._settle(node, given)
+            change = self._metadata if packet_name(node.target) in METADATA_OPS else self._write
+            change(node, inner[0])
+            return
+        self._check_state(node, targets)
+        node.args, node.kwargs = fx.node.map_arg((args, kwargs), self.now)
+        self._settle(node, args, kwargs)
 
     def _resolve(self, node: fx.Node) -> fx.Node:
         """The node that stands for the tensor object that ``node`` was."""
@@ -131,29 +128,24 @@ class _Rewriter:
         home = self.homes.get(node)
         return home is not None and home.state
 
-    def _execute(self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Run the op as it was written, on the fake tensors."""
-        args, kwargs = fx.node.map_arg(given, self.trace.__getitem__)
-        with self.mode, torch.enable_grad():
-            self.trace[node] = node.target(*args, **kwargs)
-
-    def _settle(
-        self, node: fx.Node, given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    ) -> None:
+    def _settle(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note in which storage a new value lies, and its recipe if it is a view."""
-        parts = tensors(self.trace[node])
-        helds = [storage(t) for t in parts]
-        if not parts or any(h is not helds[0] for h in helds):
+        numbers = {part.home.number for part in self.walk.parts[node]}
+        if len(numbers) != 1:
             return
-        known = self.storages.get(id(helds[0]))
+        number = numbers.pop()
+        known = self.storages.get(number)
         if known is None:
-            if isinstance(self.trace[node], torch.Tensor):
-                known = _Storage(helds[0], node, node, node.op == "get_attr")
-                self.storages[id(helds[0])] = self.homes[node] = known
+            if isinstance(value(node), torch.Tensor):
+                known = _Storage(node, node, node.op == "get_attr")
+                self.storages[number] = self.homes[node] = known
             return
         self.homes[node] = known
-        if given is not None:
-            self.recipes[node] = _Recipe(node.target, *given, node, known.version)
+        self.recipes[node] = _Recipe(node.target, args, kwargs, node, known.version)
+        through = [n for n in tensors_in(args) if self.homes.get(n) is known]
+        cuts = packet_name(node.target) == "aten.detach"
+        if cuts or any(n in self.detached for n in through):
+            self.detached.add(node)
 
     def now(self, node: fx.Node) -> fx.Node:
         """The present value of a node of the given graph: views of written storage are taken anew."""
@@ -173,49 +165,54 @@ class _Rewriter:
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
     ) -> fx.Node:
         """A new call before the node that is being rewritten."""
-        return add_call(self.root.graph, target, args, kwargs, like=like, mode=self.mode)
+        return add_call(self.root.graph, target, args, kwargs, like=like, mode=self.walk.mode)
 
     def _metadata(self, node: fx.Node, target: fx.Node) -> None:
         """``squeeze_`` and the like change one tensor object only: it becomes a view of itself."""
-        op = functional_form(node.target)
-        if op is None:
+        form = functional_form(node.target)
+        if form is None:
             raise _refuse(node, f"{node.target} has no functional form")
-        given = ((target, *node.args[1:]), dict(node.kwargs))
-        before = self.trace[target]
-        args, kwargs = fx.node.map_arg(given, self.now)
-        view = self._add(op, args, kwargs, node)
-        args, kwargs = fx.node.map_arg(given, self.trace.__getitem__)
-        with self.mode, torch.enable_grad():
-            self.trace[view] = op(*args, **kwargs)
-        self._settle(view, given)
-        for other in [n for n, held in self.trace.items() if held is before]:
-            self.renamed[other] = view
-        self.renamed[node] = view
+        args, kwargs = (target, *node.args[1:]), dict(node.kwargs)
+        view = self._add(form, *fx.node.map_arg((args, kwargs), self.now), like=node)
+        # The walk reads the op's own arguments, as they stood before any write.
+        same = self.walk.parts[target][0].thing
+        view.args, view.kwargs, current = args, kwargs, (view.args, view.kwargs)
+        self.walk.call(view)
+        view.args, view.kwargs = current
+        self._settle(view, args, kwargs)
+        for other, parts in self.walk.parts.items():
+            if other is not view and [part.thing for part in parts] == [same]:
+                self.renamed[other] = view
 
     def _write(self, node: fx.Node, target: fx.Node) -> None:
         """An in-place op on a value: compute the new value, and store it through the views."""
-        form = functional_form(node.target)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.now)
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
         old = self.now(target)
+        whole = target is self.homes[target].base
         if packet_name(node.target) == "aten.copy_":
-            source = args[1]
-            new = self._add(torch.ops.aten.expand_as.default, (source, old), {}, node)
-            new = self._cast(new, old, node)
-            if value(old).dim() == 0 and target is self.homes[target].base:
-                new = self._add(torch.ops.aten.clone.default, (new,), {}, node)
-            else:
-                new = self._layout(new, old, node, always=target is self.homes[target].base)
-        elif form is None:
-            raise _refuse(node, f"{node.target} has no functional form")
+            new = self._copied(args[1], old, node, whole)
         else:
+            form = functional_form(node.target)
+            if form is None:
+                raise _refuse(node, f"{node.target} has no functional form")
             if packet_name(node.target) == "aten.zero_":
                 args = (*args, 0)
-            new = self._add(form, args, kwargs, node)
-            new = self._layout(self._cast(new, old, node), old, node)
+            new = self._layout(
+                self._cast(self._add(form, args, kwargs, node), old, node), old, node
+            )
         self._store(target, new, node)
-        self._execute(node, (node.args, dict(node.kwargs)))
+        if self.walk.behaviour(node).after[operand_nodes(node).index(target)]:
+            self._carry_gradient(self.homes[target])
         self.renamed[node] = target
+
+    def _copied(self, source: Any, old: fx.Node, like: fx.Node, whole: bool) -> fx.Node:
+        """What ``old.copy_(source)`` leaves; never a view of the source, which may be state."""
+        new = self._add(torch.ops.aten.expand_as.default, (source, old), {}, like)
+        new = self._cast(new, old, like)
+        if whole and value(old).dim() == 0:
+            return self._add(torch.ops.aten.clone.default, (new,), {}, like)
+        return self._layout(new, old, like, always=whole)
 
     def _cast(self, new: fx.Node, old: fx.Node, like: fx.Node) -> fx.Node:
         """In-place ops keep the dtype of what they write."""
@@ -228,7 +225,7 @@ class _Rewriter:
     ) -> fx.Node:
         """In-place ops keep strides, and strides decide the order in which later ops add up."""
         a, b = value(new), value(old)
-        same = tuple(map(str, a.stride())) == tuple(map(str, b.stride()))
+        same = tuple(map(expression, a.stride())) == tuple(map(expression, b.stride()))
         if b.dim() == 0 or (same and not always):
             return new
         everything = (old, new, 0, 0, torch.iinfo(torch.int64).max)
@@ -238,40 +235,44 @@ class _Rewriter:
         """Give the storage a new version, in which ``target`` has the value ``new``."""
         home = self.homes[target]
         current = target
+
+        def add(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+            return self._add(op, args, kwargs, like)
+
         while current is not home.base:
             recipe = self.recipes[current]
-            if packet_name(recipe.target) == "aten.detach":
-                self._check_detached(recipe.args[0], like)
             parent, inverse = put_back(recipe.target, recipe.args, recipe.kwargs, self.recipes)
             if inverse is None or not isinstance(parent, fx.Node):
                 raise _refuse(like, f"it writes through {recipe.target}, which cannot be undone")
+            if packet_name(recipe.target) == "aten.detach" and self.walk.parts[parent][0].grad:
+                raise _refuse(
+                    like,
+                    "it writes into a value that carries a gradient without autograd knowing "
+                    "(under torch.no_grad(), or through .data or .detach())",
+                )
             old = self.now(parent)
-
-            def add(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-                return self._add(op, args, kwargs, like)
-
             new = self._layout(inverse(add, old, new), old, like)
             current = parent
         home.now = new
         home.version += 1
 
-    def _check_detached(self, parent: fx.Node, like: fx.Node) -> None:
-        """A write behind autograd's back, into a value that carries a gradient, has no functional form."""
-        if self.trace[parent].requires_grad:
-            raise _refuse(
-                like,
-                "it writes into a value that carries a gradient without autograd knowing "
-                "(under torch.no_grad() or through .data or .detach())",
-            )
+    def _carry_gradient(self, home: _Storage) -> None:
+        """After a write of a value with a gradient, all its views have one, but detached ones."""
+        for node, other in self.homes.items():
+            if other is home and node not in self.detached:
+                self.walk.parts[node] = [replace(p, grad=True) for p in self.walk.parts[node]]
 
     def _check_state(self, node: fx.Node, targets: tuple[fx.Node, ...]) -> None:
         """State keeps no graph from one step to the next, so what is written to it has no gradient."""
+        if not targets:
+            return
+        operands = operand_nodes(node)
+        after = self.walk.behaviour(node).after
         for target in targets:
-            home = self.homes[target]
-            if self.trace[target].requires_grad and not self.trace[home.base].is_leaf:
+            if after[operands.index(target)]:
+                name = self.homes[target].base.target
                 raise _refuse(
-                    node,
-                    f"it writes a value that carries a gradient into the model's state {home.base.target}",
+                    node, f"it writes a value that carries a gradient into the state {name}"
                 )
 
 

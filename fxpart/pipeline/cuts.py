@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from fxpart.pipeline.abstract import tensors
+from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.effects import state_roots, state_written
 from fxpart.pipeline.verify import is_size

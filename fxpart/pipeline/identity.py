@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.pipeline.abstract import tensors
+from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import annotation, value
 from fxpart.pipeline.effects import op_args, op_of
 

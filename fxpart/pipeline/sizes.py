@@ -1,4 +1,4 @@
-"""Sizes as numbers or sympy expressions, and their values at the example inputs."""
+"""Tensors of abstract values, and sizes as numbers or sympy expressions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from typing import Any
 
 import sympy
 import torch
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of an op's result, through lists and tuples."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [t for item in result for t in tensors(item)]
+    return []
+
+
+def nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Bytes of the tensor's whole storage."""
+    return tensor.untyped_storage().nbytes()
 
 
 def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:

@@ -1,0 +1,270 @@
+"""What each op of a graph does with storages and gradients, observed once for each kind of call.
+
+An op runs on fake stand-ins of its operands, with gradients on and saved-tensor hooks set. Equal
+calls (same op, arguments, shapes, strides and gradients) are looked up, so 96 equal layers cost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.compat import python_dispatcher
+from fxpart.errors import error
+from fxpart.pipeline.edit import place, value
+from fxpart.pipeline.effects import is_op, op_args, op_of, written
+from fxpart.pipeline.sizes import expression, nbytes, tensors
+
+Size = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class Home:
+    """A storage of the graph: a number, its bytes, the node that made it ("" for an op's private one)."""
+
+    number: int
+    size: Size
+    source: str
+    state: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a node's value: whether it carries a gradient, its storage, which object it is.
+
+    thing: equal for tensors that are one Python object, because an op returned its operand.
+    """
+
+    grad: bool
+    home: Home
+    thing: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tensor of a call, relative to it: operand i, result i, or a private storage of some bytes."""
+
+    kind: str
+    index: int = 0
+    size: Size = 0
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """One kind of call. For each result tensor: gradient, whose storage and whose object it is, and
+    the bytes of its storage; for each operand tensor: its gradient afterwards; what is saved."""
+
+    grads: tuple[bool, ...]
+    homes: tuple[Link, ...]
+    things: tuple[int | None, ...]
+    sizes: tuple[Size, ...]
+    after: tuple[bool, ...]
+    saved: tuple[Link, ...]
+
+
+@dataclass
+class Walk:
+    """Follows storages and gradients through a graph, node by node in order.
+
+    parts: per node its tensors. known: behaviours by signature.
+    """
+
+    root: torch.nn.Module
+    mode: AbstractContextManager[Any]
+    parts: dict[fx.Node, list[Part]] = field(default_factory=dict)
+    known: dict[Hashable, Behaviour] = field(default_factory=dict)
+    count: int = 0
+
+    def start(self, node: fx.Node) -> None:
+        """An input or a piece of state: storage of its own."""
+        state = node.op == "get_attr"
+        attribute = attrgetter(str(node.target))(self.root) if state else None
+        grad = bool(getattr(attribute, "requires_grad", False))
+        self.parts[node] = [
+            Part(grad, self.new_home(expression(nbytes(t)), node.name, state), self._next())
+            for t in tensors(value(node))
+        ]
+
+    def call(self, node: fx.Node) -> tuple[Home, ...]:
+        """An op: set the parts of its result; returns the storages that autograd keeps for it."""
+        if not is_op(op_of(node)):
+            self.parts[node] = self._item(node)
+            return ()
+        operands = operand_nodes(node)
+        flat = [part for n in operands for part in self.parts[n]]
+        behaviour = self.behaviour(node)
+        results: list[Part] = []
+        for index, link in enumerate(behaviour.homes):
+            if link.kind == "operand":
+                home = flat[link.index].home
+            elif link.index < index:
+                home = results[link.index].home
+            else:
+                home = self.new_home(behaviour.sizes[index], node.name)
+            same = behaviour.things[index]
+            thing = self._next() if same is None else flat[same].thing
+            results.append(Part(behaviour.grads[index], home, thing))
+        self.parts[node] = results
+        kept: dict[int, Home] = {}
+        for link in behaviour.saved:
+            if link.kind == "private":
+                home = self.new_home(link.size, "")
+            else:
+                home = (flat if link.kind == "operand" else results)[link.index].home
+            kept.setdefault(home.number, home)
+        return tuple(kept.values())
+
+    def behaviour(self, node: fx.Node) -> Behaviour:
+        """What the node's call does; run once for each signature."""
+        signature = self._signature(node)
+        if signature not in self.known:
+            self.known[signature] = self._observe(node)
+        return self.known[signature]
+
+    def new_home(self, size: Size, source: str, state: bool = False) -> Home:
+        """A storage that nobody has yet."""
+        return Home(self._next(), size, source, state)
+
+    def _next(self) -> int:
+        self.count += 1
+        return self.count
+
+    def _item(self, node: fx.Node) -> list[Part]:
+        """getitem on a list of tensors; arithmetic with sizes has no tensors."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not tensors(value(node)):
+            return []
+        index = node.args[1]
+        assert isinstance(index, int), f"{place(node)} takes one item"
+        counts = [len(tensors(item)) for item in value(source)]
+        first = sum(counts[: index % len(counts)])
+        return self.parts[source][first : first + counts[index % len(counts)]]
+
+    def _signature(self, node: fx.Node) -> Hashable:
+        """Equal for calls that behave alike: op, arguments, per tensor shape, gradient, aliases."""
+        seen: dict[int, int] = {}
+
+        def describe(item: Any) -> Hashable:
+            if isinstance(item, fx.Node):
+                held = tensors(value(item))
+                if not held:
+                    number = value(item)
+                    is_symbol = isinstance(number, torch.SymInt)
+                    return ("number", expression(number) if is_symbol else str(number))
+                return tuple(
+                    (_meta(t), part.grad, seen.setdefault(part.home.number, len(seen)))
+                    for t, part in zip(held, self.parts[item], strict=True)
+                )
+            if isinstance(item, (list, tuple)):
+                return ("list", *(describe(i) for i in item))
+            if isinstance(item, dict):
+                return ("dict", *((k, describe(v)) for k, v in sorted(item.items())))
+            return (type(item).__name__, str(item))
+
+        return (op_of(node), describe(op_args(node)), describe(dict(node.kwargs)))
+
+    def _observe(self, node: fx.Node) -> Behaviour:
+        """Run the op on stand-ins and watch storages and saved tensors."""
+        given: dict[fx.Node, Any] = {}
+        targets = written(node)
+        for n in operand_nodes(node):
+            grads = iter([part.grad for part in self.parts[n]])
+            given[n] = _rebuild(value(n), grads, self.mode, n in targets)
+        inputs = [t for held in given.values() for t in tensors(held)]
+        packed: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            packed.append(t)
+            return t
+
+        args, kwargs = fx.node.map_arg(
+            (op_args(node), dict(node.kwargs)), lambda n: given.get(n, value(n))
+        )
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with self.mode, torch.enable_grad(), hooks:
+            result = _run(node, lambda: op_of(node)(*args, **kwargs), packed)
+        return _relate(inputs, tensors(result), packed)
+
+
+def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:
+    """The op's result; ops whose C++ body wants numbers go through their Python decomposition."""
+    try:
+        return call()
+    except RuntimeError as first:
+        packed.clear()
+        try:
+            with python_dispatcher():
+                return call()
+        except RuntimeError:
+            why = f"{op_of(node)} fails on fake tensors: {str(first).splitlines()[0]}"
+            raise error("FXP900", where=place(node), why=why) from first
+
+
+def _relate(
+    inputs: list[torch.Tensor], outputs: list[torch.Tensor], packed: list[torch.Tensor]
+) -> Behaviour:
+    """Relate results and saved tensors to operands and results by storage."""
+    # torch keeps one Python object for a storage as long as somebody holds it: helds does.
+    helds = [t.untyped_storage() for t in (*inputs, *outputs, *packed)]
+    firsts: dict[int, int] = {}
+    for position, held in enumerate(helds):
+        firsts.setdefault(id(held), position)
+    ends = len(inputs), len(inputs) + len(outputs)
+
+    def link(tensor: torch.Tensor) -> Link:
+        position = firsts[id(tensor.untyped_storage())]
+        if position < ends[0]:
+            return Link("operand", position)
+        if position < ends[1]:
+            return Link("result", position - ends[0])
+        return Link("private", position - ends[1], expression(nbytes(tensor)))
+
+    return Behaviour(
+        grads=tuple(t.requires_grad for t in outputs),
+        homes=tuple(link(t) for t in outputs),
+        things=tuple(next((i for i, x in enumerate(inputs) if x is t), None) for t in outputs),
+        sizes=tuple(expression(nbytes(t)) for t in outputs),
+        after=tuple(t.requires_grad for t in inputs),
+        saved=tuple(dict.fromkeys(link(t) for t in packed)),
+    )
+
+
+def operand_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes with tensors among the op's arguments, each once, in order of appearance."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg((op_args(node), dict(node.kwargs)), lambda n: found.setdefault(n))
+    return [n for n in found if tensors(value(n))]
+
+
+def _rebuild(
+    held: Any, grads: Iterator[bool], mode: AbstractContextManager[Any], is_written: bool
+) -> Any:
+    """Stand-ins in the same nesting: fresh fake tensors with the given gradients.
+
+    torch forbids in-place ops on a leaf that requires a gradient, so what is written is no leaf.
+    """
+    if isinstance(held, torch.Tensor):
+        with mode:
+            made = torch.empty_strided(
+                held.size(), held.stride(), dtype=held.dtype, device=held.device
+            )
+            if not next(grads):
+                return made
+            made.requires_grad_()
+            return made.clone() if is_written else made
+    if isinstance(held, (list, tuple)):
+        return [_rebuild(item, grads, mode, is_written) for item in held]
+    return held
+
+
+def _meta(t: torch.Tensor) -> Hashable:
+    """What of a tensor decides how an op behaves."""
+    shape = tuple(expression(s) for s in t.shape)
+    return (shape, tuple(expression(s) for s in t.stride()), t.dtype, t.device)
