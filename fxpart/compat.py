@@ -118,3 +118,41 @@ def mask_detection_off() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = original
+
+
+@contextmanager
+def python_dispatcher() -> Iterator[None]:
+    """Composite ops go through their Python decompositions, which take symbolic sizes.
+
+    Uses ``torch._dispatch.python.enable_python_dispatcher``, as torch.export does; does nothing
+    where that is gone.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+    except ImportError:
+        yield
+        return
+    with enable_python_dispatcher():
+        yield
+
+
+@contextmanager
+def watch_casts() -> Iterator[list[tuple[torch.Tensor, torch.dtype]]]:
+    """The (tensor, dtype) of every conversion that ops make while the context is open, in order.
+
+    Uses ``torch.utils._python_dispatch.TorchDispatchMode``, which sees what autocast converts.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[tuple[torch.Tensor, torch.dtype]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default and "dtype" in (kwargs or {}):
+                seen.append((args[0], kwargs["dtype"]))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield seen
