@@ -111,6 +111,9 @@ class Scorer:
         self.problem = problem
         self._received: list[list[int]] = [[] for _ in problem.blocks]
         self._held: list[list[int]] = [[] for _ in problem.blocks]
+        self._kept: list[list[int]] = [[] for _ in problem.blocks]  # by the later of the two blocks
+        for index, kept in enumerate(problem.kept):
+            self._kept[kept.user].append(index)
         for index, value in enumerate(problem.values):
             for block in value.consumers:
                 self._received[block].append(index)
@@ -144,7 +147,12 @@ class Scorer:
         weights = [problem.weights[w] for w in sorted({w for b in blocks for w in self._held[b]})]
         latency, inverse = tie_link(problem, k)
         workspace = max(variant.workspace[b] for b in blocks)
-        saved = sum(variant.activation[b] for b in blocks)
+        saved = sum(variant.activation[b] for b in blocks) + sum(
+            variant.kept_bytes[k]
+            for b in blocks
+            for k in self._kept[b]
+            if problem.kept[k].producer >= first
+        )
         return StageCost(
             first=first,
             last=last,

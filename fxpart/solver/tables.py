@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.float64, np.int64)
 Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
 
-_KEEP = 64  # stage tables kept for each variant; a cluster has few kinds of device
+_KEEP = 2**25  # bytes of stage tables kept for each variant, at least four tables
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Tables:
             for w in problem.weights
             for r in _touching(w.blocks, -1, n)
         ]
+        self._both: list[Rectangle] = [(0, k.producer, k.user, n - 1) for k in problem.kept]
         self.state_bytes = self.band(_sums(n, *_columns(held)))
         shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
         split = [(r, s, w.gradient) for w in shared for r, s in _splits(w.blocks, n)]
@@ -113,6 +114,10 @@ class Tables:
         each = sizes[self._receipt_value] if self._receipts else np.zeros(0, dtype=np.int64)
         once = self.band(_sums(n, self._receipts, each))
         return once, self.band(_sums(n, self._receipts, each * self._trips))
+
+    def kept(self, sizes: Ints) -> Ints:
+        """Bytes kept of storages whose two blocks are both in the interval; sizes: [kept]."""
+        return self.band(_sums(len(self.problem.blocks), self._both, sizes))
 
     def variant(self, index: int) -> VariantTables:
         """The tables at one microbatch size, made when first asked for."""
@@ -141,19 +146,23 @@ class VariantTables:
         self.compute = [tables.additive(row) for row in both]
         self.received, self.moved = tables.receipts(np.array(variant.value_bytes, dtype=np.int64))
         self.per_flight = (
-            tables.additive(np.array(variant.activation, dtype=np.int64)) + self.received
+            tables.additive(np.array(variant.activation, dtype=np.int64))
+            + tables.kept(np.array(variant.kept_bytes, dtype=np.int64))
+            + self.received
         )
         workspace = np.array(variant.workspace, dtype=np.int64)
         peak = np.triu(np.broadcast_to(workspace, (len(workspace), len(workspace))))
         self.standing = tables.state_bytes + tables.band(np.maximum.accumulate(peak, axis=1))
-        self._stages: dict[tuple[object, ...], StageTable] = {}
+        self._stages: dict[tuple[int, ...], StageTable] = {}
 
     @cached_property
-    def kinds(self) -> tuple[tuple[object, ...], ...]:
-        """Per device what its table depends on; equal kinds share a table."""
-        problem = self.tables.problem
+    def kinds(self) -> tuple[int, ...]:
+        """Per device the first device whose costs and memory are the same: they share a table."""
+        problem, first = self.tables.problem, dict[tuple[float, ...], int]()
         return tuple(
-            (d.type, d.memory, d.latency, d.inverse_bandwidth, *tie_link(problem, k))
+            first.setdefault(
+                (d.type, d.memory, d.latency, d.inverse_bandwidth, *tie_link(problem, k)), k
+            )
             for k, d in enumerate(problem.devices)
         )
 
@@ -163,13 +172,15 @@ class VariantTables:
 
     def relaxed(self, devices: Iterable[int]) -> StageTable:
         """The table of stages on whichever of ``devices`` is best for each entry."""
-        first_of = {self.kinds[k]: k for k in reversed(list(devices))}
-        key = tuple(sorted(first_of.values()))
+        key = tuple(sorted({self.kinds[k] for k in devices}))
         if key not in self._stages:
-            table = self._exact(key[0])
-            for k in key[1:]:
-                table = table.joined(self._exact(k))
-            while len(self._stages) >= _KEEP:
+            if len(key) == 1:
+                table = self._exact(key[0])
+            else:
+                table = self.stage(key[0])
+                for k in key[1:]:
+                    table = table.joined(self.stage(k))
+            while len(self._stages) >= max(4, _KEEP // (24 * self.tables.units**2)):
                 del self._stages[next(iter(self._stages))]
             self._stages[key] = table
         return self._stages[key]
