@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from fxpart.errors import CODES, FxpartError, Problem
-from fxpart.runtime.transport import Transport
+from fxpart.errors import CODES, FxpartError, Problem, error
+from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 
 _BITS = 63
 T = TypeVar("T")
@@ -21,33 +21,94 @@ def digest(text: str) -> int:
     return int.from_bytes(raw, "little") >> (64 - _BITS)
 
 
-def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
-    """Run ``make`` on every process and return its value if all succeed with the same text.
+class Pending(Generic[T]):
+    """What this process has to say, on its way to the others; :meth:`confirm` hears theirs.
 
-    make: returns a value and a text that describes it. what: what is compared, for the message.
-    Raises on every process: the problems of every process that failed (each once, in order of
-    rank), or FXP501 with the texts where they differ.
+    Nothing is compared where one process holds all ranks. confirmed: whether all said the same.
     """
-    problems: Sequence[Problem] = ()
-    value: T | None = None
-    text = ""
-    try:
-        value, text = make()
-    except FxpartError as failure:
-        if transport.ranks == len(transport.local):
-            raise
-        problems = failure.problems
-    if transport.ranks == len(transport.local):
-        assert value is not None
-        return value
-    rows = transport.exchange([len(problems), digest(text)])
-    if any(row[0] for row in rows):
-        raise FxpartError(merge(transport.exchange_bytes(problems_of(problems))))
-    if any(row != rows[0] for row in rows):
-        texts = [raw.decode(errors="replace") for raw in transport.exchange_bytes(text.encode())]
-        raise FxpartError(_difference(what, texts))
-    assert value is not None
-    return value
+
+    def __init__(self, transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> None:
+        """Run ``make``, which returns a value and a text that describes it, and announce both.
+
+        what: what is compared, for the message. An FxpartError of ``make`` is announced, too.
+        """
+        self._transport = transport
+        self._what = what
+        self._text = ""
+        self._value: list[T] = []
+        self._problems: Sequence[Problem] = ()
+        self._alone = transport.ranks == len(transport.local)
+        self._handle: Any = None
+        self.confirmed = self._alone
+        try:
+            value, self._text = make()
+            self._value.append(value)
+        except FxpartError as failure:
+            if self._alone:
+                raise
+            self._problems = failure.problems
+        if not self._alone:
+            row = [len(self._problems), digest(self._text)]
+            self._handle = transport.begin_exchange(row)
+            if self._problems:
+                self.confirm()
+
+    @property
+    def value(self) -> T:
+        """What ``make`` returned."""
+        return self._value[0]
+
+    def confirm(self) -> None:
+        """Wait for all; raise the same error on every process unless all said the same.
+
+        The problems of every process that has any (each once, in order of rank), or FXP501 with
+        the texts where they differ.
+        """
+        if self._alone or self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        try:
+            rows = self._transport.end_exchange(handle)
+            if any(row[0] for row in rows):
+                problems = problems_of(self._problems)
+                raise FxpartError(merge(self._transport.exchange_bytes(problems)))
+            if any(row != rows[0] for row in rows):
+                mine = self._text.encode()
+                texts = [
+                    raw.decode(errors="replace") for raw in self._transport.exchange_bytes(mine)
+                ]
+                raise FxpartError(_difference(self._what, texts))
+            self.confirmed = True
+        except (TransferTimeoutError, PeerLostError) as cause:
+            raise lost(self._transport.local[0], f"comparing {self._what}", cause) from cause
+
+
+def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
+    """Run ``make`` on every process; its value if all succeed with the same text.
+
+    Raises as :meth:`Pending.confirm` does, on every process.
+    """
+    pending = Pending(transport, what, make)
+    pending.confirm()
+    return pending.value
+
+
+def lost(rank: int, what: str, cause: TransferTimeoutError | PeerLostError) -> FxpartError:
+    """FXP503 or FXP504: a rank waited in vain for another while doing ``what``."""
+    where = f"rank {rank}, {what}"
+    if isinstance(cause, TransferTimeoutError):
+        return error(
+            "FXP503",
+            where=where,
+            why=f"nothing came or went for {cause.seconds:g} seconds",
+            fix="look at the other ranks' messages; a larger timeout if a step is that slow",
+        )
+    return error(
+        "FXP504",
+        where=where,
+        why=f"the connection to another rank was lost: {cause}",
+        fix="look at the other ranks' messages: one of them ended first",
+    )
 
 
 def problems_of(problems: Sequence[Problem]) -> bytes:

@@ -79,12 +79,21 @@ class Distributed:
             handle.work = None
         return handle.tensor
 
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """An all-gather of a few integers."""
+    def begin_exchange(self, row: Sequence[int]) -> tuple[Any, list[torch.Tensor]]:
+        """Start an all-gather of a few integers; it runs on the backend's own thread."""
         mine = torch.tensor(row, dtype=torch.int64)
         parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._finish(dist.all_gather(parts, mine, group=self._control, async_op=True))
+        return dist.all_gather(parts, mine, group=self._control, async_op=True), parts
+
+    def end_exchange(self, handle: tuple[Any, list[torch.Tensor]]) -> list[list[int]]:
+        """Wait for the all-gather, bounded."""
+        work, parts = handle
+        self._finish(work)
         return [part.tolist() for part in parts]
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """An all-gather of a few integers."""
+        return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """An all-gather of lengths, then of messages padded to the longest."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import ProgramSpec
-from fxpart.runtime.agreement import merge, problems_of
+from fxpart.runtime.agreement import lost, merge, problems_of
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.executor import Executor, Failure, Feed
 from fxpart.runtime.links import edges, torch_dtype
-from fxpart.runtime.transport import Transport
+from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.lower import lower
@@ -71,9 +71,18 @@ class Engine:
         self.broken: str | None = None
 
     def run(
-        self, cut: Cut, keys: Sequence[int], *, train: bool, keep_outputs: bool = False
+        self,
+        cut: Cut,
+        keys: Sequence[int],
+        *,
+        train: bool,
+        gate: Callable[[], None],
+        keep_outputs: bool = False,
     ) -> Result:
-        """Forward all microbatches and, to train, backward; gradients add up in the parameters."""
+        """Forward all microbatches and, to train, backward; gradients add up in the parameters.
+
+        gate: returns once all ranks are known to run the same step, or raises.
+        """
         if self.broken is not None:
             raise error(
                 "FXP504",
@@ -83,14 +92,18 @@ class Engine:
             )
         executors = self._get(len(cut.rows), train, keep_outputs)
         try:
-            self._drive(executors, cut, keys)
-            result = self._conclude(executors, cut)
-        except FxpartError:
+            self._drive(executors, cut, keys, gate)
+            return self._conclude(executors, cut)
+        except FxpartError as cause:
+            if any(executor.lost for executor in executors):
+                self.broken = cause.problems[0].why
             raise
+        except (TransferTimeoutError, PeerLostError) as cause:
+            self.broken = str(cause)
+            raise lost(self._transport.local[0], "the end of a step", cause) from cause
         except BaseException as cause:
-            self.broken = self.broken or type(cause).__name__
+            self.broken = type(cause).__name__
             raise
-        return result
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[Executor]:
         key = (microbatches, keep_outputs)
@@ -113,23 +126,22 @@ class Engine:
             ]
         return self._executors[key]
 
-    def _drive(self, executors: list[Executor], cut: Cut, keys: Sequence[int]) -> None:
+    def _drive(
+        self, executors: list[Executor], cut: Cut, keys: Sequence[int], gate: Callable[[], None]
+    ) -> None:
         """Step the local ranks in turn until all are through."""
-        runs = {e: e.run(self._feed(e.rank, cut, keys)) for e in executors}
+        runs = {e: e.run(self._feed(e.rank, cut, keys), gate) for e in executors}
         done = object()
-        try:
-            while runs:
-                before = [e.position for e in runs]
-                waiting = list(runs)
-                for executor in waiting:
-                    if next(runs[executor], done) is done:
-                        del runs[executor]
-                if len(runs) == len(waiting) and before == [e.position for e in runs]:
-                    stuck = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in runs)
-                    raise error("FXP901", where=stuck, why="no rank can go on", fix="")
-        except FxpartError as cause:
-            self.broken = str(cause.problems[0].why)
-            raise
+        while runs:
+            before = [e.position for e in runs]
+            waiting = list(runs)
+            for executor in waiting:
+                if next(runs[executor], done) is done:
+                    del runs[executor]
+            if len(runs) == len(waiting) and before == [e.position for e in runs]:
+                stuck = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in runs)
+                self.broken = "no rank could go on"
+                raise error("FXP901", where=stuck, why="no rank can go on", fix="")
 
     def _feed(self, rank: int, cut: Cut, keys: Sequence[int]) -> Feed:
         used, device = self._used[rank], self._devices[rank]

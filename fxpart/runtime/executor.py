@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpart.errors import FxpartError, error
 from fxpart.program import ProgramSpec
+from fxpart.runtime.agreement import lost
 from fxpart.runtime.inbox import Inbox, Message
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.shapes import Sizes, shape
@@ -123,38 +124,56 @@ class Executor:
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
         self.failure: Failure | None = None
+        self.lost = False
         self._instructions = self._prepare(schedule.ranks[rank])
+        # While the ranks compare their batches, one that waits for nobody may begin; but not where
+        # a forward leaves traces (buffers), lest a refused batch leave some.
+        self._alone = int(
+            bool(self._instructions)
+            and self._instructions[0].action.kind is Kind.F
+            and not self._instructions[0].awaits
+            and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
+        )
 
-    def run(self, feed: Feed) -> Iterator[None]:
+    def run(self, feed: Feed, gate: Callable[[], None]) -> Iterator[None]:
         """Execute one step; yields whenever a message is not there yet (in-process only).
 
-        Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is kept in
-        ``failure`` instead.
+        gate: returns once all ranks are known to run the same step, or raises; nothing is sent or
+        received before. Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is
+        kept in ``failure`` instead.
         """
         self._feed = feed
         self.losses, self.outputs, self.failure = {}, {}, None
         self._cells.clear()
-        for inbox in self._inboxes:
-            inbox.begin(feed.sizes)
         for position, instruction in enumerate(self._instructions):
             self.position = position
+            if position == self._alone:
+                gate()
+                for inbox in self._inboxes:
+                    inbox.begin(feed.sizes)
             for inbox, index, _ in instruction.awaits:
                 while not inbox.ready(index):
                     yield
             try:
-                if self.failure is None:
-                    try:
-                        instruction.do()
-                        continue
-                    except (TransferTimeoutError, PeerLostError):
-                        raise
-                    except Exception as cause:
-                        self.failure = Failure(self.rank, instruction.action, cause)
-                        self._cells.clear()
-                instruction.drain()
+                self._execute(instruction)
             except (TransferTimeoutError, PeerLostError) as cause:
                 raise self._lost(instruction.action, cause) from cause
+        if len(self._instructions) <= self._alone:
+            gate()
         self.position = len(self._instructions)
+
+    def _execute(self, instruction: _Instruction) -> None:
+        """Do it, or after a failure only what other ranks wait for."""
+        if self.failure is None:
+            try:
+                instruction.do()
+                return
+            except (TransferTimeoutError, PeerLostError):
+                raise
+            except Exception as cause:
+                self.failure = Failure(self.rank, instruction.action, cause)
+                self._cells.clear()
+        instruction.drain()
 
     def finish(self) -> None:
         """Wait for the last sends; call it when all ranks are known to have received."""
@@ -369,23 +388,9 @@ class Executor:
         return _Instruction(action, (), do, drain)
 
     def _lost(self, action: Action, cause: TransferTimeoutError | PeerLostError) -> FxpartError:
-        where = (
-            f"rank {self.rank}, stage {action.stage}, action {action}, "
-            f"microbatch {action.microbatch}"
-        )
-        if isinstance(cause, TransferTimeoutError):
-            return error(
-                "FXP503",
-                where=where,
-                why=f"nothing came or went for {cause.seconds:g} seconds",
-                fix="look at the other ranks' messages; a larger timeout if a step is that slow",
-            )
-        return error(
-            "FXP504",
-            where=where,
-            why=f"the connection to another rank was lost: {cause}",
-            fix="look at the other ranks' messages: one of them ended first",
-        )
+        self.lost = True
+        what = f"stage {action.stage}, action {action}, microbatch {action.microbatch}"
+        return lost(self.rank, what, cause)
 
 
 def _nothing() -> None:

@@ -68,6 +68,14 @@ class InProcess:
         # A fresh tensor object: a consumer's requires_grad and grad are its own.
         return tensor.detach().to(handle.device)
 
+    def begin_exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """One process: its own row."""
+        return [list(row)]
+
+    def end_exchange(self, handle: list[list[int]]) -> list[list[int]]:
+        """One process: its own row."""
+        return handle
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """One process: its own row."""
         return [list(row)]

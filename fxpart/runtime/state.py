@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -148,7 +149,7 @@ class ModelState:
 
 
 def _tensor(module: nn.Module, attribute: str) -> torch.Tensor:
-    tensor = getattr(module, attribute)
+    tensor = attrgetter(attribute)(module)
     assert isinstance(tensor, torch.Tensor), "stage state is tensors"
     return tensor
 

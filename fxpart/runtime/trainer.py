@@ -12,7 +12,7 @@ from torch import nn
 from fxpart.errors import error
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
-from fxpart.runtime.agreement import agree
+from fxpart.runtime.agreement import Pending, agree
 from fxpart.runtime.batch import Cut, Reader
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.gradients import clip, sum_ties, tied
@@ -104,13 +104,14 @@ class Trainer:
             raise error(
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
-        cut = self._read(self._reader, batch, "training")
+        read = self._read(self._reader, batch, "training")
         if self._stale or self._summed:
             self.zero_grad()
         try:
-            loss = self._engine.run(cut, self._keys(cut), train=True).loss
+            cut = read.value
+            loss = self._engine.run(cut, self._keys(cut), train=True, gate=read.confirm).loss
         except BaseException:
-            self._stale = True
+            self._stale = self._stale or read.confirmed
             raise
         self.calls += 1
         assert loss is not None
@@ -140,8 +141,9 @@ class Trainer:
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
         reader, engine = self._evaluator()
-        cut = self._read(reader, batch, "evaluation")
-        loss = engine.run(cut, self._keys(cut), train=False).loss
+        read = self._read(reader, batch, "evaluation")
+        cut = read.value
+        loss = engine.run(cut, self._keys(cut), train=False, gate=read.confirm).loss
         if loss is None:
             raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
         return loss
@@ -210,12 +212,12 @@ class Trainer:
     def _keys(self, cut: Cut) -> list[int]:
         return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
 
-    def _read(self, reader: Reader, batch: Any, mode: str) -> Cut:
+    def _read(self, reader: Reader, batch: Any, mode: str) -> Pending[Cut]:
         def read() -> tuple[Cut, str]:
             cut = reader.read(batch, self.microbatches)
             return cut, f"{mode} call {self.calls} {cut.describe()}"
 
-        return agree(self._transport, "the batches", read)
+        return Pending(self._transport, "the batches", read)
 
     def _evaluator(self) -> tuple[Reader, Engine]:
         if self._eval is None:

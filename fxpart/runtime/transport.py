@@ -63,8 +63,14 @@ class Transport(Protocol):
     def wait(self, handle: Any) -> torch.Tensor:
         """Finish a send or a receive and return its tensor; TransferTimeoutError, PeerLostError."""
 
+    def begin_exchange(self, row: Sequence[int]) -> Any:
+        """Give a few 63-bit integers; the handle is for ``end_exchange``."""
+
+    def end_exchange(self, handle: Any) -> list[list[int]]:
+        """Get the integers of every process, in order of rank."""
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Give a few 63-bit integers, get those of every process, in order of rank."""
+        """Both at once."""
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """Give a message of any length, get that of every process, in order of rank."""
