@@ -74,14 +74,15 @@ def compile(
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     _check_counts(batch_size, microbatches)
     wanted = microbatches if chosen is None else chosen.microbatches
-    captured = capture(
+    captured = _capture(
         model,
         example_inputs,
         example_kwargs,
+        microbatches=wanted,
+        ranks=len(request.cluster.devices),
         loss=loss,
         batch_size=batch_size if chosen is None else chosen.batch_size,
         batch_dims=batch_dims,
-        microbatch_size=_microbatch_size(batch_size, wanted, chosen),
     )
     granularity = str(request.constraints.get("granularity", "block"))
     if chosen is not None:
@@ -328,12 +329,37 @@ def _check_counts(batch_size: int | None, microbatches: int | None) -> None:
         raise FxpartError(problems)
 
 
-def _microbatch_size(
-    batch_size: int | None, microbatches: int | None, plan: Plan | None
-) -> int | None:
-    """The rows to capture at where the batch cannot be symbolic; None leaves it to capture."""
-    size = batch_size if plan is None else plan.batch_size
-    return None if size is None or microbatches is None else max(1, size // microbatches)
+def _capture(
+    model: nn.Module,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    microbatches: int | None,
+    ranks: int,
+    **options: Any,
+) -> Captured:
+    """Capture; where the batch cannot be symbolic, at the size of one microbatch.
+
+    Without a wish that size is a divisor of the batch that makes about two microbatches a rank.
+    """
+    captured = capture(model, inputs, kwargs, **options)
+    if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
+        return captured
+    batch = captured.batch_size
+    count = microbatches
+    if count is None:
+        count = max(m for m in range(1, min(batch, 2 * ranks) + 1) if batch % m == 0)
+    if batch % count:
+        raise error(
+            "FXP109",
+            where=f"microbatches={count}",
+            why=f"the model can only be captured at a fixed size, and {count} does not divide the "
+            f"batch of {batch}",
+            fix="choose a number that divides the batch",
+        )
+    if count == 1:
+        return captured
+    return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
 
 
 def _difference(planned: PlanModel, found: PlanModel) -> str:

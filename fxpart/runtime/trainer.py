@@ -83,6 +83,16 @@ class Trainer:
         if optimizer is not None:
             self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
 
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 where one process holds them all."""
+        return self._transport.local[0]
+
+    @property
+    def transport(self) -> Transport:
+        """What moves tensors and messages between the ranks."""
+        return self._transport
+
     # -- training -------------------------------------------------------------------------------
 
     def step(self, batch: Any, accumulate: bool = False) -> torch.Tensor:
