@@ -44,11 +44,22 @@ typecheck: $(STAMP)  ## mypy --strict
 	cd build/typecheck && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache --package fxpart
 
+DEMO := examples/gpt2_text.py:workload
+OUT := demo-out
 demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
-	$(BIN)/python examples/demo.py demo-out
+	mkdir -p $(OUT)
+	$(BIN)/fxpart plan $(DEMO) --cluster local:4 --constraint stages=4 -o $(OUT)/plan.json
+	$(BIN)/fxpart train $(DEMO) --plan $(OUT)/plan.json --nproc 4 --steps 40 --lr 0.001
+	$(BIN)/fxpart verify $(DEMO) --plan $(OUT)/plan.json
+	$(BIN)/fxpart export $(DEMO) --plan $(OUT)/plan.json -o $(OUT)/program
+	$(BIN)/fxpart report $(OUT)/plan.json -o $(OUT)/report.html
+	@printf '%s\n' '' 'What there is now:' \
+		'  $(OUT)/plan.json    every decision, its cost and its proof: fxpart explain $(OUT)/plan.json' \
+		'  $(OUT)/program/     the Python that each rank runs, its actions, a manifest with digests' \
+		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 bench: $(STAMP)  ## every figure that the README quotes
-	for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	for file in tests/benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:  ## remove what the targets made, the environment too
 	rm -rf .venv build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

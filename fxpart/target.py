@@ -25,19 +25,20 @@ _FORM = "name it as file.py:function or package.module:function"
 class Workload:
     """A model with what belongs to training it; everything but the model may be left out.
 
-    example_inputs: positional inputs, a tuple; example_kwargs: inputs by name, a dict. loss: a
-    function of (output, batch) as :func:`fxpart.compile` takes it. data: batches, each a tuple or
-    a dict as the example is, or a function that returns them anew. batch_size: samples in a
-    global batch. optimizer: what :func:`fxpart.compile` takes.
+    example: one batch, a tuple of positional inputs or a dict of inputs by name, with the targets
+    of the loss last or under its parameter names. loss: a function of the output and the targets.
+    data: batches like the example, or a function that returns them anew. batch_size: samples in a
+    global batch. optimizer: a name, class, instance or factory. example_kwargs: inputs by name
+    beside a tuple. All as :func:`fxpart.compile` takes them.
     """
 
     model: nn.Module
-    example_inputs: tuple[Any, ...] | None = None
-    example_kwargs: dict[str, Any] | None = None
+    example: tuple[Any, ...] | dict[str, Any] | None = None
     loss: Callable[..., Any] | None = None
     data: Iterable[Any] | Callable[[], Iterable[Any]] | None = field(default=None, repr=False)
     batch_size: int | None = None
     optimizer: Any = None
+    example_kwargs: dict[str, Any] | None = None
 
     def batches(self) -> Iterable[Any] | None:
         """The data from its start; None where there is none."""
@@ -71,10 +72,8 @@ def as_workload(result: object, where: str) -> Workload:
         return Workload(result)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module):
         model, example = result
-        if isinstance(example, dict):
-            return Workload(model, example_kwargs=example)
-        if isinstance(example, (tuple, list)):
-            return Workload(model, example_inputs=tuple(example))
+        if isinstance(example, (tuple, list, dict)):
+            return Workload(model, example if isinstance(example, dict) else tuple(example))
         raise _wrong(where, f"beside the model it returns a {_kind(example)}")
     raise _wrong(where, f"it returns a {_kind(result)}")
 

@@ -40,16 +40,16 @@ def _batch():
 
 def net():
     torch.manual_seed(0)
-    return fxpart.Workload(Net(), example_inputs=_batch(), loss=nn.functional.cross_entropy)
+    return fxpart.Workload(Net(), example=_batch(), loss=nn.functional.cross_entropy)
 
 def with_data():
     torch.manual_seed(0)
-    return fxpart.Workload(Net(), example_inputs=_batch(), loss=nn.functional.cross_entropy,
+    return fxpart.Workload(Net(), example=_batch(), loss=nn.functional.cross_entropy,
                            data=[_batch()] * 2, optimizer=torch.optim.SGD)
 
 def short_data():
     work = with_data()
-    return fxpart.Workload(work.model, example_inputs=work.example_inputs, loss=work.loss,
+    return fxpart.Workload(work.model, example=work.example, loss=work.loss,
                            data=iter([_batch()]))
 
 def broken_data():
@@ -57,7 +57,7 @@ def broken_data():
         yield _batch()
         raise KeyError("no more files")
     work = with_data()
-    return fxpart.Workload(work.model, example_inputs=work.example_inputs, loss=work.loss,
+    return fxpart.Workload(work.model, example=work.example, loss=work.loss,
                            data=data)
 
 def refuses():

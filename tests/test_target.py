@@ -24,7 +24,7 @@ def model(): return nn.Linear(3, 3)
 def pair(): return nn.Linear(3, 3), example
 def listed(): return nn.Linear(3, 3), [torch.zeros(2, 3)]
 def named(): return nn.Linear(3, 3), {"input": example[0]}
-def workload(): return fxpart.Workload(nn.Linear(3, 3), example_inputs=example, batch_size=4)
+def workload(): return fxpart.Workload(nn.Linear(3, 3), example=example, batch_size=4)
 def optional(width=3): return nn.Linear(width, 3)
 class Net(nn.Linear):
     def __init__(self): super().__init__(3, 3)
@@ -65,8 +65,8 @@ def file(tmp_path: Path) -> Iterator[str]:
 def test_forms(file: str, name: str) -> None:
     found = load_target(f"{file}:{name}")
     assert isinstance(found.model, nn.Linear)
-    assert (found.example_inputs is not None) == (name in ("pair", "listed", "workload"))
-    assert (found.example_kwargs is not None) == (name == "named")
+    kinds = {"pair": tuple, "listed": tuple, "workload": tuple, "named": dict}
+    assert type(found.example) is kinds.get(name, type(None))
     assert found.batch_size == (4 if name == "workload" else None)
 
 

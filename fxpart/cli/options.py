@@ -50,7 +50,7 @@ class Request:
             return compile(
                 workload.model,
                 self.cluster,
-                example_inputs=workload.example_inputs,
+                example_inputs=workload.example,
                 example_kwargs=workload.example_kwargs,
                 loss=workload.loss,
                 batch_size=self.batch_size or workload.batch_size,
