@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alpha:
-    """Latencies in seconds: a collective's start, a hop in a machine, one between machines, a switch."""
+    """Seconds: a collective's start, a hop in a machine, one between machines, a switch."""
 
     base: float = 8.4e-6
     intra: float = 3.4e-6
@@ -35,7 +35,7 @@ TREE = Alpha(base=0.0, intra=28e-6, inter=28e-6)
 def ring_all_reduce(
     n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
 ) -> float:
-    """Seconds to sum ``size`` bytes over all ranks and leave the sum on each, around a ring."""
+    """Seconds to sum ``size`` bytes over all ranks, the sum left on each, around a ring."""
     steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + 2 * (n - 1) / n * size * beta
 
@@ -43,7 +43,7 @@ def ring_all_reduce(
 def tree_all_reduce(
     n: int, m: int, size: float, beta: float, alpha: Alpha = TREE, hops: int = 0
 ) -> float:
-    """Seconds to sum ``size`` bytes over all ranks and leave the sum on each, up and down a tree."""
+    """Seconds to sum ``size`` bytes over all ranks, the sum left on each, along a tree."""
     steps = 2 * (n / m - 1) * alpha.intra + log2(m) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + 2 * size * beta
 
@@ -66,7 +66,7 @@ def reduce_scatter(
 def all_to_all(
     n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
 ) -> float:
-    """Seconds until each rank has given each other its part of the n-th of ``size`` that it held."""
+    """Seconds until each rank has given every other its part of its n-th of ``size``."""
     return all_gather(n, m, size / n, beta, alpha, hops)
 
 
@@ -116,7 +116,7 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
 
 
 def _latencies(links: tuple[Link, ...]) -> Alpha:
-    """The links' latencies as start plus hop: the start is NCCL's, or less where a link is faster."""
+    """The links' latencies as start plus hop: NCCL's start, or less where a link is faster."""
     base = min(RING.base, *(link.latency for link in links))
     near = [link.latency - base for link in links if link.kind != "net"]
     far = [link.latency - base for link in links if link.kind == "net"]

@@ -1,4 +1,4 @@
-"""FLOPs of the ops that multiply and add: two for each multiply-add, as torch's FlopCounterMode counts.
+"""FLOPs of the ops that multiply and add: two for each pair, as torch's FlopCounterMode counts.
 
 Everything else is bound by memory and counts none. Each rule gives the forward's FLOPs and which
 inputs are factors: a backward does the forward's work once for each factor that needs a gradient.
@@ -78,7 +78,7 @@ def _einsum(op: OpSpec, backward: bool) -> Size:
 
 
 def _letters(terms: list[str], shapes: list[tuple[Size, ...]]) -> tuple[list[str], dict[str, Size]]:
-    """The terms with ``...`` written as digits counted from the right, and the size of each letter."""
+    """Terms with ``...`` written as digits counted from the right, and each letter's size."""
     named = []
     sizes: dict[str, Size] = {}
     for term, shape in zip(terms, shapes, strict=True):

@@ -23,12 +23,12 @@ SOURCE = "roofline"
 
 @dataclass(frozen=True)
 class Roofline:
-    """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch, per op; links by latency and bandwidth."""
+    """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links."""
 
     name: ClassVar[str] = SOURCE
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
-        """The op on the device; its shapes must be numbers. Views, and backwards of none, are free."""
+        """The op, its shapes numbers, on the device. Views, and backwards of none, are free."""
         moved = float(traffic(op, backward))
         if (backward and not op.gradients) or (is_free(op) and not moved):
             return Cost(0.0, source=SOURCE)
@@ -52,7 +52,7 @@ class Roofline:
 def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
     """FLOP/s for the op's dtype, and a note where the device gives none for it.
 
-    Without one the float32 rate stands in, or the slowest there is: never faster than what is known.
+    Without one the float32 rate stands in, or the slowest there is.
     """
     used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
     dtype = "float8" if used.startswith("float8") else used

@@ -34,7 +34,8 @@ _MAYBE_COPIES = frozenset(
 _NOTHING = frozenset(
     """empty empty_like new_empty empty_strided new_empty_strided sym_size sym_numel sym_stride
     sym_storage_offset size _assert_tensor_metadata _assert_async _assert_scalar
-    sym_constrain_range sym_constrain_range_for_size scalar_tensor _local_scalar_dense item""".split()
+    sym_constrain_range sym_constrain_range_for_size scalar_tensor _local_scalar_dense item
+    """.split()
 )
 _FILLS = frozenset(
     """arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full linspace

@@ -67,7 +67,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @staticmethod
     def parse(text: str | Path | Cluster) -> Cluster:
-        """A cluster from a preset, from "auto", or from a .toml or .json file; clusters pass through.
+        """A cluster from a preset, "auto", or a .toml or .json file; clusters pass through.
 
         Presets: "local:4" (this host), "8xh100" (devices x model), "16x8xh100" (hosts x devices x
         model). Raises FXP401 (file), FXP402 (content) or FXP404 (no such preset).
@@ -78,7 +78,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @staticmethod
     def auto() -> Cluster:
-        """What is here: torchrun's ranks if it started us, else this host's GPUs, else its cores."""
+        """torchrun's ranks if it started us, else this host's GPUs, else its cores."""
         from fxpart.cluster_io.detect import detect
 
         return detect()
@@ -98,7 +98,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def hash(self) -> str:
-        """The SHA-256 of the canonical JSON, in hex: equal clusters, and only they, are equal here."""
+        """The SHA-256 of the canonical JSON, in hex."""
         from fxpart.cluster_io.files import digest
 
         return digest(self)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's shape (numbers or sympy expressions in the graph's symbols) and dtype ("float32")."""
+    """A tensor's shape (numbers or expressions in the graph's symbols) and dtype ("float32")."""
 
     shape: tuple[Size, ...]
     dtype: str
@@ -40,7 +40,7 @@ class OpSpec:
 
     @property
     def key(self) -> str:
-        """The name that rules go by: "addmm" for aten.addmm_.default, with the namespace for others."""
+        """The name that rules go by: "addmm" for aten.addmm_.default, "x.f" for others' ops."""
         namespace, _, rest = self.name.partition(".")
         base = rest.split(".")[0] if rest else namespace
         base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
@@ -77,7 +77,7 @@ class CostModel(Protocol):
         ...
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """A change of placement of a tensor of ``size`` bytes in all over a group; identity is free.
+        """A change of placement of a tensor of ``size`` bytes in all; identity is free.
 
         Placements are "replicate", "partial" and "shard(dim)". links: the group as a ring, from
         each rank to the next; so their number is that of the ranks.

@@ -1,4 +1,4 @@
-"""Which optimizer is meant, and how much state the real class keeps for parameters of given shapes."""
+"""Which optimizer is meant, and how much state the real class keeps for given shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptimizerChoice:
 
 
 def choose(optimizer: object = "adamw") -> OptimizerChoice:
-    """The optimizer that a name, class, instance, partial or factory ``parameters -> optimizer`` means.
+    """The optimizer that a name, class, instance, partial or ``parameters -> optimizer`` means.
 
     An instance stands for its class with its defaults. Raises FXP109 for anything else.
     """

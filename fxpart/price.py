@@ -1,4 +1,4 @@
-"""Price a graph on a cluster: the torch edge of planning, from an annotated graph to pure numbers."""
+"""Price an annotated graph on a cluster: the torch edge of planning, from graph to numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpart import costmodels
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.pricing.memory import Workspace, activations, crossing, kept_storages
+from fxpart.pricing.memory import Workspace, crossing, storages
 from fxpart.pricing.places import RESERVE, kinds, limits
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
@@ -44,7 +44,7 @@ def price(
 
     graph: with blocks and what autograd saves (level ANNOTATED). batch_size: rows of one step.
     microbatches: a number, or None to let the solver choose. optimizer: as
-    :func:`fxpart.optimizers.choose` takes it. max_stages: at most the devices (None) and the blocks.
+    :func:`fxpart.optimizers.choose` takes it. max_stages: None for as many as there are devices.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
@@ -64,11 +64,10 @@ def price(
     cuts = variants(captured, batch_size, microbatches, most)
     state = weights(graph.graph, captured, trained, choice)
     pricer = _Pricer(graph.graph, specs, model, devices, state, len(blocks))
-    values = pricer.values
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
         devices=tuple(limits(cluster, model)),
-        values=values,
+        values=pricer.values,
         weights=state,
         variants=tuple(pricer.variant(split, Sizes(captured, split)) for split in cuts),
         step=tuple(step_seconds(state, len(blocks), device) for device in devices),
@@ -76,6 +75,7 @@ def price(
         schedules=schedules,
         min_stages=min_stages,
         max_stages=max(most, 1),
+        kept=pricer.storages.pairs,
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
 
@@ -105,7 +105,7 @@ class _Pricer:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))
                 self._node_block.append(block)
         self.values, self._value_bytes = crossing(graph, specs)
-        self._kept = kept_storages(graph)
+        self.storages = storages(graph, blocks)
         self._workspace = Workspace(graph, specs, blocks)
         gradients = np.zeros(blocks)
         for weight in state:
@@ -120,9 +120,10 @@ class _Pricer:
             microbatches=split.microbatches,
             forward=tuple(forward for forward, _ in rows),
             backward=tuple(backward for _, backward in rows),
-            activation=activations(self._kept, self.blocks, sizes),
+            activation=self.storages.activation(sizes),
             workspace=self._workspace.bytes(sizes),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
+            kept_bytes=self.storages.kept_bytes(sizes),
         )
         self.unknown |= sizes.unknown
         return variant

@@ -1,4 +1,4 @@
-"""This host as a cluster: torchrun's ranks, GPUs by nvidia-smi, otherwise CPU ranks that share it."""
+"""This host as a cluster: torchrun's ranks, GPUs by nvidia-smi, otherwise CPU ranks."""
 
 from __future__ import annotations
 

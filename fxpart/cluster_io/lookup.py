@@ -44,7 +44,7 @@ class Links:
         )
 
     def group(self, name: str) -> str:
-        """The device's name if a link names it, otherwise its host: equal groups have equal links."""
+        """The device's name if a link names it, else its host: equal groups have equal links."""
         return name if name in self._named else self._forms(name)[1]
 
     def _forms(self, name: str) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Bytes by block: what autograd keeps, what crosses between blocks, and what lives only for a while."""
+"""Bytes by block: what autograd keeps, what crosses, and what lives only for a while."""
 
 from __future__ import annotations
 
@@ -14,48 +14,64 @@ from fxpart.costmodels.sizes import tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
-from fxpart.solver.problem import Value
+from fxpart.solver.problem import Kept, Value
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
 
 
 @dataclass(frozen=True)
-class KeptStorage:
-    """A storage that autograd keeps: its bytes, the block that makes it (-1: an input), and those that keep it."""
+class Storages:
+    """What autograd keeps, as expressions in bytes.
 
-    size: Size
-    producer: int
-    blocks: tuple[int, ...]
+    own: by block, storages that only this block has to do with, and inputs that it saves. shared:
+    by pair (the block that makes it, the first later block that saves it).
+    """
+
+    own: tuple[tuple[Size, ...], ...]
+    shared: dict[tuple[int, int], tuple[Size, ...]]
+
+    @property
+    def pairs(self) -> tuple[Kept, ...]:
+        """The pairs of ``shared`` in its order."""
+        return tuple(Kept(producer=a, user=b) for a, b in self.shared)
+
+    def activation(self, sizes: Sizes) -> tuple[int, ...]:
+        """Bytes of ``own`` by block."""
+        return tuple(sum(map(sizes.number, row)) for row in self.own)
+
+    def kept_bytes(self, sizes: Sizes) -> tuple[int, ...]:
+        """Bytes of ``shared`` by pair."""
+        return tuple(sum(map(sizes.number, row)) for row in self.shared.values())
 
 
-def kept_storages(graph: fx.Graph) -> tuple[KeptStorage, ...]:
-    """Every storage that some block's backward needs, once."""
-    nodes = {node.name: node for node in graph.nodes}
+def storages(graph: fx.Graph, blocks: int) -> Storages:
+    """Every storage that some block's backward needs, once for each place that has to hold it.
+
+    A storage that its own block saves is held wherever that block is; a later stage that saves it
+    too has received it. An input counts in every block that saves it.
+    """
+    home = {node.name: annotation(node).block for node in graph.nodes}
     found: dict[int, tuple[Size, str, set[int]]] = {}
     for node in graph.nodes:
         notes = annotation(node)
-        if notes.block is None:
-            continue
-        for saved in notes.saved:
-            _, _, blocks = found.setdefault(saved.storage, (saved.size, saved.source, set()))
-            blocks.add(notes.block)
-    result = []
-    for size, source, blocks in found.values():
-        made = nodes.get(source)
-        home = annotation(made).block if made is not None else min(blocks)
-        result.append(KeptStorage(size, -1 if home is None else home, tuple(sorted(blocks))))
-    return tuple(result)
-
-
-def activations(kept: Iterable[KeptStorage], blocks: int, sizes: Sizes) -> tuple[int, ...]:
-    """Bytes that each block keeps for its backward; a storage counts in every block that keeps it."""
-    total = [0] * blocks
-    for storage in kept:
-        amount = sizes.number(storage.size)
-        for block in storage.blocks:
-            total[block] += amount
-    return tuple(total)
+        if notes.block is not None:
+            for saved in notes.saved:
+                entry = found.setdefault(saved.storage, (saved.size, saved.source, set()))
+                entry[2].add(notes.block)
+    own: list[list[Size]] = [[] for _ in range(blocks)]
+    shared: dict[tuple[int, int], list[Size]] = {}
+    for size, source, users in found.values():
+        first, producer = min(users), home.get(source)
+        if producer is not None and producer < first:
+            shared.setdefault((producer, first), []).append(size)
+        elif producer is not None or not source:
+            own[first].append(size)
+        else:
+            for block in users:
+                own[block].append(size)
+    rows = {pair: tuple(shared[pair]) for pair in sorted(shared)}
+    return Storages(tuple(map(tuple, own)), rows)
 
 
 def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:

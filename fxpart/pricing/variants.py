@@ -20,14 +20,14 @@ MAX_VARIANTS = 16
 
 @dataclass(frozen=True)
 class Split:
-    """A batch cut into ``microbatches`` of ``size`` rows at most (near-even, as torch.tensor_split)."""
+    """A batch cut into ``microbatches`` of at most ``size`` rows (as torch.tensor_split)."""
 
     size: int
     microbatches: int
 
 
 def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Split, ...]:
-    """The cuts worth trying, by falling size: of those of equal size the one with fewest microbatches.
+    """The cuts worth trying, by falling size; of equal size the one with fewest microbatches.
 
     Where there are more than ``limit``: first divisors and multiples of ``stages`` that are powers
     of two apart, then other divisors, then the rest; one microbatch and single rows always.
@@ -48,7 +48,7 @@ def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Split
 
 
 def _counts(batch: int, stages: int) -> list[int]:
-    """Candidates for a batch too large to try every count: powers of two, their stage multiples, divisors."""
+    """Candidates for a large batch: powers of two, their stage multiples, divisors."""
     powers = [1 << k for k in range(batch.bit_length())]
     divisors = [d for d in range(1, int(batch**0.5) + 1) if batch % d == 0]
     counts = {*powers, *(p * stages for p in powers), *divisors, *(batch // d for d in divisors)}
@@ -99,7 +99,7 @@ class Sizes:
     """Sizes as numbers at one microbatch size; every expression is evaluated once."""
 
     def __init__(self, captured: Captured, split: Split) -> None:
-        """Batch symbols take the microbatch size, others (sequence length) their size at capture."""
+        """Batch symbols take the microbatch size, others their size at capture."""
         dims = {spec.name: spec.batch_dim for spec in captured.inputs}
         self._values: dict[str, int] = dict(captured.hints)
         for symbol, (name, dim) in captured.symbols.items():

@@ -9,10 +9,10 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from fxpart.costmodels.symbolic import flops
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpart.costmodels.symbolic import flops
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pipeline import KEY, Annotation
 from fxpart.pricing.specs import Specs, tensors_of
@@ -73,21 +73,33 @@ CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
     "matmul, one batch": (torch.matmul, (t(4, 3, 5), t(5, 7))),
     "matmul, same batch": (torch.matmul, (t(2, 4, 3, 5), t(2, 4, 5, 7))),
     "matmul, broadcast": (torch.matmul, (t(2, 1, 3, 5), t(1, 4, 5, 7))),
-    "einsum, attention": (lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b), (t(2, 3, 4, 5), t(2, 3, 6, 5))),
+    "einsum, attention": (
+        lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b),
+        (t(2, 3, 4, 5), t(2, 3, 6, 5)),
+    ),
     "einsum, dots": (lambda a, b: torch.einsum("...ij,jk->...ik", a, b), (t(2, 3, 4, 5), t(5, 6))),
     "einsum, implicit": (lambda a, b: torch.einsum("ij,jk", a, b), (t(4, 5), t(5, 6))),
     "einsum, summed alone": (lambda a, b: torch.einsum("ijx,jk->ik", a, b), (t(4, 5, 3), t(5, 6))),
-    "einsum, three": (lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (t(4, 5), t(5, 6), t(6, 7))),
+    "einsum, three": (
+        lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c),
+        (t(4, 5), t(5, 6), t(6, 7)),
+    ),
     "conv1d": (F.conv1d, (t(2, 3, 9), t(4, 3, 3), t(4))),
-    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), (t(2, 3, 9, 8), t(4, 3, 3, 3), t(4))),
+    "conv2d": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+        (t(2, 3, 9, 8), t(4, 3, 3, 3), t(4)),
+    ),
     "conv2d, one image": (F.conv2d, (t(3, 9, 8), t(4, 3, 3, 3), t(4))),
     "conv2d, dilated": (lambda x, w: F.conv2d(x, w, dilation=2), (t(2, 3, 9, 8), t(4, 3, 3, 3))),
     "conv2d, first layer": (F.conv2d, (t(2, 3, 9, 8, grad=False), t(4, 3, 3, 3), t(4))),
     "conv3d": (F.conv3d, (t(1, 2, 5, 6, 7), t(3, 2, 2, 2, 2))),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (t(2, 3, 5, 6), t(3, 4, 2, 2))),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        (t(2, 3, 5, 6), t(3, 4, 2, 2)),
+    ),
     "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), (t(2, 3, 5), t(3, 4, 2))),
     "pointwise": (lambda x: torch.nn.functional.gelu(x).softmax(-1).sum(0), (t(4, 5),)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
