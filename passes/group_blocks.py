@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.errors import error
 from fxpart.pipeline.annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
+from fxpart.pipeline.behaviour import BEHAVIOURS_KEY
 from fxpart.pipeline.block_names import block_names
 from fxpart.pipeline.cuts import closed_cuts, crossing, operations
 from fxpart.pipeline.edit import annotate
@@ -61,6 +62,7 @@ class GroupBlocks:
             for name, nodes in zip(block_names(blocks), blocks, strict=True)
         )
         graph_module.meta[NO_CUT_KEY] = ()
+        graph_module.meta.pop(BEHAVIOURS_KEY, None)
         return graph_module
 
     def _check(self) -> None:

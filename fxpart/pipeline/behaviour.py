@@ -23,6 +23,7 @@ from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.sizes import expression, nbytes, tensors
 
 Size = int | sympy.Expr
+BEHAVIOURS_KEY = "fxpart_behaviours"
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,18 @@ class Behaviour:
 class Walk:
     """Follows storages and gradients through a graph, node by node in order.
 
-    parts: per node its tensors. known: behaviours by signature.
+    parts: per node its tensors. known: behaviours by signature, kept in the graph's meta so that
+    the passes of one pipeline share them.
     """
 
-    root: torch.nn.Module
+    root: fx.GraphModule
     mode: AbstractContextManager[Any]
     parts: dict[fx.Node, list[Part]] = field(default_factory=dict)
-    known: dict[Hashable, Behaviour] = field(default_factory=dict)
     count: int = 0
+
+    def __post_init__(self) -> None:
+        """Take up what earlier passes observed."""
+        self.known: dict[Hashable, Behaviour] = self.root.meta.setdefault(BEHAVIOURS_KEY, {})
 
     def start(self, node: fx.Node) -> None:
         """An input or a piece of state: storage of its own."""

@@ -1,0 +1,126 @@
+"""A digest of a graph that is the same in every process and on every machine.
+
+It covers ops, their arguments, shapes, strides, dtypes, gradients, state names, inputs and blocks;
+not names of nodes, source lines, devices, addresses or the order in which symbols were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.pipeline import Annotation
+from fxpart.pipeline.edit import annotation, place, value
+from fxpart.pipeline.effects import is_op
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first node at which two graphs differ: its number, its place in each, and both lines.
+
+    A graph that ends before has "" for its place and line.
+    """
+
+    index: int
+    places: tuple[str, str]
+    lines: tuple[str, str]
+
+
+def fingerprint(graph_module: fx.GraphModule) -> str:
+    """SHA-256 in hex of the canonical lines of the graph."""
+    digest = hashlib.sha256()
+    for line in canonical_lines(graph_module):
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def canonical_lines(graph_module: fx.GraphModule) -> Iterator[str]:
+    """One line of text for each node, in order."""
+    writer = _Writer(graph_module)
+    for node in graph_module.graph.nodes:
+        yield writer.line(node)
+
+
+def describe_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
+    """Where two graphs first differ; None if their fingerprints are equal."""
+    sides = [list(zip(g.graph.nodes, canonical_lines(g), strict=True)) for g in (a, b)]
+    for index in range(max(map(len, sides))):
+        pair = [side[index] if index < len(side) else (None, "") for side in sides]
+        if pair[0][1] != pair[1][1]:
+            places = tuple("" if node is None else place(node) for node, _ in pair)
+            return Difference(index, (places[0], places[1]), (pair[0][1], pair[1][1]))
+    return None
+
+
+@dataclass
+class _Writer:
+    """Numbers nodes and symbols in order of appearance."""
+
+    root: torch.nn.Module
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+
+    def line(self, node: fx.Node) -> str:
+        """op, target, arguments -> value, gradient, block."""
+        self.numbers[node] = len(self.numbers)
+        known: Annotation = annotation(node)
+        parts = [node.op, self._target(node)]
+        if node.op in ("call_function", "output"):
+            parts += [self._text(node.args), self._text(dict(node.kwargs))]
+        if node.op != "output":
+            parts += ["->", self._text(value(node)), "grad" if known.requires_grad else ""]
+        parts.append("" if known.block is None else f"block {known.block}")
+        return " ".join(p for p in parts if p)
+
+    def _target(self, node: fx.Node) -> str:
+        """A name that does not depend on the process."""
+        if node.op == "get_attr":
+            attribute = attrgetter(str(node.target))(self.root)
+            kind = type(attribute).__name__ if isinstance(attribute, fx.GraphModule) else ""
+            body = fingerprint(attribute) if kind else ""
+            trained = "trained" if getattr(attribute, "requires_grad", False) else ""
+            return f"{node.target} {kind}{body}{trained}".strip()
+        return _callable_name(node.target)
+
+    def _text(self, item: Any) -> str:
+        """An argument or a value; exact for every type that a graph may hold."""
+        if isinstance(item, fx.Node):
+            return f"%{self.numbers[item]}"
+        if isinstance(item, torch.Tensor):
+            shape, strides = self._text(tuple(item.shape)), self._text(item.stride())
+            return f"{item.dtype}{shape}{strides}"
+        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._expression(item.node.expr)
+        if isinstance(item, (list, tuple)):
+            return "[" + ",".join(self._text(i) for i in item) + "]"
+        if isinstance(item, dict):
+            return "{" + ",".join(f"{k}:{self._text(v)}" for k, v in sorted(item.items())) + "}"
+        if isinstance(item, slice):
+            return f"slice({self._text([item.start, item.stop, item.step])})"
+        if isinstance(item, torch.device):
+            return "device"
+        if callable(item):
+            return _callable_name(item)
+        return f"{type(item).__name__}:{item!r}"
+
+    def _expression(self, expression: Any) -> str:
+        """A size with symbols named by order of appearance."""
+        for symbol in sorted(getattr(expression, "free_symbols", ()), key=lambda s: str(s)):
+            self.symbols.setdefault(symbol, sympy.Symbol(f"d{len(self.symbols)}", integer=True))
+        renamed = expression.xreplace(self.symbols) if self.symbols else expression
+        return str(renamed)
+
+
+def _callable_name(target: str | Callable[..., Any]) -> str:
+    """The name of an op, a function, or an input."""
+    if isinstance(target, str) or is_op(target):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
