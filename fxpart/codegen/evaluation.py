@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxpart.codegen.dataflow import is_op, where, writes
-from fxpart.codegen.placement import stages_of
+from fxpart.codegen.placement import STAGES_KEY, stages_of
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline import LEVEL_KEY, Level
 from fxpart.pipeline.edit import annotate, fork
@@ -48,6 +48,7 @@ def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
     for node, stage in stages.items():
         annotate(node, stage=stage)
     result.meta[LEVEL_KEY] = Level.ASSIGNED
+    result.meta[STAGES_KEY] = max(stages_of(train.graph).values(), default=0) + 1
     return result
 
 

@@ -10,7 +10,8 @@ import builtins
 import keyword
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,8 +75,9 @@ class Names:
             path = _path(target, where)
             if path.startswith("builtins."):
                 return path.removeprefix("builtins.")
-            self.modules.add(path.partition(".")[0])
-            short = path.removeprefix("torch.").removeprefix("ops.").removesuffix(".default")
+            self.modules.add("torch" if is_op(target) else path.partition(".")[0])
+            short = str(target) if is_op(target) else path.removeprefix("torch.")
+            short = short.removesuffix(".default")
             alias = identifier(short, self.taken)
             self.operations[alias] = path
             self._aliases[target] = alias
@@ -93,6 +95,8 @@ def _path(target: Any, where: str) -> str:
     if is_op(target):
         parts = str(target).split(".")
         if len(parts) == 3 and all(p.isidentifier() and p.isascii() for p in parts):
+            if keyword.iskeyword(parts[2]):  # aten.random has the overload "from"
+                return f'getattr(torch.ops.{parts[0]}.{parts[1]}, "{parts[2]}")'
             return ".".join(("torch", "ops", *parts))
         raise _refuse(where, f"operator {target} has a name that is no identifier")
     name = getattr(target, "__name__", "")
@@ -100,14 +104,22 @@ def _path(target: Any, where: str) -> str:
         if name and getattr(module, name, None) is target:
             if module is not builtins or name in _BUILTINS:
                 return f"{module.__name__}.{name}"
-    path: str | None = torch.overrides.resolve_name(target) if callable(target) else None
-    if path and path.startswith("torch.") and path.isascii():
+    if isinstance(target, Hashable) and target in _functions():
+        path = str(torch.overrides.resolve_name(target))
         found: Any = torch
         for part in path.split(".")[1:]:
             found = getattr(found, part, None) if part.isidentifier() else None
-        if found is target:
+        if found is target and path.startswith("torch.") and path.isascii():
             return path
     raise _refuse(where, f"{type(target).__name__} {target!r} is called")
+
+
+@cache
+def _functions() -> frozenset[Any]:
+    """torch's functions of tensors and symbolic numbers; nothing that touches files or modes."""
+    tables = torch.overrides.get_overridable_functions()
+    sizes = (torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_int, torch.sym_float)
+    return frozenset(f for functions in tables.values() for f in functions) | frozenset(sizes)
 
 
 def _refuse(where: str, why: str) -> FxpartError:

@@ -19,11 +19,11 @@ _RESERVED = frozenset(
 def identifier(text: str, taken: set[str], prefix: str = "") -> str:
     """A fresh ASCII identifier that resembles ``text``; it is added to ``taken``.
 
-    Other characters become underscores; keywords, builtins, names that start with a digit or with
-    two underscores (mangled inside a class) are changed; a number makes a repeated one unique.
+    Other characters become underscores; names that start with a digit or an underscore (two are
+    mangled inside a class) get a "v"; a number sets apart a repeated name, a keyword, a builtin.
     """
     name = prefix + re.sub(r"[^A-Za-z0-9_]", "_", text)
-    if not name or name[0].isdigit() or name.startswith("__"):
+    if not name or name[0].isdigit() or name[0] == "_":
         name = f"v{name}" if name.startswith("_") else f"v_{name}"
     base = name
     count = 0

@@ -13,6 +13,9 @@ from fxpart.codegen.dataflow import Writes, is_op, is_tuple, where
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.edit import annotation
 
+# graph.meta: how many stages there are, where some may have no op (evaluation).
+STAGES_KEY = "fxpart_stages"
+
 
 def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """The stage of every op.

@@ -13,7 +13,7 @@ from fxpart.capture.captured import Captured
 from fxpart.codegen.build import Crossing, StagePart, build_graph
 from fxpart.codegen.dataflow import Gradients, is_op, live, outputs_of, writes
 from fxpart.codegen.names import attributes, identifier
-from fxpart.codegen.placement import check, stages_of
+from fxpart.codegen.placement import STAGES_KEY, check, stages_of
 from fxpart.codegen.sizes import dim_text
 from fxpart.codegen.symbols import readable
 from fxpart.errors import error
@@ -80,7 +80,8 @@ class _Split:
         self.captured = captured
         self.block_names = [b.name for b in module.meta.get(BLOCKS_KEY, ())]
         self.stages = stages_of(self.graph)
-        self.count = max(self.stages.values(), default=0) + 1
+        used = max(self.stages.values(), default=0) + 1
+        self.count = max(used, module.meta.get(STAGES_KEY, 0))
         loss, *outputs = outputs_of(self.graph)
         kept = [o for o in outputs if isinstance(o, fx.Node)] if keep_outputs else []
         self.loss = loss if isinstance(loss, fx.Node) else None
