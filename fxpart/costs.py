@@ -70,7 +70,10 @@ class Cost:
 class CostModel(Protocol):
     """Three pure questions; every answer finite, not negative and deterministic."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name in the table; plans say it for each cost."""
+        ...
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op's forward (or its backward) on concrete local shapes on the device."""

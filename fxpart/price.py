@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from fxpart import costmodels
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Device
     from fxpart.costs import CostModel, OpSpec
 
-Schedules = tuple[Literal["gpipe", "1f1b"], ...]
+SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
 
 
 def price(
@@ -36,7 +37,7 @@ def price(
     batch_size: int,
     microbatches: int | None = None,
     optimizer: object = "adamw",
-    schedules: Schedules = ("1f1b",),
+    schedules: Sequence[str] = ("1f1b",),
     min_stages: int = 1,
     max_stages: int | None = None,
 ) -> tuple[PartitionProblem, dict[str, str]]:
@@ -72,12 +73,26 @@ def price(
         variants=tuple(pricer.variant(split, Sizes(captured, split)) for split in cuts),
         step=tuple(step_seconds(state, len(blocks), device) for device in devices),
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
-        schedules=schedules,
+        schedules=_schedules(schedules),
         min_stages=min_stages,
         max_stages=max(most, 1),
         kept=pricer.storages.pairs,
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
+
+
+def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
+    """The schedules of these names, in their order; FXP109 for others and for none."""
+    table = {name: name for name in SCHEDULES}
+    wrong = [name for name in names if name not in table]
+    if wrong or not names:
+        raise error(
+            "FXP109",
+            where=f"schedules={tuple(names)!r}",
+            why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
+            fix=f"some of {', '.join(SCHEDULES)}",
+        )
+    return tuple(table[name] for name in names)
 
 
 class _Pricer:
@@ -142,9 +157,11 @@ class _Pricer:
             backward = backward + self._accumulated / device.bandwidth
         return tuple(map(float, forward)), tuple(map(float, backward))
 
-    def _by_block(self, seconds: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def _by_block(self, seconds: list[float]) -> NDArray[np.float64]:
         each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)
-        return np.bincount(self._node_block, weights=each, minlength=self.blocks)
+        total = np.zeros(self.blocks)
+        np.add.at(total, self._node_block, each)
+        return total
 
 
 def _provenance(
