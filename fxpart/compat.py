@@ -156,3 +156,17 @@ def watch_casts() -> Iterator[list[tuple[torch.Tensor, torch.dtype]]]:
 
     with Watch():
         yield seen
+
+
+def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> torch.Tensor:
+    """A fake tensor like ``example`` in the mode, the chosen dims being symbols of its shape.
+
+    Uses FakeTensorMode's ``from_tensor`` and the contexts of
+    ``torch.fx.experimental.symbolic_shapes``; equal sizes share one symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    kinds = [DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
+    return fake
