@@ -42,7 +42,8 @@ typecheck: $(STAMP)  ## mypy --strict
 	mkdir -p build/typecheck/fxpart
 	ln -s $(CURDIR)/fxpart/* $(CURDIR)/passes $(CURDIR)/costmodels build/typecheck/fxpart/
 	cd build/typecheck && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache --package fxpart
+		--cache-dir $(CURDIR)/.mypy_cache --package fxpart \
+		| sed -E 's,^build/typecheck/,,; s,^fxpart/(passes|costmodels)/,\1/,'
 
 DEMO := examples/gpt2_text.py:workload
 OUT := demo-out

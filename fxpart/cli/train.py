@@ -72,7 +72,8 @@ def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:
         return None
     from fxpart.optimizers import choose
 
-    return partial(choose(request.optimizer or workload.optimizer or "adamw").make, lr=lr)
+    make: Any = choose(request.optimizer or workload.optimizer or "adamw").make
+    return partial(make, lr=lr)
 
 
 def _batches(request: Request, workload: Workload, program: Program) -> Iterator[Any]:
