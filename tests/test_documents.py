@@ -1,0 +1,58 @@
+"""README, CONTRIBUTING and the shipped pages name only what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fxpart.cli import VERBS
+from fxpart.errors import CODES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [*ROOT.glob("*.md"), *ROOT.glob("fxpart/docs/**/*.md"), *ROOT.glob("fxpart/errors.py")]
+)
+
+
+def read(page: str) -> str:
+    """The text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    verbs = re.findall(r"(?:^ {4}|`)fxpart (?!explain FXP)([a-z]+)\b", read(page), re.MULTILINE)
+    assert set(verbs) <= set(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_codes_exist(page: str) -> None:
+    assert set(re.findall(r"\bFXP\d{3}\b", read(page))) <= set(CODES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"(?m)^([a-z]+):", read("Makefile")))
+    assert set(re.findall(r"`make ([a-z]+)`|^ {4}make ([a-z]+)", read(page), re.MULTILINE)) <= {
+        pair for t in targets for pair in ((t, ""), ("", t))
+    }
+
+
+def test_paths_in_contributing_exist() -> None:
+    paths = re.findall(r"`((?:fxpart|passes|costmodels|tests)/[\w./]*)`", read("CONTRIBUTING.md"))
+    assert len(paths) > 15
+    missing = [p for p in paths if "my_" not in p and not (ROOT / p).exists()]
+    assert not missing
+
+
+def test_readme_lists_every_verb() -> None:
+    rows = re.findall(r"(?m)^\| `fxpart ([a-z]+)", read("README.md"))
+    assert sorted(rows) == sorted(VERBS)
+
+
+def test_ci_runs_the_tests() -> None:
+    assert "make test" in read(".ci/run")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
