@@ -8,14 +8,14 @@ from typing import Literal
 
 from fxpart.errors import error
 from fxpart.solver.brute import solve_brute
-from fxpart.solver.dp import EXACT
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.objective import Scorer
 from fxpart.solver.problem import PartitionProblem, Solution
 from fxpart.solver.search import Record, Search
 from fxpart.solver.validate import check_problem
 
-CLOSE = 0.01  # a proven gap up to this is "within gap"
+PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
+CLOSE = 0.01  # and up to this "within gap"
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
 
 
@@ -75,6 +75,6 @@ def _status(
 ) -> Literal["optimal", "within gap", "best found", "infeasible", "unknown"]:
     if objective == inf:
         return "infeasible" if bound == inf else "unknown"
-    if bound >= objective * (1 - EXACT):
+    if bound >= objective * (1 - PROVEN):
         return "optimal"
     return "within gap" if bound >= objective * (1 - CLOSE) else "best found"

@@ -60,7 +60,7 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Kept(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Storages that block ``producer`` makes and that the later block ``user`` is the first to save.
+    """Storages that block ``producer`` makes and the later block ``user`` is the first to save.
 
     A stage that holds both keeps them once for each microbatch in flight, however many of its
     blocks save them. A stage without the producer has received them: ``Value`` counts them there.
@@ -122,7 +122,7 @@ class Solution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown.
 
     objective, bound: seconds; infinite where there is no choice (bound stays finite if unknown).
-    status: "optimal" to a relative 1e-9, "within gap" to 1 %. candidates: the choice first, then
+    status: "optimal" to a relative 1e-6, "within gap" to 1 %. candidates: the choice first, then
     the best others that differ in number of stages, microbatches or schedule.
     """
 

@@ -97,8 +97,7 @@ def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
     flying = max(
         (
-            v.microbatches
-            * sum(map(sum, (v.activation, v.workspace, v.value_bytes, v.kept_bytes)))
+            v.microbatches * sum(map(sum, (v.activation, v.workspace, v.value_bytes, v.kept_bytes)))
             for v in problem.variants
         ),
         default=0,
