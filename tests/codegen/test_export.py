@@ -123,7 +123,7 @@ def test_a_changed_module_is_never_executed(built: Stages, tmp_path: Path) -> No
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
+@given(data=st.data())
 def test_any_flipped_byte_is_found(data: Any, built: Stages, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("program") / "a"
     write(built, folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_checkpoint_file(built: Stages, tmp_path: Path) -> None:
 
 def test_only_the_stages_tensors_are_read(built: Stages) -> None:
     class Watched(dict[str, torch.Tensor]):
-        read: set[str] = set()
+        read: ClassVar[set[str]] = set()
 
         def __getitem__(self, name: str) -> torch.Tensor:
             self.read.add(name)

@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_models import RandomModel, random_models, random_starts
@@ -14,9 +15,8 @@ from stage_runs import assigned, captured_of, check_equal, prepared, tensors
 from fxpart.codegen.dataflow import is_op, live, outputs_of, writes
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 
-SLOW = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(FEW, max_examples=40)
 
 
 def split_anyhow(data: Any, model: RandomModel) -> tuple[Any, Any, Any]:
@@ -27,8 +27,8 @@ def split_anyhow(data: Any, model: RandomModel) -> tuple[Any, Any, Any]:
     return captured, assigned(graph, starts), tensors(captured, batch)
 
 
-@SLOW
-@given(random_models(exact=True), st.data())
+@FEW
+@given(random_models(exact=True, longest=6), st.data())
 def test_exact_models_are_bit_equal(model: RandomModel, data: Any) -> None:
     captured, graph, inputs = split_anyhow(data, model)
     stages = check_equal(captured, graph, inputs, exact=True)
@@ -36,7 +36,18 @@ def test_exact_models_are_bit_equal(model: RandomModel, data: Any) -> None:
     one_owner(stages)
 
 
-@SLOW
+@pytest.mark.slow
+@MANY
+@given(random_models(exact=True), st.data())
+def test_more_exact_models_are_bit_equal(model: RandomModel, data: Any) -> None:
+    captured, graph, inputs = split_anyhow(data, model)
+    stages = check_equal(captured, graph, inputs, exact=True)
+    every_op_once(graph, stages)
+    one_owner(stages)
+
+
+@pytest.mark.slow
+@MANY
 @given(random_models(), st.data())
 def test_any_models_are_equal(model: RandomModel, data: Any) -> None:
     captured, graph, inputs = split_anyhow(data, model)
