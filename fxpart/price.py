@@ -83,8 +83,7 @@ def price(
 
 def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
     """The schedules of these names, in their order; FXP109 for others and for none."""
-    table = {name: name for name in SCHEDULES}
-    wrong = [name for name in names if name not in table]
+    wrong = [name for name in names if name not in SCHEDULES]
     if wrong or not names:
         raise error(
             "FXP109",
@@ -92,7 +91,7 @@ def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
             why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
             fix=f"some of {', '.join(SCHEDULES)}",
         )
-    return tuple(table[name] for name in names)
+    return tuple(known for name in names for known in SCHEDULES if known == name)
 
 
 class _Pricer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import sympy
@@ -60,6 +61,10 @@ def t(*shape: int, grad: bool = True) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=grad)
 
 
+def einsum(equation: str) -> Callable[..., torch.Tensor]:
+    return lambda *tensors: torch.einsum(equation, *tensors)
+
+
 CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
     "mm": (torch.mm, (t(3, 5), t(5, 7))),
     "mm, one gradient": (torch.mm, (t(3, 5, grad=False), t(5, 7))),
@@ -77,27 +82,27 @@ CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
         lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b),
         (t(2, 3, 4, 5), t(2, 3, 6, 5)),
     ),
-    "einsum, dots": (lambda a, b: torch.einsum("...ij,jk->...ik", a, b), (t(2, 3, 4, 5), t(5, 6))),
-    "einsum, implicit": (lambda a, b: torch.einsum("ij,jk", a, b), (t(4, 5), t(5, 6))),
-    "einsum, summed alone": (lambda a, b: torch.einsum("ijx,jk->ik", a, b), (t(4, 5, 3), t(5, 6))),
+    "einsum, dots": (einsum("...ij,jk->...ik"), (t(2, 3, 4, 5), t(5, 6))),
+    "einsum, implicit": (einsum("ij,jk"), (t(4, 5), t(5, 6))),
+    "einsum, summed alone": (einsum("ijx,jk->ik"), (t(4, 5, 3), t(5, 6))),
     "einsum, three": (
         lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c),
         (t(4, 5), t(5, 6), t(6, 7)),
     ),
     "conv1d": (F.conv1d, (t(2, 3, 9), t(4, 3, 3), t(4))),
     "conv2d": (
-        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+        partial(F.conv2d, stride=2, padding=1),
         (t(2, 3, 9, 8), t(4, 3, 3, 3), t(4)),
     ),
     "conv2d, one image": (F.conv2d, (t(3, 9, 8), t(4, 3, 3, 3), t(4))),
-    "conv2d, dilated": (lambda x, w: F.conv2d(x, w, dilation=2), (t(2, 3, 9, 8), t(4, 3, 3, 3))),
+    "conv2d, dilated": (partial(F.conv2d, dilation=2), (t(2, 3, 9, 8), t(4, 3, 3, 3))),
     "conv2d, first layer": (F.conv2d, (t(2, 3, 9, 8, grad=False), t(4, 3, 3, 3), t(4))),
     "conv3d": (F.conv3d, (t(1, 2, 5, 6, 7), t(3, 2, 2, 2, 2))),
     "conv_transpose2d": (
-        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        partial(F.conv_transpose2d, stride=2),
         (t(2, 3, 5, 6), t(3, 4, 2, 2)),
     ),
-    "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), (t(2, 3, 5), t(3, 4, 2))),
+    "conv_transpose1d": (partial(F.conv_transpose1d, stride=2), (t(2, 3, 5), t(3, 4, 2))),
     "pointwise": (lambda x: torch.nn.functional.gelu(x).softmax(-1).sum(0), (t(4, 5),)),
 }
 
