@@ -28,10 +28,11 @@ class Kind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    @property
-    def is_compute(self) -> bool:
-        """Whether the action runs a stage, rather than moving data."""
-        return self in (Kind.F, Kind.B, Kind.I, Kind.W)
+    is_compute: bool
+
+    def __init__(self, text: str) -> None:
+        """Whether the kind runs a stage (one letter) or moves data (a word)."""
+        self.is_compute = len(text) == 1
 
 
 @dataclass(frozen=True, slots=True)

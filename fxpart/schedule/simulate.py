@@ -148,7 +148,7 @@ def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timelin
             other = partner(action)
             spans.append(Span(rank, "send", action, start, end))
             spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, end))
-    spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, str(s.action)))
+    spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, s.action.stage, s.action.microbatch))
     ranks = len(schedule.ranks)
     busy = [0.0] * ranks
     for span in spans:

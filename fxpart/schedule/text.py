@@ -4,7 +4,7 @@
 
     fxpart-schedule 1f1b stages=2 microbatches=2 stage_rank=0,1
     0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
-    1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpart.schedule.action import Action, Schedule, parse
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _HEAD = re.compile(
-    rf"fxpart-schedule ({_NAME}) stages=([0-9]{1, 9}) microbatches=([0-9]{1, 9})"
+    "fxpart-schedule (" + _NAME + r") stages=([0-9]{1,9}) microbatches=([0-9]{1,9})"
     r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
 )
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")

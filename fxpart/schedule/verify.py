@@ -188,16 +188,20 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
         done: set[Action] = set()
         latest: dict[tuple[int, Kind], int] = {}
         for position, action in enumerate(actions):
-            where = _at(rank, position, action)
             for need in dependence.requires(action.plain):
                 # A receive waits for a send on another rank: executed in _deadlock.
                 if schedule.stage_rank[need.stage] == rank and need not in done:
-                    found.append(_problem(where, f"{need} has not been done before"))
+                    where, why = _at(rank, position, action), f"{need} has not been done before"
+                    found.append(_problem(where, why))
             done.add(action.plain)
             if action.kind.is_compute:
                 key = (action.stage, action.kind)
                 if action.microbatch < latest.get(key, -1):
-                    found.append(_problem(where, f"microbatch {latest[key]} came before it"))
+                    where, why = (
+                        _at(rank, position, action),
+                        f"microbatch {latest[key]} came before it",
+                    )
+                    found.append(_problem(where, why))
                 latest[key] = max(action.microbatch, latest.get(key, -1))
     return found
 
@@ -244,12 +248,16 @@ def _versions(schedule: Schedule, weights: Weights) -> list[Problem]:
     read: dict[tuple[int, int], int | None] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            where, key = _at(rank, position, action), (action.stage, action.microbatch)
+            why = ""
             if weights == "flush" or not action.kind.is_compute:
                 if action.version is not None:
-                    found.append(_problem(where, "it names a weight version where there is none"))
+                    why = "it names a weight version where there is none"
             elif action.version is None:
-                found.append(_problem(where, "it does not name the weight version it reads"))
-            elif read.setdefault(key, action.version) != action.version:
-                found.append(_problem(where, f"the forward read version {read[key]}"))
+                why = "it does not name the weight version it reads"
+            else:
+                first = read.setdefault((action.stage, action.microbatch), action.version)
+                if first != action.version:
+                    why = f"the forward read version {first}"
+            if why:
+                found.append(_problem(_at(rank, position, action), why))
     return found
