@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from fxpart.errors import error
 from fxpart.solver.brute import solve_brute
 from fxpart.solver.greedy import first_choices
+from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import Scorer
 from fxpart.solver.problem import PartitionProblem, Solution
 from fxpart.solver.search import Record, Search
 from fxpart.solver.validate import check_problem
+
+__all__ = ["Solver", "explain_infeasible", "solution", "solve"]
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
 CLOSE = 0.01  # and up to this "within gap"
@@ -24,7 +27,7 @@ def solve(
     *,
     time_limit: float = 30.0,
     seed: int = 0,
-    solver: Solver = "auto",
+    solver: str = "auto",
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds, its proven bound, and the runners-up.
 
@@ -34,7 +37,7 @@ def solve(
     Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
     """
     deadline = time.monotonic() + time_limit
-    if solver not in ("auto", "dp", "cp-sat", "brute") or not time_limit >= 0:
+    if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
             where=f"solve(solver={solver!r}, time_limit={time_limit!r})",

@@ -107,11 +107,24 @@ class Search:
             if exact or branch.bound >= self._target():
                 self._closed = min(self._closed, branch.bound)
                 continue
-            middle = (branch.low + branch.high) // 2
-            for low, high in ((branch.low, middle), (middle + 1, branch.high)):
-                half = _Branch(branch.bound, (*branch.order[:2], low), low, high)
-                heapq.heappush(self._open, half)
+            self._halve(branch)
         return True
+
+    def feasible(self) -> Choice | None:
+        """Any choice that fits, or None if there is none. Raises :class:`OutOfTime`."""
+        while self._open:
+            branch = heapq.heappop(self._open)
+            layers = self._layers(branch.order, branch.low, branch.high)
+            h = layers.run(inf, longest=True)
+            stages, least = layers.best(h)
+            if least == inf:
+                continue
+            units, _ = layers.walk(h, stages, inf, longest=True)
+            self._found(branch.order, units)
+            if self.record.choice is not None:
+                return self.record.choice
+            self._halve(branch)
+        return None
 
     def refine(self) -> None:
         """Look more closely at the promising choices of other kinds, while time is left."""
@@ -134,6 +147,13 @@ class Search:
                 Minimiser(layers, own.found).minimise(gap=_REFINED_GAP)
         except OutOfTime:
             return
+
+    def _halve(self, branch: _Branch) -> None:
+        assert branch.low < branch.high, "a single number of stages is never relaxed"
+        middle = (branch.low + branch.high) // 2
+        for low, high in ((branch.low, middle), (middle + 1, branch.high)):
+            half = _Branch(branch.bound, (*branch.order[:2], low), low, high)
+            heapq.heappush(self._open, half)
 
     def _target(self) -> float:
         return self.record.seconds * (1 - EXACT)

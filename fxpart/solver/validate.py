@@ -28,11 +28,12 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for name in ("blocks", "devices", "variants", "schedules", "step"):
         if not getattr(problem, name):
             yield name, "there is none"
-    if not 1 <= problem.min_stages <= problem.max_stages <= len(problem.devices):
+    if problem.min_stages < 1 or not 1 <= problem.max_stages <= len(problem.devices):
+        # more stages at least than at most is a request that nothing satisfies, not nonsense
         yield (
             "min_stages, max_stages",
-            f"1 <= {problem.min_stages} <= {problem.max_stages} <= {len(problem.devices)} devices "
-            "does not hold",
+            f"{problem.min_stages} and {problem.max_stages} are not within 1 and "
+            f"{len(problem.devices)} devices",
         )
     if any(not 0 <= b < n for b in problem.no_cut_after):
         yield "no_cut_after", f"a block is not one of 0 to {n - 1}"
