@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -13,7 +13,9 @@ from torch import fx
 
 from fxpart.errors import error
 from fxpart.pipeline.annotation import KEY, Level
+from fxpart.pipeline.autocast import Autocast, conversions
 from fxpart.pipeline.edit import add_call, annotation, fake_mode, place, value
+from fxpart.pipeline.effects import is_op
 
 _GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -24,8 +26,9 @@ class InlineRegions:
     """Replace region calls by their bodies.
 
     In a region without gradient, every outer value that could carry one is detached on the way in,
-    so that the same ops record nothing. A region that switches autocast off, or on for a device
-    that the graph does not use, is inlined as it is; one that casts is refused (FXP108).
+    so that the same ops record nothing. In a region under autocast, the conversions that it makes
+    are written out, those of a parameter once for the region, as its cache does; a composite op
+    that converts inside itself is refused (FXP108).
     """
 
     name: ClassVar[str] = "inline_regions"
@@ -59,63 +62,65 @@ def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
     return isinstance(attrgetter(str(node.target))(root), fx.GraphModule)
 
 
+@dataclass(frozen=True)
+class _Around:
+    """What holds inside a region: gradients on or off, autocast or none."""
+
+    grad: bool = True
+    autocast: Autocast | None = None
+
+
 @dataclass
 class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
-    detached: outer value -> its detached form, one for each value and region call.
+    detached: outer value -> its detached form. converted: (value, dtype) -> the shared conversion
+    of a parameter. ungraded: outer nodes made without gradient, which need no detaching.
     """
 
     root: fx.GraphModule
     call: fx.Node
     mode: AbstractContextManager[Any]
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    converted: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    ungraded: set[fx.Node] = field(default_factory=set)
 
     def inline(self) -> None:
         """Replace the call and the getitems on it."""
-        results = self.region(self.call, list(self.call.args), True, {})
+        results = self._region(self.call, self.call.args, _Around())
         for user in list(self.call.users):
             index = user.args[1] if len(user.args) > 1 else None
-            assert user.op == "call_function" and isinstance(index, int), (
-                "a region's tuple is taken apart"
-            )
+            assert isinstance(index, int), "a region's results are taken one by one"
             user.replace_all_uses_with(results[index])
             user.graph.erase_node(user)
         self.call.graph.erase_node(self.call)
 
-    def region(
-        self, call: fx.Node, args: Sequence[Any], grad: bool, inside: dict[fx.Node, bool]
-    ) -> list[Any]:
-        """The region's results as outer nodes.
-
-        args: the call's arguments, nodes being outer ones except the body. grad: whether gradients
-        are on around it. inside: outer nodes made under no_grad, which carry no gradient anyway.
-        """
+    def _region(self, call: fx.Node, args: Sequence[Any], around: _Around) -> list[Any]:
+        """The region's results as outer nodes; args: the call's arguments as outer nodes."""
         kind = _region(call)
         if kind == _GRAD:
             enabled, body, *operands = args
-            grad = bool(enabled)
+            around = replace(around, grad=bool(enabled))
         elif kind == _AUTOCAST:
-            device, dtype, enabled, _, body, *operands = args
-            if enabled and self._casts(str(device), operands):
-                raise _refuse(
-                    call, f"torch.autocast({device!r}, {dtype}) is on for a part of the model"
-                )
+            device, dtype, enabled, cache, body, *operands = args
+            around = replace(around, autocast=self._autocast(device, dtype, enabled, cache))
         else:
             raise _refuse(call, f"the region {kind} cannot be cut into stages")
         path = str(body.target) if isinstance(body, fx.Node) else ""
         module = attrgetter(path)(self.root) if path else None
         if not isinstance(module, fx.GraphModule):
             raise _refuse(call, f"the region {kind} has no graph")
-        return self.body(module, path, operands, grad, inside)
+        return self._body(module, path, operands, around)
 
-    def body(
-        self,
-        module: fx.GraphModule,
-        path: str,
-        operands: Sequence[Any],
-        grad: bool,
-        inside: dict[fx.Node, bool],
+    def _autocast(self, device: Any, dtype: Any, enabled: Any, cache: Any) -> Autocast | None:
+        """The region's autocast; None where it is off."""
+        if not enabled:
+            return None
+        chosen = torch.get_autocast_dtype(str(device)) if dtype is None else dtype
+        return Autocast(str(device), chosen, cache is None or bool(cache))
+
+    def _body(
+        self, module: fx.GraphModule, path: str, operands: Sequence[Any], around: _Around
     ) -> list[Any]:
         """Copy a region's graph out; env maps its nodes to outer ones."""
         env: dict[fx.Node, Any] = {}
@@ -130,30 +135,63 @@ class _Inliner:
                 return list(found) if isinstance(found, (tuple, list)) else [found]
             elif _region(node):
                 args = fx.node.map_arg(node.args, env.__getitem__)
-                env[node] = self.region(node, args, grad, inside)
+                env[node] = self._region(node, args, around)
             elif _region_item(node):
                 env[node] = env[node.args[0]][node.args[1]]
             else:
-                env[node] = self._copy(node, env, grad, inside)
+                env[node] = self._copy(node, env, around)
         raise AssertionError("a region's graph has an output")
 
-    def _copy(
-        self, node: fx.Node, env: dict[fx.Node, Any], grad: bool, inside: dict[fx.Node, bool]
-    ) -> fx.Node:
-        """One op of the region; under no_grad its outer operands are detached."""
+    def _copy(self, node: fx.Node, env: dict[fx.Node, Any], around: _Around) -> fx.Node:
+        """One op of the region, on detached and converted operands where that is so."""
 
         def outer(source: fx.Node) -> Any:
             found = env[source]
-            if grad or not isinstance(found, fx.Node) or found in inside:
+            if around.grad or not isinstance(found, fx.Node) or found in self.ungraded:
                 return found
             return self._detach(found)
 
         new = self.call.graph.node_copy(node, outer)
         if KEY not in new.meta:
             new.meta[KEY] = annotation(self.call)
-        if not grad:
-            inside[new] = True
+        if around.autocast is not None and is_op(new.target):
+            self._convert(new, around.autocast)
+        if not around.grad:
+            self.ungraded.add(new)
         return new
+
+    def _convert(self, node: fx.Node, region: Autocast) -> None:
+        """Write out the conversions of the node's operands under autocast."""
+        given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        found = conversions(region, node.target, *given, self.mode)
+        if found is None:
+            raise _refuse(
+                node, f"torch.autocast({region.device!r}, {region.dtype}) acts inside {node.target}"
+            )
+
+        def convert(source: fx.Node) -> fx.Node:
+            dtype = found.get(id(value(source)))
+            return source if dtype is None else self._converted(source, dtype, node, region.cache)
+
+        with node.graph.inserting_before(node):
+            node.args, node.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), convert)
+
+    def _converted(
+        self, source: fx.Node, dtype: torch.dtype, like: fx.Node, cache: bool
+    ) -> fx.Node:
+        """The value in another dtype; a trained parameter is converted once for the region."""
+        shared = cache and source.op == "get_attr" and self._trained(source)
+        if shared and (source, dtype) in self.converted:
+            return self.converted[source, dtype]
+        to = torch.ops.aten.to.dtype
+        new = add_call(self.call.graph, to, (source, dtype), like=like, mode=self.mode)
+        if shared:
+            self.converted[source, dtype] = new
+        return new
+
+    def _trained(self, node: fx.Node) -> bool:
+        """Whether a get_attr fetches state that carries a gradient."""
+        return bool(getattr(attrgetter(str(node.target))(self.root), "requires_grad", False))
 
     def _detach(self, outer: fx.Node) -> fx.Node:
         """The value without its gradient; itself where it can have none."""
@@ -162,7 +200,7 @@ class _Inliner:
             return outer
         if not (known.dtype.is_floating_point or known.dtype.is_complex):
             return outer
-        if outer.op == "get_attr" and not attrgetter(str(outer.target))(self.root).requires_grad:
+        if outer.op == "get_attr" and not self._trained(outer):
             return outer
         if outer not in self.detached:
             target = torch.ops.aten.detach.default
@@ -176,15 +214,6 @@ class _Inliner:
         new = self.call.graph.get_attr(path)
         new.meta = dict(node.meta)
         return new
-
-    def _casts(self, device: str, operands: Sequence[Any]) -> bool:
-        """Whether autocast for the device type would do anything here."""
-        used = {
-            known.device.type
-            for node in self.call.graph.nodes
-            if isinstance(known := value(node), torch.Tensor)
-        }
-        return device in used
 
 
 def _region_item(node: fx.Node) -> bool:

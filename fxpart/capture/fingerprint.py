@@ -98,7 +98,8 @@ class _Writer:
             shape, strides = self._text(tuple(item.shape)), self._text(item.stride())
             return f"{item.dtype}{shape}{strides}"
         if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._expression(item.node.expr)
+            known = item.node.expr
+            return f"int:{known}" if known.is_Integer else self._expression(known)
         if isinstance(item, (list, tuple)):
             return "[" + ",".join(self._text(i) for i in item) + "]"
         if isinstance(item, dict):

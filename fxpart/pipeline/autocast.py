@@ -1,0 +1,82 @@
+"""The conversions that ``torch.autocast`` makes around one op, found by watching it run on fake tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpart.compat import watch_casts
+from fxpart.pipeline.sizes import tensors
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The arguments of an autocast region that is on; cache: whether casts of parameters are shared."""
+
+    device: str
+    dtype: torch.dtype
+    cache: bool
+
+
+def conversions(
+    region: Autocast,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> dict[int, torch.dtype] | None:
+    """By ``id`` of the tensors among the arguments: the dtype that autocast converts them to.
+
+    args, kwargs: fake tensors. None if the op, inside itself, converts what is no argument, or if
+    the conversions do not explain the dtype of its result.
+    """
+    inside, results = _watch(region, op, args, kwargs, mode)
+    outside, _ = _watch(None, op, args, kwargs, mode)
+    added = Counter((id(t), dtype) for t, dtype in inside)
+    added.subtract((id(t), dtype) for t, dtype in outside)
+    given = {id(t) for t in tensors([*args, *kwargs.values()])}
+    found = {key: dtype for (key, dtype), count in added.items() if count > 0}
+    if not set(found) <= given:
+        return None
+
+    def convert(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.to(found[id(item)]) if id(item) in found else item
+        if isinstance(item, (list, tuple)):
+            return type(item)(convert(i) for i in item)
+        return item
+
+    with mode, torch.no_grad():
+        plain = op(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()})
+    same = [t.dtype for t in tensors(plain)] == [t.dtype for t in tensors(results)]
+    return found if same else None
+
+
+def _watch(
+    region: Autocast | None,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> tuple[list[tuple[torch.Tensor, torch.dtype]], Any]:
+    """Run the op with or without autocast; the conversions it made (kept alive), and its result."""
+    around: AbstractContextManager[Any] = nullcontext()
+    if region is not None:
+        around = torch.autocast(region.device, dtype=region.dtype, cache_enabled=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with mode, torch.no_grad(), around, watch_casts() as seen:
+            try:
+                result = op(*args, **kwargs)
+            except RuntimeError:
+                # Without autocast the operands' dtypes may not even fit together.
+                if region is not None:
+                    raise
+                result = None
+    return seen, result

@@ -1,0 +1,296 @@
+"""A graph as JSON and back, without pickle: ops by name, state by shape, values computed anew.
+
+Only the inputs' shapes are stored; every other value comes from running the rebuilt graph on fake
+tensors. State comes back on the meta device: passes look at shapes, never at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.compat import fake_mode, python_dispatcher, symbolic_input
+from fxpart.errors import error
+from fxpart.pipeline.annotation import (
+    BLOCKS_KEY,
+    KEY,
+    LEVEL_KEY,
+    NO_CUT_KEY,
+    Annotation,
+    BlockInfo,
+    Level,
+    Saved,
+)
+from fxpart.pipeline.edit import annotation, value
+from fxpart.pipeline.effects import is_op
+from fxpart.pipeline.sizes import expression, hint
+
+Json = Any
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
+    """Plain dicts, lists, strings and numbers."""
+    hints: dict[str, int] = {}
+    nodes = [_node_out(n, hints) for n in module.graph.nodes]
+    attributes = {
+        str(n.target): _attribute_out(attrgetter(str(n.target))(module))
+        for n in module.graph.nodes
+        if n.op == "get_attr"
+    }
+    return {
+        "level": module.meta[LEVEL_KEY].name if LEVEL_KEY in module.meta else None,
+        "blocks": [[b.name, b.identity] for b in module.meta.get(BLOCKS_KEY, ())],
+        "no_cut": list(module.meta.get(NO_CUT_KEY, ())),
+        "symbols": hints,
+        "attributes": attributes,
+        "nodes": nodes,
+    }
+
+
+def _attribute_out(held: Any) -> Json:
+    """State by its shape, or the graph of a region."""
+    if isinstance(held, fx.GraphModule):
+        return {"graph": graph_to_json(held)}
+    return {
+        "shape": list(held.shape),
+        "stride": list(held.stride()),
+        "dtype": _plain_name(held.dtype),
+        "parameter": isinstance(held, torch.nn.Parameter),
+        "trained": bool(held.requires_grad),
+    }
+
+
+def _node_out(node: fx.Node, hints: dict[str, int]) -> Json:
+    """One node; inputs with their shapes, symbols by name."""
+    known = annotation(node)
+    result: dict[str, Json] = {
+        "op": node.op,
+        "name": node.name,
+        "target": encode(node.target),
+        "args": encode(list(node.args)),
+        "kwargs": encode(dict(node.kwargs)),
+        "annotation": {
+            "module": known.module,
+            "source": known.source,
+            "requires_grad": known.requires_grad,
+            "random": known.random,
+            "block": known.block,
+            "stage": known.stage,
+            "saved": [[s.storage, str(s.size), s.source] for s in known.saved],
+        },
+    }
+    if node.op == "placeholder":
+        result["value"] = _input_out(value(node), hints)
+    elif node.op == "get_attr" and isinstance(value(node), torch.Tensor):
+        result["value"] = {"device": str(value(node).device)}
+    return result
+
+
+def _input_out(held: Any, hints: dict[str, int]) -> Json:
+    """An input's shape; a dim that is a symbol by name, with its size when it was traced."""
+    if not isinstance(held, torch.Tensor):
+        return {"number": held if isinstance(held, (bool, int, float)) else hint(held)}
+    shape: list[int | str] = []
+    for size in held.shape:
+        known = expression(size)
+        if not isinstance(known, int):
+            hints[str(known)] = hint(size)
+        shape.append(known if isinstance(known, int) else str(known))
+    return {
+        "shape": shape,
+        "dtype": _plain_name(held.dtype),
+        "device": str(held.device),
+        "contiguous": held.is_contiguous() if all(isinstance(s, int) for s in shape) else True,
+    }
+
+
+def encode(item: Any) -> Json:
+    """An argument; whatever JSON has no word for becomes a dict with one key."""
+    if isinstance(item, fx.Node):
+        return {"node": item.name}
+    if item is None or isinstance(item, (bool, int, str)):
+        return item
+    if isinstance(item, float):
+        return {"float": repr(item)}
+    if isinstance(item, tuple):
+        return {"tuple": [encode(i) for i in item]}
+    if isinstance(item, list):
+        return [encode(i) for i in item]
+    if isinstance(item, dict):
+        return {"dict": {k: encode(v) for k, v in item.items()}}
+    if isinstance(item, slice):
+        return {"slice": [encode(i) for i in (item.start, item.stop, item.step)]}
+    if isinstance(item, torch.device):
+        return {"device": str(item)}
+    if isinstance(item, _NAMED):
+        return {"torch": _plain_name(item)}
+    if is_op(item):
+        return {"operation": str(item)}
+    if getattr(item, "namespace", "") == "higher_order":
+        return {"operation": f"higher_order.{item.__name__}"}
+    if callable(item):
+        return {"function": f"{item.__module__}:{item.__qualname__}"}
+    raise error("FXP900", where="writing a graph", why=f"{type(item).__name__} has no JSON form")
+
+
+def _plain_name(item: Any) -> str:
+    """ "float32" for torch.float32."""
+    return str(item).removeprefix("torch.")
+
+
+def graph_from_json(data: Mapping[str, Json]) -> fx.GraphModule:
+    """The graph again, with fake values of its own; FXP900 where it cannot be rebuilt."""
+    return _build(data, fake_mode(symbolic=True))
+
+
+def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
+    """A module and the regions in it."""
+    hints = _distinct(data["symbols"])
+    root: dict[str, Any] = {}
+    for name, held in data["attributes"].items():
+        root[name] = _build(held["graph"], mode) if "graph" in held else _state_in(held)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for item in data["nodes"]:
+        node = graph.create_node(
+            item["op"],
+            decode(item["target"], nodes),
+            tuple(decode(item["args"], nodes)),
+            decode(item["kwargs"], nodes),
+            name=item["name"],
+        )
+        nodes[item["name"]] = node
+        node.meta[KEY] = _annotation_in(item["annotation"])
+        if item["op"] == "placeholder":
+            node.meta["val"] = _input_in(item["value"], mode, hints)
+        elif "value" in item:
+            held = root[item["target"]]
+            with mode:
+                node.meta["val"] = torch.empty_strided(
+                    held.shape, held.stride(), dtype=held.dtype, device=item["value"]["device"]
+                )
+    module = fx.GraphModule(root, graph)
+    if data["level"] is not None:
+        module.meta[LEVEL_KEY] = Level[data["level"]]
+        _run(module, mode)
+    if data["blocks"]:
+        module.meta[BLOCKS_KEY] = tuple(BlockInfo(*b) for b in data["blocks"])
+        module.meta[NO_CUT_KEY] = tuple(data["no_cut"])
+    return module
+
+
+def _distinct(hints: Mapping[str, int]) -> dict[str, int]:
+    """Sizes for the symbols, no two alike: equal sizes would become one symbol."""
+    taken: set[int] = set()
+    result = {}
+    for name, size in sorted(hints.items()):
+        while size in taken or size < 2:
+            size += 1
+        taken.add(size)
+        result[name] = size
+    return result
+
+
+def _run(module: fx.GraphModule, mode: Any, inputs: Iterator[Any] | None = None) -> list[Any]:
+    """Give every node its value by running the graph on fake tensors; returns the outputs.
+
+    inputs: the operands of a region; None for the whole graph, whose inputs have values.
+    """
+    env: dict[fx.Node, Any] = {}
+    result: list[Any] = []
+    with mode, torch.no_grad(), python_dispatcher():
+        for node in module.graph.nodes:
+            if node.op == "output":
+                result = list(fx.node.map_arg(node.args[0], env.__getitem__))
+                continue
+            if node.op == "placeholder":
+                env[node] = node.meta["val"] if inputs is None else next(inputs)
+            elif node.op == "get_attr":
+                env[node] = node.meta.get("val", attrgetter(str(node.target))(module))
+            else:
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                body = next((i for i, a in enumerate(args) if isinstance(a, fx.GraphModule)), None)
+                if body is None:
+                    env[node] = node.target(*args, **kwargs)
+                else:
+                    with _region(args[:body]):
+                        env[node] = _run(args[body], mode, iter(args[body + 1 :]))
+            node.meta["val"] = None if isinstance(env[node], fx.GraphModule) else env[node]
+    return result
+
+
+def _region(options: Sequence[Any]) -> AbstractContextManager[Any]:
+    """What holds inside a region: autocast if it has the four options of one; gradients are off."""
+    if len(options) != 4:
+        return nullcontext()
+    device, dtype, enabled, cache = options
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+def _state_in(held: Mapping[str, Json]) -> torch.Tensor:
+    """State of the same shape on the meta device."""
+    tensor = torch.empty_strided(
+        held["shape"], held["stride"], dtype=getattr(torch, held["dtype"]), device="meta"
+    )
+    if held["parameter"]:
+        return torch.nn.Parameter(tensor, requires_grad=held["trained"])
+    return tensor
+
+
+def _input_in(held: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> Any:
+    """A fake input, its symbolic dims being symbols again."""
+    if "number" in held:
+        return held["number"]
+    unknown = [s for s in held["shape"] if isinstance(s, str) and not s.isidentifier()]
+    if unknown:
+        raise error("FXP900", where="rebuilding a graph", why=f"an input has the size {unknown[0]}")
+    sizes = [hints[s] if isinstance(s, str) else s for s in held["shape"]]
+    dynamic = [isinstance(s, str) for s in held["shape"]]
+    meta = torch.empty(sizes, dtype=getattr(torch, held["dtype"]), device=held["device"])
+    return symbolic_input(mode, meta, dynamic)
+
+
+def _annotation_in(held: Mapping[str, Json]) -> Annotation:
+    """The annotation; sizes of saved tensors that were expressions come back as one opaque symbol."""
+    import sympy
+
+    saved = tuple(
+        Saved(number, int(size) if size.isdigit() else sympy.Symbol(size), source)
+        for number, size, source in held["saved"]
+    )
+    return Annotation(**{**held, "saved": saved})
+
+
+def decode(item: Json, nodes: Mapping[str, fx.Node]) -> Any:
+    """The inverse of :func:`encode`."""
+    if isinstance(item, list):
+        return [decode(i, nodes) for i in item]
+    if not isinstance(item, dict):
+        return item
+    ((kind, held),) = item.items()
+    if kind == "node":
+        return nodes[held]
+    if kind == "tuple":
+        return tuple(decode(i, nodes) for i in held)
+    if kind == "dict":
+        return {k: decode(v, nodes) for k, v in held.items()}
+    if kind == "slice":
+        return slice(*(decode(i, nodes) for i in held))
+    if kind == "float":
+        return float(held)
+    if kind == "device":
+        return torch.device(held)
+    if kind == "torch":
+        return getattr(torch, held)
+    if kind == "operation":
+        return attrgetter(held)(torch.ops)
+    module, _, name = held.partition(":")
+    return attrgetter(name)(import_module(module))
