@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -51,19 +51,18 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], st
                     yield slots, name  # type: ignore[misc]
 
 
-def needs_data(failure: BaseException) -> bool:
-    """Whether a run on fake tensors failed only because they have no data."""
-    names = {kind.__name__ for kind in type(failure).__mro__}
-    return bool(
-        names
-        & {
-            "DataDependentOutputException",
-            "DynamicOutputShapeException",
-            "GuardOnDataDependentSymNode",
-            "UnsupportedOperatorException",
-            "UnsupportedFakeTensorException",
-        }
-    )
+def has_unbacked_symbols(value: object) -> bool:
+    """Whether a traced value's size, or the value itself, is a symbol that data decide."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return bool(free_unbacked_symbols(value))
+
+
+def is_operator(target: object) -> bool:
+    """Whether an fx target is one overload of a registered operator."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -118,6 +117,17 @@ def mask_detection_off() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = original
+
+
+def record_operations(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """The operations of ``function(*args)`` before autograd, run on real tensors and recorded.
+
+    Uses make_fx with ``pre_dispatch``, the recorder underneath torch.export.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    recorded: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True)(*args)
+    return recorded
 
 
 @contextmanager

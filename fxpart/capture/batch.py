@@ -106,7 +106,7 @@ def put_together(tree: Any, tensors: Sequence[Any]) -> Any:
 
 def look_up(batch: Any, path: Path) -> Any:
     """The leaf of ``batch`` at ``path``; a lone tensor counts as a tuple of one."""
-    value = (batch,) if isinstance(batch, torch.Tensor) else batch
+    value: Any = (batch,) if isinstance(batch, torch.Tensor) else batch
     for key in path:
         value = value[key]
     return value

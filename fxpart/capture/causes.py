@@ -54,8 +54,8 @@ def place_of(failure: BaseException) -> Place:
     return place_of(cause) if cause is not None else Place()
 
 
-def problem_of(failure: BaseException, label: str) -> Problem:
-    """One failure of one way of tracing as a problem; ``label`` names the way."""
+def problem_of(failure: BaseException) -> Problem:
+    """One failure as a problem with its place, reason and fix."""
     if isinstance(failure, FxpartError):
         return failure.problems[0]
     place = place_of(failure)
@@ -67,22 +67,32 @@ def problem_of(failure: BaseException, label: str) -> Problem:
         code, why = "FXP108", f"torch cannot trace this operation ({summary})"
     else:
         code, why = "FXP101", summary
-    return Problem(code, str(place), f"{why}\nin: {label}", _fix(code, place, text))
+    return Problem(code, str(place), why, _fix(code, place, text))
 
 
 def problems_of(failures: Sequence[tuple[str, BaseException]]) -> list[Problem]:
-    """Every distinct cause among the failures, each once, with the ways in which it appeared."""
-    merged: dict[tuple[str, str], tuple[Problem, list[str]]] = {}
+    """Every distinct cause among the failures of the ways, tried in this order.
+
+    Failures at one line are one cause. What the first way (torch.export, non-strict) found comes
+    as problems of their own; causes that only the fallbacks have are told with the first one.
+    """
+    merged: dict[str, tuple[Problem, list[str]]] = {}
     for label, failure in failures:
-        problem = problem_of(failure, label)
-        key = (problem.code, problem.where)
-        merged.setdefault(key, (problem, []))[1].append(label)
+        problem = problem_of(failure)
+        merged.setdefault(problem.where, (problem, []))[1].append(label)
+    leading = [p for p, labels in merged.values() if labels[0].startswith("export,")]
+    leading = leading or [next(iter(merged.values()))[0]]
     result = []
-    for problem, labels in merged.values():
-        why = problem.why.partition("\nin: ")[0] + "\nin: " + "; ".join(labels)
-        result.append(Problem(problem.code, problem.where, why, problem.fix))
-    # Control flow and operations first: what follows from them is noise.
-    return sorted(result, key=lambda p: ("FXP103", "FXP108").count(p.code) == 0)
+    for problem in leading:
+        why = [problem.why, "in: " + "; ".join(merged[problem.where][1])]
+        if problem is leading[0]:
+            why += [
+                f"{'; '.join(labels)}: {other.why} at {other.where}"
+                for other, labels in merged.values()
+                if not any(other is p for p in leading)
+            ]
+        result.append(Problem(problem.code, problem.where, "\n".join(why), problem.fix))
+    return result
 
 
 def summary_of(failure: BaseException) -> str:

@@ -16,7 +16,6 @@ import torch
 from fxpart.capture.causes import place_of, summary_of
 from fxpart.capture.independence import batch_first_is_off, rows_are_independent
 from fxpart.capture.trial import Trial
-from fxpart.compat import needs_data
 from fxpart.errors import FxpartError, Problem, error
 
 Dims = tuple[int | None, ...]
@@ -80,7 +79,7 @@ def infer(
 ) -> Inferred:
     """Find the batch dims; FXP104 if no hypothesis holds, FXP101 if the model itself fails."""
     failure = trial.choose(tensors)
-    if failure is not None and not needs_data(failure):
+    if failure is not None and trial.real:
         raise error(
             "FXP101",
             where=str(place_of(failure)),
@@ -92,7 +91,9 @@ def infer(
         raise _unclear(names, tensors, "no input has a dim", None)
     if failure is not None:
         if len(known) < len(names):
-            note = "batch dims by convention: the model cannot run without data"
+            note = (
+                f"batch dims by convention, the model does not run on fakes: {summary_of(failure)}"
+            )
             return Inferred(guesses[0], {}, note)
         return Inferred(guesses[0], {})
     return _first_that_holds(trial, names, tensors, known, guesses)

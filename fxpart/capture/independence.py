@@ -46,8 +46,8 @@ def rows_are_independent(
         dim = outputs[name]
         assert dim is not None
         length = before[name].shape[dim] - 1
-        kept = [t.narrow(dim, 1, length) for t in (before[name], after[name])]
-        if not torch.allclose(*kept, rtol=1e-5, atol=1e-6, equal_nan=True):
+        first, second = (t.narrow(dim, 1, length) for t in (before[name], after[name]))
+        if not torch.allclose(first, second, rtol=1e-5, atol=1e-6, equal_nan=True):
             return False
     return True
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 from torch import nn
@@ -89,7 +90,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch's loggers and Python warnings silenced: fxpart itself reports failed attempts."""
+    """torch's loggers, warnings and stderr silenced: fxpart itself reports failed attempts.
+
+    torch.export prints the graph so far to stderr when a guard fails.
+    """
     logger = logging.getLogger("torch")
     names = [n for n in logging.root.manager.loggerDict if n == "torch" or n.startswith("torch.")]
     loggers = [logger, *(logging.getLogger(n) for n in names)]
@@ -97,7 +101,7 @@ def quiet() -> Iterator[None]:
     for one in loggers:
         one.disabled = True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpart.errors import error
 
@@ -28,19 +29,27 @@ def named_tensors(output: Any) -> dict[str, torch.Tensor]:
 
 def own_loss(output: Any) -> torch.Tensor | None:
     """The loss that the output itself carries, ``output.loss`` or ``output["loss"]``, or None."""
+    if isinstance(output, fx.Proxy):
+        return None  # any attribute of a proxy exists
     if isinstance(output, Mapping):
         loss = output.get("loss")
     else:
         loss = getattr(output, "loss", None)
+    if isinstance(loss, fx.Proxy):
+        return loss  # type: ignore[return-value]
     return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
-def mean_square(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def mean_square(
+    outputs: Mapping[str, torch.Tensor], floating: frozenset[str] | None = None
+) -> torch.Tensor:
     """The mean over all floating outputs of each one's mean square: a scalar float tensor.
 
-    It stands in for a loss in verification and prediction. FXP106 when nothing floats.
+    floating: which outputs float, where that is known already. It stands in for a loss in
+    verification and prediction. FXP106 when nothing floats.
     """
-    squares = [t.float().pow(2).mean() for t in outputs.values() if t.is_floating_point()]
+    names = [n for n, t in outputs.items() if floating is None and t.is_floating_point()]
+    squares = [outputs[n].float().pow(2).mean() for n in floating or names]
     if not squares:
         raise error(
             "FXP106",
@@ -55,8 +64,8 @@ def mean_square(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name or "output", value
+    if isinstance(value, (torch.Tensor, fx.Proxy)):
+        yield name or "output", value  # type: ignore[misc]
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _walk(item, _join(name, str(key)))

@@ -18,7 +18,8 @@ _OURS = Path(__file__).parent.as_posix() + "/"
 def is_users(file: str) -> bool:
     """Whether a file is the user's or a model library's: not torch, not capture itself."""
     path = Path(file).as_posix()
-    return not path.startswith((_TORCH, _OURS)) and not path.startswith("<")
+    # torch writes some of its own files in short form; "<...>" is code without a file.
+    return not path.startswith((_TORCH, _OURS, "torch/", "<"))
 
 
 def short(file: str) -> str:
@@ -54,6 +55,8 @@ def module_path(node: fx.Node, loss_prefix: str) -> str:
         path = rest
     elif first.partition("@")[0] == "loss":
         path = f"{loss_prefix}.{rest}" if rest else loss_prefix
+    else:
+        return ""
     return ".".join(part.partition("@")[0] for part in path.split("."))
 
 

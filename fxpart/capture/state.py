@@ -39,7 +39,9 @@ def state_of(model: nn.Module, loss: object = None, prefix: str = "loss") -> Sta
         if not isinstance(module, nn.Module):
             continue
         saved |= {start + name for name in module.state_dict(keep_vars=True)}
-        named = [(n, p, True) for n, p in module.named_parameters(remove_duplicate=False)]
+        named: list[tuple[str, torch.Tensor, bool]] = [
+            (n, p, True) for n, p in module.named_parameters(remove_duplicate=False)
+        ]
         named += [(n, b, False) for n, b in module.named_buffers(remove_duplicate=False)]
         for name, tensor, is_parameter in named:
             key = storage_identity(tensor)

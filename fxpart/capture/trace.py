@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.export import Dim, ExportedProgram, export
@@ -11,6 +12,8 @@ from torch.export import Dim, ExportedProgram, export
 from fxpart.capture.whole import Whole
 
 MAX_BATCH = 1 << 20
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ WAYS = (
     Way("export, fixed batch", "export", False, False, False),
     Way("strict export, symbolic batch", "export-strict", True, True, False),
     Way("strict export, fixed batch", "export-strict", True, False, False),
+    Way("torch.fx symbolic trace, fixed batch", "symbolic-trace", False, False, False),
 )
 
 
@@ -85,9 +89,9 @@ def _shapes(
 
 
 def first_that_works(
-    ways: Sequence[Way], attempt: Callable[[Way], ExportedProgram]
-) -> tuple[Way, ExportedProgram, list[tuple[Way, Exception]]]:
-    """Try each way; returns the one that worked, or raises :class:`NoWayError` with every failure."""
+    ways: Sequence[Way], attempt: Callable[[Way], Result]
+) -> tuple[Way, Result, list[tuple[Way, Exception]]]:
+    """Try each way; returns the first that works, or raises :class:`NoWayError` with all."""
     failures: list[tuple[Way, Exception]] = []
     for way in ways:
         try:

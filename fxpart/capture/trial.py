@@ -11,7 +11,7 @@ import torch
 
 from fxpart.capture.fakes import stand_in
 from fxpart.capture.whole import Whole
-from fxpart.compat import fake_mode, needs_data
+from fxpart.compat import fake_mode
 
 REAL_LIMIT = 200_000_000  # parameters: larger models are not run for real to learn a shape
 
@@ -35,15 +35,17 @@ class Trial:
         mode = self.mode or fake_mode()
         fakes = tuple(stand_in(mode, t) for t in tensors)
         with mode, torch.no_grad():
-            return _shapes(self.whole(fakes))
+            return self._shapes(self.whole(fakes))
 
     def choose(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
-        """Run once; turn to real data where the fakes will not do. Returns the failure, if any."""
+        """Run once; turn to real data where the fakes will not do. Returns the failure, if any.
+
+        Operators' fake kernels can be missing, or stricter than the real ones: only a failure with
+        data says that the model itself fails (then ``real`` is set).
+        """
         failure = self._attempt(tensors)
-        if failure is None or not needs_data(failure):
-            return failure
         count = sum(p.numel() for p in self.whole.parameters())
-        if self.mode is not None or count > REAL_LIMIT:
+        if failure is None or self.mode is not None or count > REAL_LIMIT:
             return failure
         self.real = True
         return self._attempt(tensors)
@@ -57,7 +59,13 @@ class Trial:
 
     def _run_real(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
         with kept_buffers(self.whole), torch.random.fork_rng(), torch.no_grad():
-            return _shapes(self.whole(tuple(t.clone() for t in tensors)))
+            return self._shapes(self.whole(tuple(t.clone() for t in tensors)))
+
+    def _shapes(self, returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        self.whole.floating = frozenset(
+            n for n, t in returned.items() if "/" not in n and t.is_floating_point()
+        )
+        return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
 
 
 @contextmanager
@@ -70,7 +78,3 @@ def kept_buffers(module: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-
-
-def _shapes(returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpart.capture.batch import put_together
 from fxpart.capture.calling import Call
@@ -22,7 +22,8 @@ class Whole(nn.Module):
     """Model and loss in one: ``forward(tensors) -> {"loss/KIND": loss, name: output, ...}``.
 
     The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
-    parameters are known by prefix.
+    parameters are known by prefix. floating: names of the floating outputs once they are known,
+    for tracing on proxies, which cannot tell.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, call: Call) -> None:
@@ -31,6 +32,7 @@ class Whole(nn.Module):
         self.model = model
         self.loss = loss
         self.call = call
+        self.floating: frozenset[str] | None = None
 
     def forward(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Run the model, then its loss; FXP106 when the loss is no scalar tensor."""
@@ -48,13 +50,15 @@ class Whole(nn.Module):
             value = own_loss(output)
             kind = "mean-square" if value is None else "output"
             if value is None:
-                value = mean_square(outputs)
+                value = mean_square(outputs, self.floating)
             else:
                 outputs = {k: t for k, t in outputs.items() if t is not value}
         return {LOSS_KEYS[kind]: _scalar(value), **outputs}
 
 
 def _scalar(value: Any) -> torch.Tensor:
+    if isinstance(value, fx.Proxy):
+        return value.reshape(())  # type: ignore[return-value]
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
