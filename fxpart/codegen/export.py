@@ -72,7 +72,7 @@ def export(
     the old program or all of the new one. The same input gives the same bytes. FXP603 if the
     folder holds something else or cannot be written.
     """
-    target = Path(directory)
+    target = Path(directory).absolute()
     files = _contents(plan, spec, sources, actions, constants or {})
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files[MANIFEST] = _json(Manifest(files=digests))
@@ -109,6 +109,8 @@ def _json(value: msgspec.Struct) -> bytes:
 
 def _replace(target: Path, files: Mapping[str, bytes]) -> None:
     """Write a fresh folder, then give it the target's name."""
+    if target == Path.cwd():
+        raise FileExistsError("it is the current folder, which cannot be replaced as a whole")
     if target.exists() and not _ours(target):
         raise FileExistsError(f"{target.name} holds something that is no exported program")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpart.codegen.dataflow import Writes, is_op, is_tuple, where
+from fxpart.compat import has_unbacked_symbols
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.edit import annotation
 
@@ -92,7 +92,7 @@ def _inputs(node: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[Problem]:
         value = used.meta.get("val")
         if is_tuple(used):
             yield _several(used, f"stage {here} takes the whole tuple from stage {there}")
-        elif not isinstance(value, torch.Tensor) or free_unbacked_symbols(value):
+        elif not isinstance(value, torch.Tensor) or has_unbacked_symbols(value):
             kind = "number" if not isinstance(value, torch.Tensor) else "size"
             yield Problem(
                 "FXP201",

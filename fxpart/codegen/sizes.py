@@ -13,7 +13,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpart.compat import has_unbacked_symbols
 
 Apply = Callable[[Callable[..., Any], Any, Any], Any]
 
@@ -134,7 +135,7 @@ def is_size(value: Any) -> bool:
     if isinstance(value, bool | int | float):
         return True
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return symbolic and not free_unbacked_symbols(value)
+    return symbolic and not has_unbacked_symbols(value)
 
 
 def symbols_of(value: Any) -> set[sympy.Symbol]:

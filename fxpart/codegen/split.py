@@ -129,7 +129,8 @@ class _Split:
         used += [n for n in returned if n not in self.stages]
         crossing = [n for n in dict.fromkeys(used) if self.stages.get(n, index) != index]
         order = {node: i for i, node in enumerate(self.graph.nodes)} if crossing else {}
-        inputs = [n for n in self.inputs if n in set(used)]
+        read = set(used)
+        inputs = [n for n in self.inputs if n in read]
         gives: list[tuple[fx.Node, tuple[int, ...]]] = []
         for node in self.ops[index]:
             users = {self.stages[u] for u in node.users if u in self.stages and u in self.alive}
