@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -180,3 +180,15 @@ def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> tor
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
     return fake
+
+
+@contextmanager
+def guards_off(mode: Any) -> Iterator[None]:
+    """No fake run in here may fix a symbol to the size it had when it was traced.
+
+    Uses ``ShapeEnv.suppress_guards``; where there is none, or no symbolic shapes, nothing happens.
+    """
+    env = getattr(mode, "shape_env", None)
+    suppress = getattr(env, "suppress_guards", None)
+    with nullcontext() if suppress is None else suppress():
+        yield

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpart.compat import python_dispatcher
+from fxpart.compat import guards_off, python_dispatcher
 from fxpart.errors import error
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
@@ -193,7 +193,7 @@ class Walk:
             (op_args(node), dict(node.kwargs)), lambda n: given.get(n, value(n))
         )
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with self.mode, torch.enable_grad(), hooks:
+        with self.mode, guards_off(self.mode), torch.enable_grad(), hooks:
             result = _run(node, lambda: op_of(node)(*args, **kwargs), packed)
         return _relate(inputs, tensors(result), packed)
 
