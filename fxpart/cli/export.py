@@ -31,6 +31,8 @@ def command(path: str, as_json: bool, **options: Any) -> int:
         )
         return 0
     output.text(f"wrote {path}:")
+    width = max(len(str(file.relative_to(path))) for file in files)
     for file in files:
-        output.text(f"  {file.relative_to(path)}  {file.stat().st_size} bytes")
+        size = file.stat().st_size
+        output.text(f"  {file.relative_to(path)!s:<{width}}  {size:>8} bytes")
     return 0

@@ -42,6 +42,6 @@ def command(
         flying = [timeline.in_flight[s.index] for s in loaded.stages if rank in s.ranks]
         output.text(
             f"  rank {rank}: computes {units.seconds(busy)} ({units.percent(share)}), "
-            f"{max(flying, default=0)} microbatches in flight"
+            f"{units.plural(max(flying, default=0), 'microbatch')} in flight"
         )
     return 0

@@ -50,11 +50,14 @@ def command(
     program = request.compile(workload, quiet=started is not None)
     trainer = program.trainer(_optimizer(request, workload, lr), clip_norm=clip_norm)
     first = started is None or started.rank == 0
-    batches = _batches(request, workload, program)
+    if first and workload.data is None:
+        output.note("no data in the target: the example batch is repeated")
+    batches = _batches(workload, program)
     for step in range(1, steps + 1):
         batch = _next(batches, request.target)
         if batch is None:
-            output.note(f"the data ended after {step - 1} steps")
+            if first:
+                output.note(f"the data ended after {step - 1} steps")
             break
         before = time.perf_counter()
         loss = float(trainer.step(batch))
@@ -76,10 +79,9 @@ def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:
     return partial(make, lr=lr)
 
 
-def _batches(request: Request, workload: Workload, program: Program) -> Iterator[Any]:
+def _batches(workload: Workload, program: Program) -> Iterator[Any]:
     """The workload's data again and again, or the example batch brought to the global size."""
     if workload.data is None:
-        output.note("no data in the target: the example batch is repeated")
         assert program.captured.example is not None, "a captured model has its example"
         batch = program.captured.example()
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from fxpart.plan import Alternative, Plan, PlanInput, RankPrediction
 from fxpart.report import units
 from fxpart.report.table import shortened, table
@@ -13,7 +15,7 @@ def explain(plan: Plan) -> str:
         _summary(plan),
         _stages(plan),
         _memory(plan),
-        ["How good it is", *_indented(certificate(plan))],
+        ["How good it is", *(wrapped for line in certificate(plan) for wrapped in _wrapped(line))],
         _rejected(plan),
         _ties(plan),
         _pairs("Where the costs come from", plan.provenance),
@@ -24,16 +26,17 @@ def explain(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> list[str]:
     model, prediction = plan.model, plan.prediction
-    ranks = len(prediction.ranks)
+    ranks = units.plural(len(prediction.ranks), "rank")
+    pieces = units.plural(plan.microbatches, "microbatch")
     rate = plan.batch_size / prediction.step_seconds if prediction.step_seconds else 0.0
     return [
         f"{shortened(model.name, 60)} on {shortened(plan.cluster.name, 40)}: "
-        f"{_count(len(plan.stages), 'stage')} on {_count(ranks, 'rank')}, schedule {plan.schedule}",
+        f"{units.plural(len(plan.stages), 'stage')} on {ranks}, schedule {plan.schedule}",
         f"  model      {units.count(model.parameters)} parameters "
         f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
         f"  inputs     {shortened(', '.join(map(_input, model.inputs)), 160) or 'none'}",
-        f"  batch      {plan.batch_size} samples in {_count(plan.microbatches, 'microbatch')}, "
-        f"optimizer {plan.optimizer}, seed {plan.seed}",
+        f"  batch      {plan.batch_size} samples in {pieces}, optimizer {plan.optimizer}, "
+        f"seed {plan.seed}",
         f"  step       {units.seconds(prediction.step_seconds)} predicted "
         f"({units.seconds(prediction.simulated_seconds)} by simulation), {rate:.4g} samples/s, "
         f"bubble {units.percent(prediction.bubble)}",
@@ -119,7 +122,7 @@ def _rejected(plan: Plan) -> list[str]:
 def alternative(other: Alternative) -> tuple[str, str, str, str]:
     """A rejected choice as four cells: stages, microbatches, step time, why it lost."""
     step = "-" if other.step_seconds is None else units.seconds(other.step_seconds)
-    return str(other.stages), str(other.microbatches), step, shortened(other.why, 110)
+    return str(other.stages), str(other.microbatches), step, shortened(other.why, 170)
 
 
 def _ties(plan: Plan) -> list[str]:
@@ -154,11 +157,9 @@ def balance(plan: Plan) -> float:
     return max(times) / mean if mean else 1.0
 
 
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="    ")
+
+
 def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
-
-
-def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"

@@ -25,6 +25,13 @@ def count(value: int) -> str:
     return _scaled(value, 1000, _COUNTS, "")
 
 
+def plural(number: int, noun: str) -> str:
+    """ "1 stage", "2 stages", "3 microbatches"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
+
+
 def percent(share: float) -> str:
     """A share as "12.3 %"; one that is not zero is never shown as zero."""
     if 0 < share < 0.0005:
