@@ -20,7 +20,8 @@ Dim = int | str  # a number, or an expression in the program's symbols such as "
 class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that crosses a boundary: its name, dtype ("float32"), and shape.
 
-    requires_grad: whether a gradient for it flows back.
+    requires_grad: whether a gradient for it flows back; as a stage's input, from that stage; as an
+    output, from any of its receivers (or, for the loss, into it).
     """
 
     name: str
