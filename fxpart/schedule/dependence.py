@@ -7,10 +7,37 @@ skip connection is an edge like any other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+
+
+def edge_problems(stages: int, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
+    """What is wrong with the edges of a graph of that many stages (FXP901), if anything."""
+    wanted = tuple(edges)
+    found = [
+        Problem("FXP901", f"edge {e.source} -> {e.target}", "it does not lead to a later stage", "")
+        for e in wanted
+        if not 0 <= e.source < e.target < stages
+    ]
+    twice = Counter((e.source, e.target) for e in wanted)
+    found += [
+        Problem("FXP901", f"edge {source} -> {target}", "it is given twice", "merge the two")
+        for (source, target), count in twice.items()
+        if count > 1
+    ]
+    return tuple(found)
+
+
+def _checked(stages: int, edges: Iterable[StageEdge]) -> tuple[StageEdge, ...]:
+    wanted = tuple(edges)
+    problems = edge_problems(stages, wanted)
+    if problems:
+        raise FxpartError(problems)
+    return wanted
 
 
 def chain(stages: int) -> tuple[StageEdge, ...]:
@@ -22,10 +49,10 @@ def depths(stages: int, edges: Iterable[StageEdge]) -> tuple[int, ...]:
     """For each stage the number of stages on the longest path from it to an end, itself included.
 
     In a chain of S stages, S - s. 1F1B keeps so many microbatches in flight; on parallel branches
-    that is fewer than the count of later stages.
+    that is fewer than the count of later stages. Raises FXP901 on edges that are no stage graph.
     """
     found = [1] * stages
-    for edge in sorted(edges, key=lambda e: -e.source):
+    for edge in sorted(_checked(stages, edges), key=lambda e: -e.source):
         found[edge.source] = max(found[edge.source], found[edge.target] + 1)
     return tuple(found)
 
@@ -58,19 +85,18 @@ class Dependence:
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
     ) -> Dependence:
-        """The graph with these edges; they must be valid, which the verifier checks."""
+        """The graph with these edges; raises FXP901 if they are no stage graph."""
         stages = len(stage_rank)
-        wanted = tuple(edges)
+        wanted = _checked(stages, edges)
         back = tuple(e for e in wanted if e.backward and trains)
 
-        def into(some: Iterable[StageEdge]) -> tuple[tuple[int, ...], ...]:
-            found: list[set[int]] = [set() for _ in range(stages)]
-            for edge in some:
-                found[edge.target].add(edge.source)
-            return tuple(tuple(sorted(each)) for each in found)
+        def into(some: Sequence[StageEdge]) -> tuple[tuple[int, ...], ...]:
+            every = ((e.source for e in some if e.target == k) for k in range(stages))
+            return tuple(tuple(sorted(each)) for each in every)
 
-        def out(some: Iterable[StageEdge]) -> tuple[tuple[int, ...], ...]:
-            return into(StageEdge(e.target, e.source) for e in some)
+        def out(some: Sequence[StageEdge]) -> tuple[tuple[int, ...], ...]:
+            every = ((e.target for e in some if e.source == k) for k in range(stages))
+            return tuple(tuple(sorted(each)) for each in every)
 
         return cls(
             stages, tuple(stage_rank), into(wanted), out(wanted), into(back), out(back),

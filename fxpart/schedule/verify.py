@@ -18,6 +18,7 @@ from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import Dependence, partner
 from fxpart.schedule.flight import in_flight
 from fxpart.schedule.rendezvous import execute
+from fxpart.schedule.shape import at, shape_problems, unsafe
 
 Weights = Literal["flush", "stash"]
 
@@ -57,7 +58,7 @@ def check(
             why=f"{len(memory)} limits for {schedule.stages} stages",
             fix="give one number of microbatches for each stage",
         )
-    shape = _shape(schedule, wanted)
+    shape = shape_problems(schedule, wanted)
     if shape:  # nothing below is defined for such a schedule
         return tuple(shape)
     dependence = Dependence.of(schedule, wanted)
@@ -71,62 +72,9 @@ def check(
     )
 
 
-def _problem(where: str, why: str, fix: str = "") -> Problem:
-    return Problem("FXP901", where, why, fix)
-
-
 def _listed(numbers: Iterable[int]) -> str:
     shown = [str(n) for n in sorted(numbers)]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
-
-
-def _shape(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Problem]:
-    """Numbers out of range: stages, ranks, microbatches, edges."""
-    found: list[Problem] = []
-    stages, ranks = schedule.stages, len(schedule.ranks)
-    if stages < 1 or schedule.microbatches < 1:
-        found.append(_problem("schedule", "it has no stage or no microbatch"))
-    if len(schedule.stage_rank) != stages:
-        found.append(
-            _problem("stage_rank", f"{len(schedule.stage_rank)} entries for {stages} stages")
-        )
-    if not all(0 <= rank < ranks for rank in schedule.stage_rank):
-        found.append(_problem("stage_rank", f"it names a rank outside 0..{ranks - 1}"))
-    for edge in edges:
-        if not 0 <= edge.source < edge.target < stages:
-            found.append(
-                _problem(
-                    f"edge {edge.source} -> {edge.target}", "it does not lead to a later stage"
-                )
-            )
-    twice = Counter((e.source, e.target) for e in edges)
-    found += [
-        _problem(f"edge {s} -> {t}", "it is given twice") for (s, t), n in twice.items() if n > 1
-    ]
-    if found:
-        return found
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            why = _misplaced(schedule, rank, action)
-            if why:
-                found.append(_problem(_at(rank, position, action), why))
-    return found
-
-
-def _at(rank: int, position: int, action: Action) -> str:
-    return f"rank {rank}, action {position}: {action}"
-
-
-def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
-    if not 0 <= action.stage < schedule.stages:
-        return f"there are only {schedule.stages} stages"
-    if not 0 <= action.microbatch < schedule.microbatches:
-        return f"there are only {schedule.microbatches} microbatches"
-    if schedule.stage_rank[action.stage] != rank:
-        return f"stage {action.stage} is on rank {schedule.stage_rank[action.stage]}"
-    if action.peer is not None and not 0 <= action.peer < schedule.stages:
-        return f"there is no stage {action.peer}"
-    return ""
 
 
 def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
@@ -150,7 +98,7 @@ def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
             ):
                 if which:
                     where = f"stage {stage}, {kind.value} of microbatch {_listed(which)}"
-                    found.append(_problem(where, what))
+                    found.append(unsafe(where, what))
     return found
 
 
@@ -166,10 +114,10 @@ def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     found: list[Problem] = []
     for action in sorted(wanted | set(count), key=_in_text_order):
         if action not in wanted:
-            found.append(_problem(str(action), "no edge of the stage graph asks for it"))
+            found.append(unsafe(str(action), "no edge of the stage graph asks for it"))
         elif count[action] != 1:
             what = "is missing" if count[action] == 0 else f"is there {count[action]} times"
-            found.append(_problem(str(action), what))
+            found.append(unsafe(str(action), what))
     return found
 
 
@@ -191,17 +139,17 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
             for need in dependence.requires(action.plain):
                 # A receive waits for a send on another rank: executed in _deadlock.
                 if schedule.stage_rank[need.stage] == rank and need not in done:
-                    where, why = _at(rank, position, action), f"{need} has not been done before"
-                    found.append(_problem(where, why))
+                    where, why = at(rank, position, action), f"{need} has not been done before"
+                    found.append(unsafe(where, why, f"put {need} before it"))
             done.add(action.plain)
             if action.kind.is_compute:
                 key = (action.stage, action.kind)
                 if action.microbatch < latest.get(key, -1):
                     where, why = (
-                        _at(rank, position, action),
+                        at(rank, position, action),
                         f"microbatch {latest[key]} came before it",
                     )
-                    found.append(_problem(where, why))
+                    found.append(unsafe(where, why))
                 latest[key] = max(action.microbatch, latest.get(key, -1))
     return found
 
@@ -218,10 +166,10 @@ def _deadlock(schedule: Schedule) -> list[Problem]:
     for rank, action in stuck.items():
         assert action.peer is not None, "a computation never blocks"
         other = schedule.stage_rank[action.peer]
-        where = _at(rank, run.done[rank], action)
-        at = f"is at {stuck[other]}" if other in stuck else "has ended"
-        why = f"it waits for {partner(action)} on rank {other}, which {at}"
-        found.append(_problem(where, why, "lower the schedule again from its computations"))
+        where = at(rank, run.done[rank], action)
+        there = f"is at {stuck[other]}" if other in stuck else "has ended"
+        why = f"it waits for {partner(action)} on rank {other}, which {there}"
+        found.append(unsafe(where, why, "lower the schedule again from its computations"))
     return found
 
 
@@ -236,7 +184,7 @@ def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
             for stage in range(schedule.stages)
         ]
     return [
-        _problem(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
+        unsafe(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
         for stage, (held, limit) in enumerate(zip(in_flight(schedule), memory, strict=True))
         if held > limit
     ]
@@ -259,5 +207,5 @@ def _versions(schedule: Schedule, weights: Weights) -> list[Problem]:
                 if first != action.version:
                     why = f"the forward read version {first}"
             if why:
-                found.append(_problem(_at(rank, position, action), why))
+                found.append(unsafe(at(rank, position, action), why))
     return found
