@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.capture.captured import Captured
-from fxpart.rng import microbatch_key, mix
+from fxpart.compat import TorchDispatchMode
+from fxpart.rng import microbatch_key, mix, seeded
 
 
 class WholeGraph(fx.Interpreter):
@@ -106,29 +106,47 @@ class KeyedRandom(TorchDispatchMode):
     """Makes an eager module draw the numbers that the captured graph draws.
 
     The n-th random primitive of a microbatch is seeded with ``mix(key, n)``, as the graph's n-th
-    random op is by :func:`fxpart.rng.seeded`.
+    random op is by :func:`fxpart.rng.seeded`. Single numbers count only with ``scalars``: a model
+    may draw one to decide in Python what runs (layerdrop), and the graph has no such op.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, *, scalars: bool = False) -> None:
         """key: the microbatch's key."""
         super().__init__()
         self.key = key
+        self.scalars = scalars
         self.index = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Seed before each primitive that draws random numbers."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and (self.scalars or _large(args)):
             torch.manual_seed(mix(self.key, self.index))
             self.index += 1
         return func(*args, **(kwargs or {}))
 
 
+def _large(args: tuple[Any, ...]) -> bool:
+    """Whether a random primitive draws more than a single number, by its tensor or its shape."""
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return first.numel() != 1 or first.dim() > 0
+    return not (isinstance(first, (list, tuple)) and len(first) == 0)
+
+
+def draws_scalars(graph: fx.GraphModule) -> bool:
+    """Whether a random op of the graph makes a tensor without dims."""
+    return any(
+        n.op == "call_function" and n.target is seeded and getattr(n.meta["val"], "shape", 1) == ()
+        for n in graph.graph.nodes
+    )
+
+
 @contextmanager
-def keyed_random(key: int) -> Iterator[None]:
+def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
     """:class:`KeyedRandom` for a block of code; the global generator is put back afterwards."""
     state = torch.get_rng_state()
     try:
-        with KeyedRandom(key):
+        with KeyedRandom(key, scalars=scalars):
             yield
     finally:
         torch.set_rng_state(state)

@@ -15,7 +15,7 @@ import torch
 
 from fxpart.capture.batch import put_together, take_apart
 from fxpart.optimizers import choose
-from fxpart.reference import OneProcess, keyed_random, split
+from fxpart.reference import OneProcess, draws_scalars, keyed_random, split
 from fxpart.rng import microbatch_key
 
 if TYPE_CHECKING:
@@ -227,11 +227,11 @@ def _eager(
     before = {n: t.grad for n, t in live.items()}
     for tensor in live.values():
         tensor.grad = None
-    total = 0.0
+    total, scalars = 0.0, draws_scalars(program.graph)
     try:
         pieces = split(captured, list(parts.tensors), program.plan.microbatches)
         for index, (piece, weight) in enumerate(pieces):
-            with keyed_random(microbatch_key(program.plan.seed, 0, index)):
+            with keyed_random(microbatch_key(program.plan.seed, 0, index), scalars=scalars):
                 value = captured.eager(put_together(parts.tree, piece))[0]
                 if value.requires_grad:
                     value.backward(torch.full_like(value, weight))  # type: ignore[no-untyped-call]
