@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -228,8 +229,7 @@ def _touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
 
     One for each block: the intervals in which it is the first of them (blocks are sorted).
     """
-    before = (after, *blocks[:-1])
-    return [(p + 1, b, b, n - 1) for p, b in zip(before, blocks, strict=True)]
+    return [(p + 1, b, b, n - 1) for p, b in pairwise((after, *blocks))]
 
 
 def _splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:

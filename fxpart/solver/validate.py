@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import isfinite
 
 from fxpart.errors import FxpartError, Problem
 from fxpart.solver.problem import PartitionProblem
 
-LARGEST = 2**60  # bytes: sums beyond this would not be exact
+LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
+MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
+MOST_MICROBATCHES = 2**31
 
 
 def check_problem(problem: PartitionProblem) -> None:
@@ -28,6 +29,8 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for name in ("blocks", "devices", "variants", "schedules", "step"):
         if not getattr(problem, name):
             yield name, "there is none"
+    if n > MOST_BLOCKS:
+        yield "blocks", f"{n} are more than {MOST_BLOCKS}: merge some first"
     if problem.min_stages < 1 or not 1 <= problem.max_stages <= len(problem.devices):
         # more stages at least than at most is a request that nothing satisfies, not nonsense
         yield (
@@ -42,7 +45,7 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
             yield f"devices[{index}].type", f"{device.type} has no row of costs"
         for name in ("memory", "latency", "inverse_bandwidth"):
             if not _number(getattr(device, name)):
-                yield f"devices[{index}].{name}", "not a finite number of at least 0"
+                yield f"devices[{index}].{name}", "not a number from 0 to 2**60"
 
 
 def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -65,7 +68,7 @@ def _weights(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         if not weight.blocks or not _rising(weight.blocks, len(problem.blocks)):
             yield where, f"blocks {weight.blocks} do not rise within the blocks"
         if not all(map(_number, (weight.weight, weight.gradient, weight.optimizer))):
-            yield where, "bytes are negative"
+            yield where, "a size is not from 0 to 2**60 bytes"
 
 
 def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -74,8 +77,8 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     rows: list[tuple[str, Sequence[float], int]] = []
     for index, one in enumerate(problem.variants):
         where = f"variants[{index}]"
-        if one.microbatches < 1 or one.microbatch_size < 1:
-            yield where, "microbatches and their size are at least 1"
+        if not 1 <= one.microbatches <= MOST_MICROBATCHES or one.microbatch_size < 1:
+            yield where, "microbatches (2**31 at most) and their size are at least 1"
         tables += [(f"{where}.forward", one.forward), (f"{where}.backward", one.backward)]
         rows += [
             (f"{where}.activation", one.activation, n),
@@ -91,7 +94,7 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         if len(row) != length:
             yield where, f"{len(row)} entries, {length} are needed"
         elif not all(map(_number, row)):
-            yield where, "an entry is not a finite number of at least 0"
+            yield where, "an entry is not a number from 0 to 2**60"
 
 
 def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -108,7 +111,7 @@ def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
 
 
 def _number(x: float) -> bool:
-    return isfinite(x) and x >= 0
+    return 0 <= x <= LARGEST
 
 
 def _rising(order: Sequence[int], n: int) -> bool:

@@ -1,0 +1,131 @@
+"""Changes to a problem that no plan fits: each is solved for before it is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+import msgspec
+
+from fxpart.solver.greedy import first_choices
+from fxpart.solver.layers import OutOfTime
+from fxpart.solver.objective import Scorer
+from fxpart.solver.problem import Choice, DeviceLimit, PartitionProblem, Variant
+from fxpart.solver.rescale import smaller
+from fxpart.solver.search import Record, Search
+
+_FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
+
+
+def fitting(problem: PartitionProblem, deadline: float) -> Choice | None:
+    """Any choice that fits, or None if there is none. Raises :class:`OutOfTime`."""
+    return Search(problem, Record(Scorer(problem)), deadline).feasible()
+
+
+def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Choice]:
+    """About the least bytes that each device lacks, and a choice that would then fit."""
+    scorer = Scorer(problem)
+    lacking = [
+        (max(s.memory.total - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
+        for choice in first_choices(problem, deadline)
+    ]
+    more, best = min(lacking, key=lambda pair: pair[0])
+    least, step = 0, max(max(d.memory for d in problem.devices) // _FINE, 1)
+    try:
+        while more - least > step:
+            middle = (least + more) // 2
+            choice = fitting(with_memory(problem, middle), deadline)
+            if choice is None:
+                least = middle
+            else:
+                more, best = middle, choice
+    except OutOfTime:
+        pass
+    return more, best
+
+
+def fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str]:
+    """Changes that make a plan fit, each solved for."""
+    sizes = sorted({d.memory for d in problem.devices})
+    if len(sizes) == 1:
+        yield f"{amount(sizes[0] + more, up=True)} of memory on each device"
+    else:
+        yield f"{amount(more, up=True)} more memory on each device"
+    try:
+        if "1f1b" not in problem.schedules:
+            other = msgspec.structs.replace(problem, schedules=("1f1b",))
+            if fitting(other, deadline) is not None:
+                yield "the schedule 1f1b"
+        alone = False
+        if (stages := enough_stages(problem, deadline)) is not None:
+            alone = True
+            yield _count(problem, stages)
+        others = [(v, msgspec.structs.replace(problem, variants=(v,))) for v in smaller(problem)]
+        for variant, other in others:
+            if fitting(other, deadline) is not None:
+                alone = True
+                yield _microbatches(variant)
+                break
+        if not alone and others:  # neither helps by itself: the smallest microbatch and devices
+            variant, other = others[-1]
+            if (stages := enough_stages(other, deadline)) is not None:
+                yield f"{_count(problem, stages)} with {_microbatches(variant)}"
+    except OutOfTime:
+        return
+
+
+def amount(size: int, *, up: bool = False) -> str:
+    """Bytes as people read them; ``up`` rounds up, so that the text is enough."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            shown = ceil(size * 100 / unit) / 100 if up else size / unit
+            return f"{shown:.2f} {name}"
+    return f"{size} bytes"
+
+
+def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
+    """The least number of stages above max_stages with which a plan fits, or None.
+
+    Devices beyond those there are like the last. More stages allowed is never worse: bisection.
+    """
+    low, high = problem.max_stages, Search(problem, Record(Scorer(problem)), deadline).tables.units
+    if high <= low or fitting(with_stages(problem, high), deadline) is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fitting(with_stages(problem, middle), deadline) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _count(problem: PartitionProblem, stages: int) -> str:
+    return f"{stages} {'stages' if stages <= len(problem.devices) else 'devices like the last'}"
+
+
+def _microbatches(variant: Variant) -> str:
+    return f"{variant.microbatches} microbatches of {variant.microbatch_size} (estimated)"
+
+
+def with_memory(problem: PartitionProblem, more: int) -> PartitionProblem:
+    """The problem with ``more`` bytes added to every device."""
+    devices = tuple(msgspec.structs.replace(d, memory=d.memory + more) for d in problem.devices)
+    return msgspec.structs.replace(problem, devices=devices)
+
+
+def with_stages(problem: PartitionProblem, stages: int) -> PartitionProblem:
+    """The problem with up to ``stages`` stages, on devices like the last beyond those there are."""
+    last = problem.devices[-1]
+    added = stages - len(problem.devices)
+    more = tuple(
+        DeviceLimit(
+            name=f"{last.name}+{k + 1}",
+            type=last.type,
+            memory=last.memory,
+            latency=last.latency,
+            inverse_bandwidth=last.inverse_bandwidth,
+        )
+        for k in range(added)
+    )
+    return msgspec.structs.replace(problem, devices=(*problem.devices, *more), max_stages=stages)

@@ -1,0 +1,180 @@
+"""The objective against a second implementation, written from the definition alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+from partition_problems import random_problem
+
+from fxpart.errors import FxpartError
+from fxpart.solver.brute import choices
+from fxpart.solver.objective import evaluate
+from fxpart.solver.problem import (
+    Choice,
+    DeviceLimit,
+    Kept,
+    PartitionProblem,
+    Value,
+    Variant,
+    Weight,
+)
+
+
+def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
+    """Step time and whether every memory suffices, block by block, with dictionaries and loops."""
+    one, n = problem.variants[choice.variant], len(problem.blocks)
+    stage_of = {b: sum(s <= b for s in choice.starts) - 1 for b in range(n)}
+    count, m = len(choice.starts), one.microbatches
+    time, load, fits = [0.0] * count, [0.0] * count, True
+    for b in range(n):
+        kind = problem.devices[stage_of[b]].type
+        time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]
+        load[stage_of[b]] += problem.step[kind][b]
+    need = [0] * count
+    flying = [m if choice.schedule == "gpipe" else min(m, count - s) for s in range(count)]
+    for s in range(count):
+        mine = [b for b in range(n) if stage_of[b] == s]
+        need[s] += max(one.workspace[b] for b in mine)
+        need[s] += flying[s] * sum(one.activation[b] for b in mine)
+    for kept, size in zip(problem.kept, one.kept_bytes, strict=True):
+        if stage_of[kept.producer] == stage_of[kept.user]:
+            need[stage_of[kept.user]] += flying[stage_of[kept.user]] * size
+    for value, size in zip(problem.values, one.value_bytes, strict=True):
+        for s in {stage_of[c] for c in value.consumers} - {stage_of[value.producer]}:
+            device = problem.devices[s]
+            once = device.latency + size * device.inverse_bandwidth
+            time[s] += once + (once if value.gradient else 0.0)
+            need[s] += flying[s] * size
+    for weight in problem.weights:
+        holders = {stage_of[b] for b in weight.blocks}
+        for s in holders:
+            need[s] += weight.weight + weight.gradient + weight.optimizer
+            if len(holders) > 1 and weight.gradient:
+                link = problem.devices[1 if s == 0 else s]
+                load[s] += 2 * (link.latency + weight.gradient * link.inverse_bandwidth)
+    fits = all(need[s] <= problem.devices[s].memory for s in range(count))
+    return sum(time) + max((m - 1) * t + f for t, f in zip(time, load, strict=True)), fits
+
+
+def test_agrees_with_a_second_implementation() -> None:
+    seen = {True: 0, False: 0}
+    for seed in range(150):
+        problem = random_problem(seed)
+        for choice in choices(problem):
+            evaluation = evaluate(problem, choice)
+            seconds, fits = again(problem, choice)
+            assert evaluation.seconds == pytest.approx(seconds, rel=1e-12)
+            assert evaluation.feasible == fits
+            seen[fits] += 1
+    assert min(seen.values()) > 100  # both answers were really put to the test
+
+
+def by_hand(**changes: object) -> PartitionProblem:
+    """Four blocks, a skip from 0 to 2 and 3, a weight tied between 0 and 3, two devices."""
+    problem = PartitionProblem(
+        blocks=("a", "b", "c", "d"),
+        devices=(
+            DeviceLimit(name="x", type=0, memory=1000, latency=0.0, inverse_bandwidth=0.0),
+            DeviceLimit(name="y", type=1, memory=1000, latency=0.5, inverse_bandwidth=0.25),
+        ),
+        values=(
+            Value(producer=0, consumers=(1,), gradient=True),
+            Value(producer=0, consumers=(2, 3), gradient=False),
+            Value(producer=1, consumers=(2,), gradient=True),
+            Value(producer=2, consumers=(3,), gradient=True),
+        ),
+        weights=(
+            Weight(name="tied", blocks=(0, 3), weight=10, gradient=8, optimizer=20),
+            Weight(name="own", blocks=(2,), weight=3, gradient=3, optimizer=6),
+            Weight(name="mean", blocks=(1, 2), weight=5, gradient=0, optimizer=0, buffer=True),
+        ),
+        variants=(
+            Variant(
+                microbatch_size=1,
+                microbatches=3,
+                forward=((1.0, 2.0, 3.0, 4.0), (10.0, 20.0, 30.0, 40.0)),
+                backward=((2.0, 4.0, 6.0, 8.0), (20.0, 40.0, 60.0, 80.0)),
+                activation=(7, 11, 13, 17),
+                workspace=(1, 9, 4, 2),
+                value_bytes=(4, 8, 12, 16),
+                kept_bytes=(100,),
+            ),
+        ),
+        step=((0.1, 0.2, 0.3, 0.4), (1.0, 2.0, 3.0, 4.0)),
+        kept=(Kept(producer=2, user=3),),
+        max_stages=2,
+    )
+    return replace(problem, **changes)
+
+
+def test_every_part_by_hand() -> None:
+    evaluation = evaluate(by_hand(), Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    first, second = evaluation.stages
+    assert (first.forward_seconds, first.backward_seconds) == (3.0, 6.0)
+    assert first.transfer_seconds == 0.0
+    assert first.sync_seconds == pytest.approx(2 * (0.5 + 8 * 0.25))  # the second device's link
+    assert first.optimizer_seconds == pytest.approx(0.3)
+    assert (second.forward_seconds, second.backward_seconds) == (70.0, 140.0)
+    # the skip once without a gradient, although two blocks use it; the neighbour there and back
+    assert second.transfer_seconds == pytest.approx((0.5 + 2.0) + 2 * (0.5 + 3.0))
+    assert second.sync_seconds == pytest.approx(2 * (0.5 + 8 * 0.25))
+    assert (first.in_flight, second.in_flight) == (2, 1)
+    assert first.memory.activations == 2 * (7 + 11) + 9
+    assert second.memory.activations == 13 + 17 + 100 + 4
+    assert (first.memory.transfers, second.memory.transfers) == (0, 8 + 12)
+    assert (second.memory.weights, second.memory.gradients) == (13, 11)
+    assert (second.memory.optimizer, second.memory.buffers) == (26, 5)
+    assert second.memory.total == 13 + 11 + 26 + 5 + 134 + 20
+    longest = 2 * second.seconds + second.step_only_seconds
+    assert evaluation.seconds == pytest.approx(first.seconds + second.seconds + longest)
+
+
+def test_gpipe_keeps_every_microbatch_and_takes_as_long() -> None:
+    problem = by_hand(schedules=("1f1b", "gpipe"))
+    one = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    other = evaluate(problem, Choice(variant=0, schedule="gpipe", starts=(0, 2)))
+    assert other.seconds == one.seconds
+    assert [s.in_flight for s in other.stages] == [3, 3]
+
+
+def test_one_stage_pays_neither_transfers_nor_ties() -> None:
+    (stage,) = evaluate(by_hand(), Choice(variant=0, schedule="1f1b", starts=(0,))).stages
+    assert (stage.transfer_seconds, stage.sync_seconds, stage.memory.transfers) == (0.0, 0.0, 0)
+
+
+def test_broken_constraints_are_faults() -> None:
+    problem = by_hand(no_cut_after=(1,), min_stages=2, schedules=("gpipe",))
+    whole = evaluate(problem, Choice(variant=0, schedule="gpipe", starts=(0,)))
+    assert whole.faults == ("1 stages, allowed are 2 to 2",)
+    cut = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    assert cut.faults == ("schedule 1f1b, allowed are gpipe", "cut after block 1")
+    small = replace(problem.devices[1], memory=100)
+    full = evaluate(
+        replace(problem, devices=(problem.devices[0], small)),
+        Choice(variant=0, schedule="gpipe", starts=(0, 3)),
+    )
+    assert len(full.faults) == 1
+    assert "y has 100" in full.faults[0]
+
+
+@pytest.mark.parametrize(
+    ("variant", "starts"),
+    [(0, ()), (0, (1,)), (0, (0, 0)), (0, (0, 4)), (0, (0, 1, 2)), (1, (0,)), (-1, (0,))],
+)
+def test_choices_of_another_problem_are_refused(variant: int, starts: tuple[int, ...]) -> None:
+    with pytest.raises(FxpartError) as caught:
+        evaluate(by_hand(), Choice(variant=variant, schedule="1f1b", starts=starts))
+    assert caught.value.code == "FXP109"
+
+
+def test_every_choice_has_whole_stages() -> None:
+    r = random.Random(0)
+    for seed in range(40):
+        problem = random_problem(seed)
+        for choice in r.sample(list(choices(problem)) or [None], 1):
+            if choice is not None:
+                stages = evaluate(problem, choice).stages
+                covered = [b for s in stages for b in range(s.first, s.last + 1)]
+                assert covered == list(range(len(problem.blocks)))
