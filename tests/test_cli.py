@@ -60,6 +60,15 @@ def broken_data():
     return fxpart.Workload(work.model, example=work.example, loss=work.loss,
                            data=data)
 
+class Branches(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+def branches():
+    return Branches(), (torch.zeros(4, 3),)
+
 def refuses():
     raise ValueError("not today")
 """
@@ -305,6 +314,22 @@ def test_users_mistakes(target: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "write KEY=VALUE" in err
     _, err = call(capsys, "plan", f"{target}:net", "--cluster", "nonsense", status=2)
     assert "FXP404" in err
+
+
+@pytest.mark.slow
+def test_doctor(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = call(capsys, "doctor", f"{target}:net", "-b", "16", "--json")
+    found = json.loads(out)
+    assert (found["model"], found["batch_size"], found["batch"]) == ("Net", 16, "symbolic")
+    assert (found["loss"], found["example"]) == ("given", "given")
+    assert found["parameters"] == 6 * (16 * 16 + 16) + 16 * 4 + 4
+    assert found["parameter_tensors"] == 14 and found["blocks"] > 2
+    assert [i["batch_dim"] for i in found["inputs"]] == [0, 0]
+    out, _ = call(capsys, "doctor", f"{target}:net")
+    assert out.startswith("Net can be partitioned") and "the one that you gave" in out
+    _, err = call(capsys, "doctor", f"{target}:branches", status=2)
+    line = 1 + TARGET.splitlines().index("        if x.sum() > 0:")
+    assert "FXP103" in err and f"target_of_cli.py:{line}" in err
 
 
 @pytest.mark.slow

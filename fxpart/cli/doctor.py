@@ -1,0 +1,113 @@
+"""``fxpart doctor``: can a model be captured and prepared, how, and what stands in the way?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.target import Workload
+
+
+@click.command()
+@click.argument("target")
+@click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
+@json_option
+def command(target: str, batch_size: int | None, as_json: bool) -> int:
+    """Capture TARGET and say how that went: inputs, batch, loss, parameters, blocks.
+
+    What stands in the way is shown as errors, each with the line of your source and a fix.
+    """
+    from fxpart.target import load_target
+
+    found = examine(load_target(target), batch_size, target)
+    if as_json:
+        output.data(found)
+    else:
+        output.text("\n".join(describe(found)))
+    return 0
+
+
+def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str, Any]:
+    """Capture, prepare, and what there is to say about both. Raises what capture and passes do."""
+    from fxpart.capture import capture
+    from fxpart.passes import PREPARE
+    from fxpart.pipeline import PassManager
+
+    with output.busy(f"capturing {target}"):
+        captured = capture(
+            workload.model,
+            workload.example,
+            workload.example_kwargs,
+            loss=workload.loss,
+            batch_size=batch_size or workload.batch_size,
+        )
+        graph = PassManager().run(PREPARE, captured.graph)
+    inferred = workload.example is None and not workload.example_kwargs
+    return {
+        "model": captured.model_name,
+        "method": captured.method,
+        "tried": list(captured.tried),
+        "seconds": round(captured.seconds, 3),
+        "batch": "symbolic" if captured.symbolic else "fixed",
+        "batch_size": captured.batch_size,
+        "example": "inferred" if inferred else "given",
+        "loss": captured.loss_kind,
+        "inputs": _inputs(captured),
+        "outputs": list(captured.outputs),
+        "parameters": sum(captured.state[n].numel() for n in captured.parameters),
+        "parameter_tensors": len(captured.parameters),
+        "buffers": len(captured.state) - len(captured.parameters),
+        "ties": dict(captured.aliases),
+        "ops": sum(node.op == "call_function" for node in graph.graph.nodes),
+        "blocks": len(graph.meta["fxpart_blocks"]),
+    }
+
+
+def _inputs(captured: Captured) -> list[dict[str, Any]]:
+    return [
+        {"name": i.name, "dtype": i.dtype, "shape": list(i.shape), "batch_dim": i.batch_dim}
+        for i in captured.inputs
+    ]
+
+
+LOSSES = {
+    "given": "the one that you gave",
+    "output": "the output's own",
+    "mean-square": "none: mean square of the outputs, good for comparing and for costs only",
+}
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """The examination for a person."""
+    from fxpart.report import units
+
+    whole = [i["name"] for i in found["inputs"] if i["batch_dim"] is None]
+    size = "any batch size" if found["batch"] == "symbolic" else "one microbatch size"
+    rows = [
+        ("captured", f"by {found['method']} in {found['seconds']:.1f} s, for {size}"),
+        *(("tried first", tried) for tried in found["tried"]),
+        ("example", f"{found['example']}, a batch of {found['batch_size']}"),
+        *(("input", _input(i)) for i in found["inputs"]),
+        ("loss", LOSSES.get(found["loss"], found["loss"])),
+        ("parameters", f"{units.count(found['parameters'])} in {found['parameter_tensors']} "
+         f"tensors, {units.plural(found['buffers'], 'buffer')}"),
+        *(("tie", f"{name} = {main}") for name, main in found["ties"].items()),
+        ("graph", f"{found['ops']} ops in {units.plural(found['blocks'], 'block')}: "
+         f"up to {units.plural(found['blocks'], 'stage')}"),
+    ]  # fmt: skip
+    if whole:
+        rows.append(("not cut", f"every microbatch gets the whole of {', '.join(whole)}"))
+    return [f"{found['model']} can be partitioned", *(f"  {k:<12}{v}" for k, v in rows)]
+
+
+def _input(item: dict[str, Any]) -> str:
+    dims = [
+        f"{d} (batch)" if i == item["batch_dim"] else str(d) for i, d in enumerate(item["shape"])
+    ]
+    return f"{item['name']} {item['dtype']}[{', '.join(dims)}]"

@@ -1,0 +1,104 @@
+"""``fxpart verify``: partitioned training against one process, number by number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.errors import EXIT_DIFFERENCE
+
+if TYPE_CHECKING:
+    from fxpart.verify import Difference, Verification
+
+SHOWN = 12
+
+
+@click.command()
+@compile_options
+@click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
+@click.option("--ranks", "-n", type=click.IntRange(1), help="Cut the model for so many ranks.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@json_option
+def command(ranks: int | None, steps: int, as_json: bool, **options: Any) -> int:
+    """Train TARGET partitioned and whole, and compare losses, gradients and parameters.
+
+    All ranks run in this process. Exit status 1 where the numbers differ by more than is promised:
+    not at all, or 1e-6 relative where a gradient is a sum over stages.
+    """
+    request = Request(**options)
+    if ranks is not None:
+        where = f"local:{ranks}" if request.cluster == "auto" else request.cluster
+        fixed = (*request.constraint, f"stages={ranks}")
+        request = replace(request, cluster=where, constraint=fixed)
+    workload = request.workload()
+    program = request.compile(workload)
+    with output.busy(f"training {steps} steps both ways"):
+        found = program.verify(steps)
+    if as_json:
+        output.data(found)
+    else:
+        output.text("\n".join(describe(found)))
+    return 0 if found.passed else EXIT_DIFFERENCE
+
+
+def describe(found: Verification) -> list[str]:
+    """The comparison for a person: losses, the parameters that differ most, the verdict."""
+    from fxpart.report import units
+    from fxpart.report.table import shortened, table
+
+    head = (
+        units.plural(found.stages, "stage"), units.plural(found.ranks, "rank"),
+        units.plural(found.microbatches, "microbatch"), units.plural(found.steps, "step"),
+    )  # fmt: skip
+    lines = [f"{head[0]} on {', '.join(head[1:])}", ""]
+    losses = [(str(i), f"{a:.8g}", f"{b:.8g}") for i, (a, b) in enumerate(found.losses, 1)]
+    lines += [*table(("step", "loss partitioned", "loss one process"), ">>>", losses), ""]
+    worst = sorted(found.differences, key=_largest, reverse=True)
+    rows = [
+        (shortened(d.name, 60), _number(d.gradient), _number(d.parameter))
+        for d in worst[:SHOWN]
+        if not d.equal
+    ]
+    if rows:
+        lines += table(("parameter", "gradient differs by", "value differs by"), "<>>", rows)
+    rest = worst[len(rows) :]
+    if rest:
+        most = _largest(rest[0])
+        what = f"by {_number(most)} at most" if most else "in no bit of gradient or value"
+        lines.append(f"{units.plural(len(rest), 'parameter')} differ {what}")
+    return [*lines, "", *_verdict(found)]
+
+
+def _verdict(found: Verification) -> list[str]:
+    lines = []
+    if found.equal:
+        lines.append("equal: every loss, gradient, parameter and buffer, bit for bit")
+    elif found.passed:
+        lines.append(
+            f"equal within {found.tolerance:g} relative (largest {found.largest:.1e}), as promised "
+            "where a gradient is a sum over stages"
+        )
+    else:
+        allowed = "no difference" if found.exact else f"{found.tolerance:g}"
+        lines.append(
+            f"DIFFERENT: largest relative difference {found.largest:.1e}, promised was {allowed} "
+            "(fxpart explain FXP506)"
+        )
+    if found.eager_loss is not None and found.eager_gradient is not None:
+        lines.append(
+            f"against the module as you wrote it: loss {_number(found.eager_loss)}, "
+            f"gradients {_number(found.eager_gradient)} relative"
+        )
+    return lines
+
+
+def _largest(difference: Difference) -> float:
+    return max(difference.gradient, difference.parameter)
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
