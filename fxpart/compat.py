@@ -61,11 +61,6 @@ def has_unbacked_symbols(value: object) -> bool:
     return bool(free_unbacked_symbols(value))
 
 
-def is_operator(target: object) -> bool:
-    """Whether an fx target is one overload of a registered operator."""
-    return isinstance(target, torch._ops.OpOverload)
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor has no data: a meta or a fake tensor."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from fxpart.capture.captured import Captured
 from fxpart.capture.capturing import capture
+from fxpart.capture.doctor import Diagnosis, diagnose
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "Diagnosis", "capture", "diagnose"]

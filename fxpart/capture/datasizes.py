@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from fxpart.capture.sources import source_line
-from fxpart.compat import has_unbacked_symbols, is_operator
+from fxpart.compat import has_unbacked_symbols
 from fxpart.errors import FxpartError, Problem
+from fxpart.pipeline.effects import is_op
 
 _TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -40,7 +41,7 @@ def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
 
 def _tells(node: fx.Node) -> bool:
     """Whether an op is one with data-dependent results; index is, with a boolean index alone."""
-    if not is_operator(node.target):
+    if not is_op(node.target):
         return False
     if node.target is torch.ops.aten.index.Tensor:
         indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
