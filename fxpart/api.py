@@ -25,8 +25,7 @@ from fxpart.planning import make_plan, stage_edges
 from fxpart.price import price
 from fxpart.program import ProgramSpec
 from fxpart.schedule.action import Schedule
-from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.lower import lower
+from fxpart.schedule.make import make
 from fxpart.solver.portfolio import explain_infeasible, solve
 
 if TYPE_CHECKING:
@@ -248,8 +247,7 @@ def _generate(
 
 
 def _schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
-    edges = stage_edges(spec)
-    return lower(BUILDERS[name](len(spec.stages), microbatches, edges), edges)
+    return make(name, range(len(spec.stages)), microbatches, stage_edges(spec))
 
 
 def _prepare(granularity: str) -> str:

@@ -119,10 +119,21 @@ class KeyedRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Seed before each primitive that draws random numbers."""
-        if torch.Tag.nondeterministic_seeded in func.tags and (self.scalars or _large(args)):
+        if draws(func, args, kwargs or {}) and (self.scalars or _large(args)):
             torch.manual_seed(mix(self.key, self.index))
             self.index += 1
         return func(*args, **(kwargs or {}))
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a primitive draws random numbers in this call (attention does with dropout only)."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given > 0.0)
+    return True
 
 
 def _large(args: tuple[Any, ...]) -> bool:
