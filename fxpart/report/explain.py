@@ -57,7 +57,7 @@ def _stages(plan: Plan) -> list[str]:
         rows.append(
             (
                 str(entry.stage), f"{stage.first}-{stage.last}", str(entry.rank),
-                shortened(entry.device, 20), shortened(stage.label, 36),
+                shortened(entry.device, 20), _label(stage.label),
                 units.count(stage.parameters), units.seconds(entry.forward_seconds),
                 units.seconds(entry.backward_seconds), units.seconds(entry.transfer_seconds),
                 units.seconds(entry.sync_seconds + entry.optimizer_seconds),
@@ -155,6 +155,11 @@ def balance(plan: Plan) -> float:
     times = [per_microbatch(entry) for entry in plan.prediction.ranks]
     mean = sum(times) / len(times)
     return max(times) / mean if mean else 1.0
+
+
+def _label(text: str) -> str:
+    """A stage's first and last block, each short enough for a column."""
+    return " … ".join(shortened(end, 22) for end in text.split(" … ")[:2])
 
 
 def _wrapped(text: str) -> list[str]:
