@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
 
+_CONTROL = 4  # the tag of control messages
+_DIRECT = 15  # up to so many other ranks hear from each directly
 _TIMED_OUT = ("timed out", "timeout")
 
 
@@ -79,16 +81,27 @@ class Distributed:
             handle.work = None
         return handle.tensor
 
-    def begin_exchange(self, row: Sequence[int]) -> tuple[Any, list[torch.Tensor]]:
-        """Start an all-gather of a few integers; it runs on the backend's own thread."""
+    def begin_exchange(self, row: Sequence[int]) -> tuple[list[Any], list[torch.Tensor]]:
+        """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
         mine = torch.tensor(row, dtype=torch.int64)
-        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        return dist.all_gather(parts, mine, group=self._control, async_op=True), parts
+        me, control = self.local[0], self._control
+        parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
+        others = [r for r in range(self.ranks) if r != me]
+        try:
+            if len(others) > _DIRECT:
+                parts[me] = torch.empty_like(mine)
+                return [dist.all_gather(parts, mine, group=control, async_op=True)], parts
+            works = [dist.irecv(parts[r], r, control, _CONTROL) for r in others]
+            works += [dist.isend(mine, r, control, _CONTROL) for r in others]
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+        return works, parts
 
-    def end_exchange(self, handle: tuple[Any, list[torch.Tensor]]) -> list[list[int]]:
-        """Wait for the all-gather, bounded."""
-        work, parts = handle
-        self._finish(work)
+    def end_exchange(self, handle: tuple[list[Any], list[torch.Tensor]]) -> list[list[int]]:
+        """Wait for all others, bounded."""
+        works, parts = handle
+        for work in works:
+            self._finish(work)
         return [part.tolist() for part in parts]
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
