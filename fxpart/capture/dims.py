@@ -79,6 +79,8 @@ def infer(
 ) -> Inferred:
     """Find the batch dims; FXP104 if no hypothesis holds, FXP101 if the model itself fails."""
     failure = trial.choose(tensors)
+    if isinstance(failure, FxpartError):
+        raise failure
     if failure is not None and trial.real:
         raise error(
             "FXP101",

@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
 from fxpart.capture.datasizes import refuse_data_sizes
+from fxpart.capture.modes import kept_buffers
 from fxpart.capture.sources import annotate
 from fxpart.capture.state import State
-from fxpart.capture.trial import kept_buffers
 from fxpart.capture.unlift import Unlifted, original_name, write_output
 from fxpart.capture.whole import Whole
 from fxpart.compat import record_operations
@@ -57,7 +57,12 @@ def symbolic_trace(whole: Whole, tensors: Sequence[torch.Tensor]) -> Traced:
     """Trace and record a module with data at the size of ``tensors``; raises what torch raises."""
     tracer = fx.Tracer()
     tracer.record_stack_traces = True
+    tracer.proxy_buffer_attributes = True
+    drawn = torch.random.get_rng_state()
     graph = tracer.trace(whole)
+    if not torch.equal(drawn, torch.random.get_rng_state()):
+        # What does not depend on an input runs at once and would be baked in.
+        raise RuntimeError("torch.fx would fix random numbers that are drawn without an input")
     module = fx.GraphModule(whole, graph)
     values = _used(whole, graph)
     returned: list[str] = []

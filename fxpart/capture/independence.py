@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fxpart.capture.modes import training_mode
-from fxpart.capture.trial import REAL_LIMIT, Trial, kept_buffers
+from fxpart.capture.modes import kept_buffers, training_mode
+from fxpart.capture.trial import REAL_LIMIT, Trial
 
 
 def batch_first_is_off(module: nn.Module) -> bool:

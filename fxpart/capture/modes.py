@@ -9,9 +9,10 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxpart.compat import mask_detection_off
+from fxpart.compat import is_fake, mask_detection_off
 
 
 @contextmanager
@@ -19,6 +20,8 @@ def prepared(model: nn.Module, training: bool) -> Iterator[None]:
     """All of this module together: mode set, cache off, quiet, and the model untouched after."""
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
+        stack.enter_context(kept_buffers(model))
+        stack.enter_context(torch.random.fork_rng())
         stack.enter_context(cache_off(model))
         stack.enter_context(training_mode(model, training))
         stack.enter_context(mask_detection_off())
@@ -86,6 +89,23 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for holder, content in contents:
                 holder.clear()
                 (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Within: buffers may be written; after: their values are back.
+
+    Needed under fake tensors too: torch runs an op on small real tensors for real. A buffer is
+    written only if it changed, for it may overlap itself or be mapped from a file.
+    """
+    before = [(b, b.clone()) for b in module.buffers() if not is_fake(b)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch.export import Dim, ExportedProgram, export
 
+from fxpart.capture.causes import problem_of
 from fxpart.capture.whole import Whole
 
 MAX_BATCH = 1 << 20
@@ -93,7 +94,13 @@ def first_that_works(
 ) -> tuple[Way, Result, list[tuple[Way, Exception]]]:
     """Try each way; returns the first that works, or raises :class:`NoWayError` with all."""
     failures: list[tuple[Way, Exception]] = []
+
+    def depends_on_data(failed: tuple[Way, Exception]) -> bool:
+        return problem_of(failed[1]).code == "FXP103"
+
     for way in ways:
+        if way.method == "symbolic-trace" and any(map(depends_on_data, failures)):
+            break  # torch.fx would take one branch, or one size, and keep quiet about it
         try:
             return way, attempt(way), failures
         except Exception as failure:  # torch.export raises many unrelated types

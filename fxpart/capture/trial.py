@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxpart.capture.fakes import stand_in
+from fxpart.capture.modes import kept_buffers
 from fxpart.capture.whole import Whole
 from fxpart.compat import fake_mode
 
@@ -66,15 +66,3 @@ class Trial:
             n for n, t in returned.items() if "/" not in n and t.is_floating_point()
         )
         return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
-
-
-@contextmanager
-def kept_buffers(module: torch.nn.Module) -> Iterator[None]:
-    """Within: buffers may be written; after: their values are back."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
