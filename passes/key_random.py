@@ -60,6 +60,7 @@ def _key_input(graph: fx.Graph) -> fx.Node:
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         key = graph.placeholder(RNG_KEY)
+    key.name = RNG_KEY  # torch.fx would number a name that an erased node had
     key.meta["val"] = 0
     key.meta[KEY] = Annotation()
     return key

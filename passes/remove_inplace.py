@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -148,7 +148,7 @@ class _Rewriter:
             self.detached.add(node)
 
     def now(self, node: fx.Node) -> fx.Node:
-        """The present value of a node of the given graph: views of written storage are taken anew."""
+        """The present value of a node of the given graph: a view of written storage is taken anew."""
         home = self.homes.get(node)
         if home is None or home.state or home.version == 0:
             return node
@@ -156,10 +156,30 @@ class _Rewriter:
             return home.now
         recipe = self.recipes[node]
         if recipe.version != home.version:
-            args, kwargs = fx.node.map_arg((recipe.args, recipe.kwargs), self.now)
-            recipe.node = self._add(recipe.target, args, kwargs, node)
+            recipe.node = self._fresh(node, {})[node]
             recipe.version = home.version
         return recipe.node
+
+    def _fresh(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """New copies of all views from the base to ``node``, by the node they stand for.
+
+        Never shared with other views, as in eager execution: autograd then adds up gradients in
+        the same order.
+        """
+        home = self.homes[node]
+
+        def fresh(source: fx.Node) -> fx.Node:
+            if self.homes.get(source) is not home:
+                return self.now(source)
+            return self._fresh(source, made)[source]
+
+        if node is home.base:
+            made[node] = home.now
+        elif node not in made:
+            recipe = self.recipes[node]
+            args, kwargs = fx.node.map_arg((recipe.args, recipe.kwargs), fresh)
+            made[node] = self._add(recipe.target, args, kwargs, node)
+        return made
 
     def _add(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
@@ -186,9 +206,12 @@ class _Rewriter:
 
     def _write(self, node: fx.Node, target: fx.Node) -> None:
         """An in-place op on a value: compute the new value, and store it through the views."""
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.now)
+        chain = self._fresh(target, {})
+        args, kwargs = fx.node.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: chain[n] if n is target else self.now(n)
+        )
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-        old = self.now(target)
+        old = chain[target]
         whole = target is self.homes[target].base
         if packet_name(node.target) == "aten.copy_":
             new = self._copied(args[1], old, node, whole)
@@ -201,9 +224,11 @@ class _Rewriter:
             new = self._layout(
                 self._cast(self._add(form, args, kwargs, node), old, node), old, node
             )
-        self._store(target, new, node)
+        self._store(target, new, chain, node)
         if self.walk.behaviour(node).after[operand_nodes(node).index(target)]:
             self._carry_gradient(self.homes[target])
+        # Autograd takes the written view anew at once, all others when they are used next.
+        self.now(target)
         self.renamed[node] = target
 
     def _copied(self, source: Any, old: fx.Node, like: fx.Node, whole: bool) -> fx.Node:
@@ -231,8 +256,13 @@ class _Rewriter:
         everything = (old, new, 0, 0, torch.iinfo(torch.int64).max)
         return self._add(torch.ops.aten.slice_scatter.default, everything, {}, like)
 
-    def _store(self, target: fx.Node, new: fx.Node, like: fx.Node) -> None:
-        """Give the storage a new version, in which ``target`` has the value ``new``."""
+    def _store(
+        self, target: fx.Node, new: fx.Node, chain: Mapping[fx.Node, fx.Node], like: fx.Node
+    ) -> None:
+        """Give the storage a new version, in which ``target`` has the value ``new``.
+
+        chain: the views from the base to the target, as they are before the write.
+        """
         home = self.homes[target]
         current = target
 
@@ -250,7 +280,7 @@ class _Rewriter:
                     "it writes into a value that carries a gradient without autograd knowing "
                     "(under torch.no_grad(), or through .data or .detach())",
                 )
-            old = self.now(parent)
+            old = chain[parent]
             new = self._layout(inverse(add, old, new), old, like)
             current = parent
         home.now = new

@@ -1,0 +1,172 @@
+"""group_blocks: invariants on all zoo models, where transformers are cut, and what stays together."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from inplace_programs import Builder
+from torch import fx, nn
+from zoo import ZOO
+from zoo_graphs import captured, prepared
+
+from fxpart.errors import FxpartError
+from fxpart.passes import PREPARE
+from fxpart.pipeline import BLOCKS_KEY, KEY, NO_CUT_KEY, PassManager
+from fxpart.pipeline.cuts import closed_cuts, crossing, operations
+from fxpart.pipeline.effects import packet_name
+from fxpart.pipeline.sizes import tensors
+from fxpart.pipeline.work import is_heavy
+
+aten = torch.ops.aten
+NAMES = [n for n, entry in ZOO.items() if entry.available]
+
+
+def blocks_of(module: fx.GraphModule) -> list[list[fx.Node]]:
+    result: list[list[fx.Node]] = [[] for _ in module.meta[BLOCKS_KEY]]
+    for node in operations(module.graph):
+        result[node.meta[KEY].block].append(node)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_invariants_of_the_zoo(name: str) -> None:
+    module = prepared(name)
+    blocks = blocks_of(module)
+    order = [n.meta[KEY].block for n in operations(module.graph)]
+    assert order == sorted(order)
+    assert all(blocks)
+    assert 2 <= len(blocks) <= 256
+    infos = module.meta[BLOCKS_KEY]
+    assert len({i.name for i in infos}) == len(infos)
+    for node in module.graph.nodes:
+        known = node.meta[KEY].block if KEY in node.meta else None
+        if node.op in ("placeholder", "get_attr"):
+            assert known is None
+        for user in node.users:
+            if user.op == "call_function" and user.target is operator.getitem:
+                assert user.meta[KEY].block == known
+    if any(is_heavy(n) for b in blocks for n in b):
+        assert all(any(is_heavy(n) for n in b) for b in blocks)
+    ends = {sum(map(len, blocks[: i + 1])) - 1 for i in range(len(blocks) - 1)}
+    assert not ends & closed_cuts(module.graph, operations(module.graph))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layer", "parts"),
+    [
+        ("gpt2", "transformer.h.{}", (".attn", ".mlp")),
+        ("llama", "model.layers.{}", (".self_attn", ".mlp")),
+        ("vit", "vit.layers.{}", (".attention", ".mlp")),
+    ],
+)
+def test_transformers_are_cut_at_the_residual_stream(
+    name: str, layer: str, parts: tuple[str, ...]
+) -> None:
+    if name not in NAMES:
+        pytest.skip("transformers is not installed")
+    module = prepared(name)
+    names = [i.name for i in module.meta[BLOCKS_KEY]]
+    layers = sum(layer.format(i) + parts[0] in names for i in range(99))
+    assert layers >= 2
+    expected = [layer.format(i) + p for i in range(layers) for p in parts]
+    assert [n for n in names if n.startswith(layer.partition("{")[0])] == expected
+    # equal layers share one identity, apart from the first, whose input may need no gradient
+    for part in parts:
+        same = {i.identity for i in module.meta[BLOCKS_KEY] if i.name.endswith(part)}
+        assert len(same) <= 2
+    sizes, _ = crossing(operations(module.graph))
+    blocks = blocks_of(module)
+    ends = [sum(map(len, blocks[: i + 1])) - 1 for i in range(len(blocks))]
+    inner = {sizes[ends[i]] for i, n in enumerate(names[:-1]) if n in expected[:-1]}
+    assert len(inner) == 1, "each cut between layers' parts carries the residual stream alone"
+
+
+@pytest.mark.slow
+def test_op_granularity_is_finer_and_bounded() -> None:
+    graph = captured("mlp").graph
+    fine = PassManager().run(PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}'), graph)
+    assert len(fine.meta[BLOCKS_KEY]) > len(prepared("mlp").meta[BLOCKS_KEY])
+    for most in (1, 2, 5):
+        few = PassManager().run(PREPARE + f"{{max_blocks={most}}}", graph)
+        assert len(few.meta[BLOCKS_KEY]) == most
+        assert len(blocks_of(few)) == most
+
+
+@pytest.mark.parametrize("option", ['granularity="layer"', "max_blocks=0"])
+def test_wrong_options(option: str) -> None:
+    builder = Builder()
+    module = builder.finish(builder.call(aten.relu.default, builder.input(2)))
+    with pytest.raises(FxpartError) as caught:
+        PassManager().run(f"key_random,group_blocks{{{option}}}", module)
+    assert caught.value.code == "FXP109"
+
+
+def finely(module: fx.GraphModule) -> fx.GraphModule:
+    return PassManager().run(
+        PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}'), module
+    )
+
+
+def test_uses_of_written_state_stay_together() -> None:
+    builder = Builder(mean=torch.zeros(4))
+    y = builder.call(aten.relu.default, builder.input(3, 4))
+    mean = builder.get("mean")
+    builder.call(aten.mul_.Scalar, mean, 0.9)
+    y = builder.call(aten.sin.default, y)
+    y = builder.call(aten.cos.default, y)
+    y = builder.call(aten.add.Tensor, y, builder.call(aten.view.default, mean, [1, 4]))
+    module = finely(builder.finish(builder.call(aten.exp.default, y)))
+    of = {packet_name(n.target): n.meta[KEY].block for n in operations(module.graph)}
+    assert of["aten.mul_"] == of["aten.sin"] == of["aten.cos"] == of["aten.view"] == of["aten.add"]
+    assert of["aten.relu"] < of["aten.mul_"] < of["aten.exp"]
+    assert module.meta[NO_CUT_KEY] == ()
+
+
+def test_lists_stay_with_their_items() -> None:
+    builder = Builder()
+    pieces = builder.call(aten.split.Tensor, builder.input(4, 4), 2)
+    a = builder.call(aten.sin.default, builder.call(operator.getitem, pieces, 0))
+    b = builder.call(aten.cos.default, builder.call(operator.getitem, pieces, 1))
+    module = finely(builder.finish(builder.call(aten.add.Tensor, a, b)))
+    listed = [n for n in operations(module.graph) if n.target is operator.getitem]
+    assert {n.meta[KEY].block for n in listed} == {
+        n.meta[KEY].block for n in operations(module.graph) if not tensors_only(n)
+    }
+
+
+def tensors_only(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor) and bool(tensors(node.meta["val"]))
+
+
+class Selecting(nn.Module):
+    """A size that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        some = y[y.sum(1) > 0]
+        z = torch.relu(self.a(some)).sum()
+        return self.b(y) * z
+
+
+@pytest.mark.slow
+def test_data_dependent_sizes_do_not_cross() -> None:
+    from fxpart.capture import capture
+
+    graph = capture(Selecting(), (torch.randn(6, 4),)).graph
+    module = finely(graph)
+    for node in operations(module.graph):
+        held = node.meta["val"]
+        unknown = isinstance(held, torch.Tensor) and any(
+            not isinstance(s, int) and not s.node.has_hint() for s in held.shape
+        )
+        if unknown:
+            assert {u.meta[KEY].block for u in node.users} == {node.meta[KEY].block}
+    assert len(module.meta[BLOCKS_KEY]) >= 3

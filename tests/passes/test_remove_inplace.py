@@ -1,0 +1,171 @@
+"""remove_inplace against eager execution of the same graph: outputs, gradients, buffers, every bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from inplace_programs import Builder, programs, run, same_bits
+from torch import fx
+
+from fxpart.errors import FxpartError
+from fxpart.pipeline import PassManager
+from fxpart.pipeline.effects import packet_name, state_written, written
+
+aten = torch.ops.aten
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+
+
+def functional(module: fx.GraphModule) -> fx.GraphModule:
+    return PassManager().run("remove_inplace", module)
+
+
+def both(module: fx.GraphModule, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The given graph and the rewritten one, each on its own copy of the buffers."""
+    rewritten = functional(module)
+    start = {n: b.clone() for n, b in module.named_buffers()}
+    first = run(module, *[i.clone() for i in inputs])
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(start[name])
+    return first, run(rewritten, *[i.clone() for i in inputs])
+
+
+def assert_same(module: fx.GraphModule, *inputs: Any) -> fx.GraphModule:
+    before, after = both(module, *inputs)
+    for a, b in zip(before, after, strict=True):
+        assert same_bits(a, b), (a, b)
+    return functional(module)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
+@given(programs())
+def test_random_programs(module: fx.GraphModule) -> None:
+    untouched = [n.format_node() for n in module.graph.nodes]
+    try:
+        eager = run(copy.deepcopy(module), X.clone())
+    except RuntimeError:
+        # autograd itself forbids the program (a saved value was overwritten, or a piece of a split)
+        assume(False)
+    has_detach = any(packet_name(n.target) == "aten.detach" for n in module.graph.nodes)
+    try:
+        rewritten = functional(module)
+    except FxpartError as refusal:
+        assert refusal.code == "FXP108"
+        assert has_detach
+        return
+    for a, b in zip(eager, run(rewritten, X.clone()), strict=True):
+        assert same_bits(a, b), rewritten.print_readable(print_output=False)
+    state = state_written(rewritten.graph)
+    assert all(n in state for n in rewritten.graph.nodes if written(n))
+    assert [n.format_node() for n in module.graph.nodes] == untouched
+
+
+def weighted() -> tuple[Builder, fx.Node]:
+    builder = Builder(weight=torch.nn.Parameter(X.clone() * 0.5))
+    x = builder.input(3, 4)
+    return builder, builder.call(aten.mul.Tensor, x, builder.get("weight"))
+
+
+def test_write_through_two_views_is_seen_by_all_aliases() -> None:
+    builder, y = weighted()
+    t = builder.call(aten.t.default, y)
+    row = builder.call(aten.select.int, t, 0, 1)
+    early = builder.call(aten.sum.default, row)
+    builder.call(aten.mul_.Scalar, row, 3.0)
+    late = builder.call(aten.sum.default, row)
+    module = assert_same(builder.finish(y, t, early, late), X)
+    assert not any(written(n) for n in module.graph.nodes)
+
+
+def test_copy_converts_dtype_and_broadcasts() -> None:
+    builder, y = weighted()
+    ints = builder.call(aten.to.dtype, builder.call(aten.round.default, y), torch.int64)
+    column = builder.call(aten.select.int, y, 1, 0)
+    builder.call(aten.copy_.default, column, builder.call(aten.select.int, ints, 1, 1))
+    assert_same(builder.finish(y), X)
+
+
+def test_index_put_keeps_gradients_of_both_sides() -> None:
+    builder, y = weighted()
+    zeros = builder.call(aten.zeros.default, [3, 4])
+    rows = builder.call(aten.argsort.default, builder.call(aten.select.int, y, 1, 0))
+    builder.call(aten.index_put_.default, zeros, [rows], y)
+    assert_same(builder.finish(zeros), X)
+
+
+def test_in_place_on_a_transposed_value_keeps_its_layout() -> None:
+    builder, y = weighted()
+    t = builder.call(aten.clone.default, builder.call(aten.t.default, y))
+    builder.call(aten.add_.Tensor, t, builder.call(aten.t.default, y))
+    module = functional(builder.finish(t))
+    outs = fx.Interpreter(module, garbage_collect_values=False).run(X.clone())
+    assert outs[1].stride() == (1, 4)
+
+
+def test_metadata_ops_change_the_object_only() -> None:
+    builder, y = weighted()
+    other = builder.call(aten.alias.default, y)
+    builder.call(aten.unsqueeze_.default, y, 0)
+    builder.call(aten.mul_.Scalar, other, 2.0)
+    module = assert_same(builder.finish(y, other), X)
+    shapes = [tuple(o.shape) for o in module(X)[1:]]
+    assert shapes == [(1, 3, 4), (3, 4)]
+
+
+def test_out_argument_becomes_a_result() -> None:
+    builder, y = weighted()
+    with torch.no_grad():
+        room = builder.call(aten.zeros.default, [3, 4])
+        detached = builder.call(aten.detach.default, y)
+        builder.call(aten.add.out, detached, detached, out=room)
+    assert_same(builder.finish(room, y), X)
+
+
+def test_batch_norm_statistics_and_counter_stay_real_writes() -> None:
+    builder = Builder(
+        weight=torch.nn.Parameter(torch.ones(4)),
+        mean=torch.zeros(4),
+        var=torch.ones(4),
+        tracked=torch.zeros((), dtype=torch.int64),
+    )
+    x = builder.input(3, 4)
+    builder.call(aten.add_.Tensor, builder.get("tracked"), 1)
+    stats = (builder.get("mean"), builder.get("var"))
+    weight = builder.get("weight")
+    y = builder.call(aten.batch_norm.default, x, weight, None, *stats, True, 0.1, 1e-5, False)
+    builder.call(aten.relu_.default, y)
+    module = assert_same(builder.finish(y), X)
+    effects = {name for names in state_written(module.graph).values() for name in names}
+    assert effects == {"mean", "var", "tracked"}
+
+
+def test_writing_behind_autograds_back_is_refused() -> None:
+    builder, y = weighted()
+    builder.call(aten.mul_.Scalar, builder.call(aten.detach.default, y), 2.0)
+    with pytest.raises(FxpartError) as caught:
+        functional(builder.finish(y))
+    assert caught.value.code == "FXP108"
+    assert "test.py:" in caught.value.problems[0].where
+
+
+def test_a_gradient_written_into_state_is_refused() -> None:
+    builder = Builder(weight=torch.nn.Parameter(torch.ones(3, 4)), memory=torch.zeros(3, 4))
+    x = builder.input(3, 4)
+    y = builder.call(aten.mul.Tensor, x, builder.get("weight"))
+    builder.call(aten.copy_.default, builder.get("memory"), y)
+    with pytest.raises(FxpartError, match="memory"):
+        functional(builder.finish(y))
+
+
+def test_ops_without_functional_form_are_refused() -> None:
+    builder, y = weighted()
+    builder.call(aten.set_.source_Tensor, builder.call(aten.clone.default, y), y)
+    with pytest.raises(FxpartError) as caught:
+        functional(builder.finish(y))
+    assert caught.value.code == "FXP108"
