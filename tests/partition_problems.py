@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fxpart.solver.problem import DeviceLimit, Kept, PartitionProblem, Value, Variant, Weight
+from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant, Weight
 
 BATCHES = (((1, 1),), ((1, 4),), ((2, 2), (1, 4)), ((4, 1), (2, 2), (1, 4)))
 
@@ -45,10 +45,13 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
         later = range(producer + 1, n)
         consumers = r.sample(later, r.randint(1, min(3, len(later))))
         values.append(
-            Value(producer=producer, consumers=tuple(sorted(consumers)), gradient=r.random() < 0.7)
+            Value(
+                producer=producer,
+                consumers=tuple(sorted(consumers)),
+                gradient=r.random() < 0.7,
+                saved=r.random() < 0.5,
+            )
         )
-    pairs = [sorted(r.sample(range(n), 2)) for _ in range(r.randint(0, n) if n > 1 else 0)]
-    kept = tuple(Kept(producer=a, user=b) for a, b in pairs)
     weights = tuple(
         Weight(
             name=f"w{i}",
@@ -69,7 +72,6 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
             activation=sizes(n),
             workspace=sizes(n),
             value_bytes=sizes(len(values)),
-            kept_bytes=sizes(len(kept)),
         )
         for size, m in r.choice(BATCHES)
     )
@@ -80,7 +82,6 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
         weights=weights,
         variants=variants,
         step=rows(),
-        kept=kept,
         no_cut_after=tuple(i for i in range(n) if r.random() < 0.15),
         schedules=r.choice([("1f1b",), ("gpipe",), ("gpipe", "1f1b"), ("1f1b", "gpipe")]),
         min_stages=r.randint(1, count) if r.random() < 0.3 else 1,

@@ -20,7 +20,7 @@ from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.dp import EXACT
 from fxpart.solver.layers import OutOfTime
 from fxpart.solver.objective import in_flight, tie_link
-from fxpart.solver.problem import Choice, Kept, PartitionProblem, Value, Weight
+from fxpart.solver.problem import Choice, PartitionProblem, Value, Weight
 from fxpart.solver.search import Record
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
@@ -181,14 +181,14 @@ class _Programme:
             self.model.add(held >= self._x(b, stage))
         return held
 
-    def _both(self, kept: Kept, stage: int) -> Expression:
-        """1 if the stage holds producer and user."""
-        first, last = kept.producer, kept.user
-        if self.upto[first] is self.upto[last]:
-            return self._x(first, stage)
-        held = self._new(self.hint[first] == stage == self.hint[last])
-        self.model.add(held >= self._x(first, stage) + self._x(last, stage) - 1)
-        return held
+    def _sent(self, value: Value, stage: int) -> Expression:
+        """1 if the stage makes a value that is not saved anyway and that a later stage uses."""
+        first, last = value.producer, value.consumers[-1]
+        if value.saved or stage == self.stages - 1 or self.upto[first] is self.upto[last]:
+            return 0
+        sent = self._new(self.hint[first] == stage < self.hint[last])
+        self.model.add(sent >= self._x(first, stage) - self._y(last, stage))
+        return sent
 
     def _received(self, value: Value, stage: int) -> Expression:
         """1 if the stage uses a value that an earlier stage makes."""
@@ -261,11 +261,11 @@ class _Programme:
             for b in self.blocks:
                 self.model.add(work >= one.workspace[b] * self._x(b, p))
             each = [one.activation[b] * self._x(b, p) for b in self.blocks]
-            each += [
-                size * self._both(kept, p)
-                for size, kept in zip(one.kept_bytes, problem.kept, strict=True)
-            ]
             each += [s * h for s, h in zip(one.value_bytes, self.received[p], strict=True)]
+            each += [
+                size * self._sent(value, p)
+                for size, value in zip(one.value_bytes, problem.values, strict=True)
+            ]
             done = 0
             for stages in range(p + 1, self.stages + 1):
                 flying = in_flight(self.schedule, one.microbatches, stages, p)

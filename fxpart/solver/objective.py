@@ -24,7 +24,8 @@ class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Peak memory of a stage in bytes, by cause; the names are those of ``fxpart.plan.Memory``.
 
     activations: in_flight times what autograd saves, plus the largest workspace. transfers: each
-    received value, once for each microbatch in flight (it is kept until its gradient goes back).
+    received value, and each sent one that is not saved anyway, once for each microbatch in flight
+    (it is kept until the backward).
     """
 
     weights: int
@@ -111,12 +112,12 @@ class Scorer:
         self.problem = problem
         self._received: list[list[int]] = [[] for _ in problem.blocks]
         self._held: list[list[int]] = [[] for _ in problem.blocks]
-        self._kept: list[list[int]] = [[] for _ in problem.blocks]  # by the later of the two blocks
-        for index, kept in enumerate(problem.kept):
-            self._kept[kept.user].append(index)
+        self._made: list[list[int]] = [[] for _ in problem.blocks]  # values not saved anyway
         for index, value in enumerate(problem.values):
             for block in value.consumers:
                 self._received[block].append(index)
+            if not value.saved:
+                self._made[value.producer].append(index)
         for index, weight in enumerate(problem.weights):
             for block in weight.blocks:
                 self._held[block].append(index)
@@ -147,12 +148,8 @@ class Scorer:
         weights = [problem.weights[w] for w in sorted({w for b in blocks for w in self._held[b]})]
         latency, inverse = tie_link(problem, k)
         workspace = max(variant.workspace[b] for b in blocks)
-        saved = sum(variant.activation[b] for b in blocks) + sum(
-            variant.kept_bytes[k]
-            for b in blocks
-            for k in self._kept[b]
-            if problem.kept[k].producer >= first
-        )
+        saved = sum(variant.activation[b] for b in blocks)
+        sent = [v for b in blocks for v in self._made[b] if problem.values[v].consumers[-1] > last]
         return StageCost(
             first=first,
             last=last,
@@ -176,7 +173,7 @@ class Scorer:
                 optimizer=sum(w.optimizer for w in weights),
                 activations=flying * saved + workspace,
                 buffers=sum(w.weight for w in weights if w.buffer),
-                transfers=flying * sum(variant.value_bytes[v] for v in received),
+                transfers=flying * sum(variant.value_bytes[v] for v in (*received, *sent)),
             ),
             memory_limit=device.memory,
             in_flight=flying,

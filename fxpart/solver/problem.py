@@ -33,12 +33,15 @@ class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
 
     A stage that uses it without holding its producer receives it once for each microbatch, and
-    returns a gradient of the same size where ``gradient`` holds.
+    returns a gradient of the same size where ``gradient`` holds. saved: its stage keeps it for the
+    backward in any case (its bytes are in ``activation``, or it is a view of an input or a weight);
+    otherwise a stage that sends it keeps it, once for each microbatch in flight.
     """
 
     producer: int
     consumers: tuple[int, ...]
     gradient: bool
+    saved: bool = True
 
 
 class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,23 +62,12 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer: bool = False
 
 
-class Kept(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Storages that block ``producer`` makes and the later block ``user`` is the first to save.
-
-    A stage that holds both keeps them once for each microbatch in flight, however many of its
-    blocks save them. A stage without the producer has received them: ``Value`` counts them there.
-    """
-
-    producer: int
-    user: int
-
-
 class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs at one microbatch size.
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
-    [block], without those in kept_bytes, [kept]. workspace: bytes live only while the block runs,
-    [block]. value_bytes: [value].
+    [block]; what several blocks save counts where it is made. workspace: bytes live only while the
+    block runs, [block]. value_bytes: [value].
     """
 
     microbatch_size: int
@@ -85,7 +77,6 @@ class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activation: tuple[int, ...]
     workspace: tuple[int, ...]
     value_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...] = ()
 
 
 class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,8 +84,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
     would cross). step: optimizer seconds, [device type][block]. schedules: those to choose from.
-    min_stages, max_stages bound the number of stages (max_stages <= len(devices)). kept: storages
-    that more than one block has to do with.
+    min_stages, max_stages bound the number of stages (max_stages <= len(devices)).
     """
 
     blocks: tuple[str, ...]
@@ -107,7 +97,6 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     schedules: tuple[Literal["gpipe", "1f1b"], ...] = ("1f1b",)
     min_stages: int = 1
     max_stages: int = 1
-    kept: tuple[Kept, ...] = ()
 
 
 class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

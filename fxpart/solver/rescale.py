@@ -53,5 +53,4 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
         activation=whole("activation"),
         workspace=whole("workspace"),
         value_bytes=whole("value_bytes"),
-        kept_bytes=whole("kept_bytes"),
     )

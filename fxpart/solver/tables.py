@@ -9,7 +9,8 @@ Results do not depend on the number of BLAS threads: no matrix product is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,9 +25,11 @@ from fxpart.solver.problem import Choice, PartitionProblem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.float64, np.int64)
+# device type, memory, latency, seconds per byte, and the latter two of sums over ties
+Kind = tuple[int, int, float, float, float, float]
 Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
 
-_KEEP = 2**25  # bytes of stage tables kept for each variant, at least four tables
+_KEEP = 2**28  # bytes of stage tables kept, at least four tables
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,6 @@ class StageTable:
             np.minimum(self.load, other.load),
             np.maximum(self.flights, other.flights),
         )
-
-    def with_first_row(self, first: StageTable) -> StageTable:
-        """The same with row 0 of ``first``: only the first stage begins with unit 0."""
-        out = StageTable(self.seconds.copy(), self.load.copy(), self.flights.copy())
-        out.seconds[0], out.load[0], out.flights[0] = (
-            first.seconds[0],
-            first.load[0],
-            first.flights[0],
-        )
-        return out
 
 
 class Tables:
@@ -90,7 +83,12 @@ class Tables:
             for w in problem.weights
             for r in _touching(w.blocks, -1, n)
         ]
-        self._both: list[Rectangle] = [(0, k.producer, k.user, n - 1) for k in problem.kept]
+        leaving = [
+            ((0, v.producer, v.producer, v.consumers[-1] - 1), i)
+            for i, v in enumerate(problem.values)
+            if not v.saved
+        ]
+        self._leaving, self._leaving_value = [r for r, _ in leaving], [i for _, i in leaving]
         self.state_bytes = self.band(_sums(n, *_columns(held)))
         shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
         split = [(r, s, w.gradient) for w in shared for r, s in _splits(w.blocks, n)]
@@ -98,6 +96,7 @@ class Tables:
         self.sync_bytes = self.band(_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
         self._variants: dict[int, VariantTables] = {}
+        self.kept_tables: deque[tuple[dict[tuple[int, ...], StageTable], tuple[int, ...]]] = deque()
 
     def band(self, full: NDArray[Number]) -> NDArray[Number]:
         """A table over (first block, last block) as a band over units."""
@@ -116,15 +115,22 @@ class Tables:
         once = self.band(_sums(n, self._receipts, each))
         return once, self.band(_sums(n, self._receipts, each * self._trips))
 
-    def kept(self, sizes: Ints) -> Ints:
-        """Bytes kept of storages whose two blocks are both in the interval; sizes: [kept]."""
-        return self.band(_sums(len(self.problem.blocks), self._both, sizes))
+    def sent(self, sizes: Ints) -> Ints:
+        """Bytes kept because they are sent, per interval; sizes: [value]."""
+        each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
+        return self.band(_sums(len(self.problem.blocks), self._leaving, each))
 
     def variant(self, index: int) -> VariantTables:
         """The tables at one microbatch size, made when first asked for."""
         if index not in self._variants:
             self._variants[index] = VariantTables(self, index)
         return self._variants[index]
+
+    def make_room(self) -> None:
+        """Drop the oldest stage tables of all variants until another fits in the budget."""
+        while len(self.kept_tables) >= max(4, _KEEP // (24 * self.units**2)):
+            stages, kinds = self.kept_tables.popleft()
+            del stages[kinds]
 
     def choice(self, variant: int, schedule: str, units: Iterable[int]) -> Choice:
         """The choice whose stages begin with these units."""
@@ -148,7 +154,7 @@ class VariantTables:
         self.received, self.moved = tables.receipts(np.array(variant.value_bytes, dtype=np.int64))
         self.per_flight = (
             tables.additive(np.array(variant.activation, dtype=np.int64))
-            + tables.kept(np.array(variant.kept_bytes, dtype=np.int64))
+            + tables.sent(np.array(variant.value_bytes, dtype=np.int64))
             + self.received
         )
         workspace = np.array(variant.workspace, dtype=np.int64)
@@ -159,44 +165,39 @@ class VariantTables:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Per device the first device whose costs and memory are the same: they share a table."""
-        problem, first = self.tables.problem, dict[tuple[float, ...], int]()
-        return tuple(
-            first.setdefault(
-                (d.type, d.memory, d.latency, d.inverse_bandwidth, *tie_link(problem, k)), k
-            )
-            for k, d in enumerate(problem.devices)
-        )
+        first = dict[Kind, int]()
+        devices = range(len(self.tables.problem.devices))
+        return tuple(first.setdefault(_kind(self.tables.problem, (k,)), k) for k in devices)
 
     def stage(self, device: int) -> StageTable:
         """The table of stages on one device."""
-        return self.relaxed((device,))
+        return self.table((self.kinds[device],))
 
-    def relaxed(self, devices: Iterable[int]) -> StageTable:
-        """The table of stages on whichever of ``devices`` is best for each entry."""
-        key = tuple(sorted({self.kinds[k] for k in devices}))
-        if key not in self._stages:
-            if len(key) == 1:
-                table = self._exact(key[0])
-            else:
-                table = self.stage(key[0])
-                for k in key[1:]:
-                    table = table.joined(self.stage(k))
-            while len(self._stages) >= max(4, _KEEP // (24 * self.tables.units**2)):
-                del self._stages[next(iter(self._stages))]
-            self._stages[key] = table
-        return self._stages[key]
+    def table(self, kinds: tuple[int, ...]) -> StageTable:
+        """The table of stages on any of the devices: nothing is cheaper, or fits better, on one.
 
-    def _exact(self, k: int) -> StageTable:
-        tables, device = self.tables, self.tables.problem.devices[k]
-        latency, inverse = tie_link(tables.problem, k)
-        seconds = (
-            self.compute[device.type]
-            + device.latency * tables.trips
-            + device.inverse_bandwidth * self.moved
-        )
-        sync = 2 * (latency * tables.syncs + inverse * tables.sync_bytes)
-        load = (self.variant.microbatches - 1) * seconds + sync + tables.step[device.type]
-        room = device.memory - self.standing
+        It is exact for one device. For several of one type it is that of a device with the best
+        of their links and memories; for several types the best of these entry by entry.
+        """
+        if kinds not in self._stages:
+            problem = self.tables.problem
+            types = sorted({problem.devices[k].type for k in kinds})
+            groups = [[k for k in kinds if problem.devices[k].type == kind] for kind in types]
+            table = self._of_kind(_kind(problem, groups[0]))
+            for group in groups[1:]:
+                table = table.joined(self._of_kind(_kind(problem, group)))
+            self.tables.make_room()
+            self._stages[kinds] = table
+            self.tables.kept_tables.append((self._stages, kinds))
+        return self._stages[kinds]
+
+    def _of_kind(self, kind: Kind) -> StageTable:
+        tables = self.tables
+        type_, memory, latency, inverse, tie_latency, tie_inverse = kind
+        seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
+        sync = 2 * (tie_latency * tables.syncs + tie_inverse * tables.sync_bytes)
+        load = (self.variant.microbatches - 1) * seconds + sync + tables.step[type_]
+        room = memory - self.standing
         # a stage that saves nothing may have any number in flight
         flights = np.where(
             self.per_flight > 0, room // np.maximum(self.per_flight, 1), np.int64(2**40)
@@ -206,6 +207,20 @@ class VariantTables:
         seconds[blank] = np.inf
         load[blank] = np.inf
         return StageTable(seconds, load, flights)
+
+
+def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:
+    """What a table depends on, the best of several devices of one type."""
+    each = [problem.devices[k] for k in devices]
+    ties = [tie_link(problem, k) for k in devices]
+    return (
+        each[0].type,
+        max(d.memory for d in each),
+        min(d.latency for d in each),
+        min(d.inverse_bandwidth for d in each),
+        min(latency for latency, _ in ties),
+        min(inverse for _, inverse in ties),
+    )
 
 
 def _columns(pairs: list[tuple[Rectangle, int]]) -> tuple[list[Rectangle], Ints]:

@@ -56,10 +56,6 @@ def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
                 f"values[{index}]",
                 f"producer and consumers {order} do not rise within the blocks",
             )
-    for index, kept in enumerate(problem.kept):
-        pair = (kept.producer, kept.user)
-        if not _rising(pair, len(problem.blocks)):
-            yield f"kept[{index}]", f"producer and user {pair} do not rise within the blocks"
 
 
 def _weights(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -85,7 +81,6 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
             (f"{where}.workspace", one.workspace, n),
         ]
         rows.append((f"{where}.value_bytes", one.value_bytes, len(problem.values)))
-        rows.append((f"{where}.kept_bytes", one.kept_bytes, len(problem.kept)))
     for where, table in tables:
         if len(table) != types:
             yield where, f"{len(table)} rows for {types} device types"
@@ -101,7 +96,7 @@ def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
     flying = max(
         (
-            v.microbatches * sum(map(sum, (v.activation, v.workspace, v.value_bytes, v.kept_bytes)))
+            v.microbatches * sum(map(sum, (v.activation, v.workspace, v.value_bytes)))
             for v in problem.variants
         ),
         default=0,

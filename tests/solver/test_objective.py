@@ -14,7 +14,6 @@ from fxpart.solver.objective import evaluate
 from fxpart.solver.problem import (
     Choice,
     DeviceLimit,
-    Kept,
     PartitionProblem,
     Value,
     Variant,
@@ -38,15 +37,15 @@ def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
         mine = [b for b in range(n) if stage_of[b] == s]
         need[s] += max(one.workspace[b] for b in mine)
         need[s] += flying[s] * sum(one.activation[b] for b in mine)
-    for kept, size in zip(problem.kept, one.kept_bytes, strict=True):
-        if stage_of[kept.producer] == stage_of[kept.user]:
-            need[stage_of[kept.user]] += flying[stage_of[kept.user]] * size
     for value, size in zip(problem.values, one.value_bytes, strict=True):
         for s in {stage_of[c] for c in value.consumers} - {stage_of[value.producer]}:
             device = problem.devices[s]
             once = device.latency + size * device.inverse_bandwidth
             time[s] += once + (once if value.gradient else 0.0)
             need[s] += flying[s] * size
+        home = stage_of[value.producer]
+        if not value.saved and any(stage_of[c] != home for c in value.consumers):
+            need[home] += flying[home] * size
     for weight in problem.weights:
         holders = {stage_of[b] for b in weight.blocks}
         for s in holders:
@@ -82,7 +81,7 @@ def by_hand(**changes: object) -> PartitionProblem:
         values=(
             Value(producer=0, consumers=(1,), gradient=True),
             Value(producer=0, consumers=(2, 3), gradient=False),
-            Value(producer=1, consumers=(2,), gradient=True),
+            Value(producer=1, consumers=(2,), gradient=True, saved=False),
             Value(producer=2, consumers=(3,), gradient=True),
         ),
         weights=(
@@ -99,11 +98,9 @@ def by_hand(**changes: object) -> PartitionProblem:
                 activation=(7, 11, 13, 17),
                 workspace=(1, 9, 4, 2),
                 value_bytes=(4, 8, 12, 16),
-                kept_bytes=(100,),
             ),
         ),
         step=((0.1, 0.2, 0.3, 0.4), (1.0, 2.0, 3.0, 4.0)),
-        kept=(Kept(producer=2, user=3),),
         max_stages=2,
     )
     return replace(problem, **changes)
@@ -122,11 +119,11 @@ def test_every_part_by_hand() -> None:
     assert second.sync_seconds == pytest.approx(2 * (0.5 + 8 * 0.25))
     assert (first.in_flight, second.in_flight) == (2, 1)
     assert first.memory.activations == 2 * (7 + 11) + 9
-    assert second.memory.activations == 13 + 17 + 100 + 4
-    assert (first.memory.transfers, second.memory.transfers) == (0, 8 + 12)
+    assert second.memory.activations == 13 + 17 + 4
+    assert (first.memory.transfers, second.memory.transfers) == (2 * 12, 8 + 12)
     assert (second.memory.weights, second.memory.gradients) == (13, 11)
     assert (second.memory.optimizer, second.memory.buffers) == (26, 5)
-    assert second.memory.total == 13 + 11 + 26 + 5 + 134 + 20
+    assert second.memory.total == 13 + 11 + 26 + 5 + 34 + 20
     longest = 2 * second.seconds + second.step_only_seconds
     assert evaluation.seconds == pytest.approx(first.seconds + second.seconds + longest)
 

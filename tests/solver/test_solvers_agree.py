@@ -107,14 +107,13 @@ def test_both_cheap_bounds_are_met_where_they_can_be() -> None:
     n, one = 8, problem.variants[0]
     free = tuple(replace(d, latency=0.0, inverse_bandwidth=0.0) for d in problem.devices)
     equal = replace(one, microbatches=5, forward=((1.0,) * n,), backward=((2.0,) * n,))
-    equal = replace(equal, activation=(0,) * n, workspace=(0,) * n, value_bytes=(), kept_bytes=())
+    equal = replace(equal, activation=(0,) * n, workspace=(0,) * n, value_bytes=())
     problem = replace(
         problem,
         blocks=problem.blocks[:n],
         devices=free,
         values=(),
         weights=(),
-        kept=(),
         variants=(equal,),
         step=((0.0,) * n,),
     )
