@@ -81,6 +81,7 @@ def _check(plan: Plan, processes: int) -> None:
 
 def _torchrun(processes: int, arguments: list[str]) -> int:
     """torchrun in this process, so that its failure is an exception here and not a traceback."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -92,6 +93,8 @@ def _torchrun(processes: int, arguments: list[str]) -> int:
     output.note(f"starting {processes} processes")
     try:
         main([*start, *arguments])
+    except SignalException as fault:
+        raise KeyboardInterrupt from fault
     except ChildFailedError as fault:
         rank, failure = min(fault.failures.items(), key=lambda item: item[1].timestamp)
         if failure.exitcode in _KNOWN:
