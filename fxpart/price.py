@@ -13,7 +13,7 @@ from fxpart import costmodels
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.pricing.memory import Workspace, crossing, storages
+from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.places import RESERVE, kinds, limits
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
@@ -76,7 +76,6 @@ def price(
         schedules=_schedules(schedules),
         min_stages=min_stages,
         max_stages=max(most, 1),
-        kept=pricer.storages.pairs,
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
 
@@ -119,7 +118,7 @@ class _Pricer:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))
                 self._node_block.append(block)
         self.values, self._value_bytes = crossing(graph, specs)
-        self.storages = storages(graph, blocks)
+        self._saved = saved_storages(graph, blocks)
         self._workspace = Workspace(graph, specs, blocks)
         gradients = np.zeros(blocks)
         for weight in state:
@@ -134,10 +133,9 @@ class _Pricer:
             microbatches=split.microbatches,
             forward=tuple(forward for forward, _ in rows),
             backward=tuple(backward for _, backward in rows),
-            activation=self.storages.activation(sizes),
+            activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
             workspace=self._workspace.bytes(sizes),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
-            kept_bytes=self.storages.kept_bytes(sizes),
         )
         self.unknown |= sizes.unknown
         return variant

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import fx
 
-from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costmodels.sizes import is_floating, tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
-from fxpart.solver.problem import Kept, Value
+from fxpart.solver.problem import Value
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
 
 
-@dataclass(frozen=True)
-class Storages:
-    """What autograd keeps, as expressions in bytes.
+def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]:
+    """By block, the bytes of each storage that autograd keeps and that the block makes.
 
-    own: by block, storages that only this block has to do with, and inputs that it saves. shared:
-    by pair (the block that makes it, the first later block that saves it).
-    """
-
-    own: tuple[tuple[Size, ...], ...]
-    shared: dict[tuple[int, int], tuple[Size, ...]]
-
-    @property
-    def pairs(self) -> tuple[Kept, ...]:
-        """The pairs of ``shared`` in its order."""
-        return tuple(Kept(producer=a, user=b) for a, b in self.shared)
-
-    def activation(self, sizes: Sizes) -> tuple[int, ...]:
-        """Bytes of ``own`` by block."""
-        return tuple(sum(map(sizes.number, row)) for row in self.own)
-
-    def kept_bytes(self, sizes: Sizes) -> tuple[int, ...]:
-        """Bytes of ``shared`` by pair."""
-        return tuple(sum(map(sizes.number, row)) for row in self.shared.values())
-
-
-def storages(graph: fx.Graph, blocks: int) -> Storages:
-    """Every storage that some block's backward needs, once for each place that has to hold it.
-
-    A storage that its own block saves is held wherever that block is; a later stage that saves it
-    too has received it. An input counts in every block that saves it.
+    Whichever blocks save it, its stage has it until the backward: as its own saved tensor, or as
+    the result that it sent. Stages that received it count it as such. An input counts in every
+    block that saves it.
     """
     home = {node.name: annotation(node).block for node in graph.nodes}
     found: dict[int, tuple[Size, str, set[int]]] = {}
@@ -59,26 +34,25 @@ def storages(graph: fx.Graph, blocks: int) -> Storages:
             for saved in notes.saved:
                 entry = found.setdefault(saved.storage, (saved.size, saved.source, set()))
                 entry[2].add(notes.block)
-    own: list[list[Size]] = [[] for _ in range(blocks)]
-    shared: dict[tuple[int, int], list[Size]] = {}
+    rows: list[list[Size]] = [[] for _ in range(blocks)]
     for size, source, users in found.values():
-        first, producer = min(users), home.get(source)
-        if producer is not None and producer < first:
-            shared.setdefault((producer, first), []).append(size)
-        elif producer is not None or not source:
-            own[first].append(size)
-        else:
+        producer = home.get(source)
+        if producer is not None:
+            rows[producer].append(size)
+        else:  # an input, or an op's private result, which has one user
             for block in users:
-                own[block].append(size)
-    rows = {pair: tuple(shared[pair]) for pair in sorted(shared)}
-    return Storages(tuple(map(tuple, own)), rows)
+                rows[block].append(size)
+    return tuple(map(tuple, rows))
 
 
 def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
     """Values that later blocks use, and their bytes."""
+    sources = {saved.source for node in graph.nodes for saved in annotation(node).saved}
     values: list[Value] = []
     amounts: list[Size] = []
+    roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        roots[node] = roots[unwrapped(node)[1][0]] if _is_view(node, roots) else node
         block, tensors = annotation(node).block, specs.tensors(node)
         if block is None or not tensors:
             continue
@@ -86,12 +60,21 @@ def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Si
         later = tuple(sorted(b for b in users if b is not None and b > block))
         if not later:
             continue
-        gradient = annotation(node).requires_grad and any(
-            t.dtype.startswith(("float", "bfloat", "complex")) for t in tensors
-        )
-        values.append(Value(producer=block, consumers=later, gradient=gradient))
+        gradient = annotation(node).requires_grad and any(is_floating(t.dtype) for t in tensors)
+        root = roots[node]
+        saved = root.name in sources or root.op != "call_function"
+        values.append(Value(producer=block, consumers=later, gradient=gradient, saved=saved))
         amounts.append(_sum(tensor_bytes(t) for t in tensors))
     return tuple(values), tuple(amounts)
+
+
+def _is_view(node: fx.Node, known: Container[fx.Node]) -> bool:
+    """Whether the node's value lies in the memory of its first argument's."""
+    if node.op != "call_function":
+        return False
+    target, args, _ = unwrapped(node)
+    view = target is operator.getitem or op_name(target).split(".")[1] in VIEWS
+    return view and bool(args) and args[0] in known
 
 
 def _sum(sizes: Iterable[Size]) -> Size:
@@ -172,10 +155,8 @@ class Workspace:
 
 def _base(node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
     """The node of the same block whose memory this one's value is."""
-    target, args, _ = unwrapped(node)
-    view = target is operator.getitem or op_name(target).split(".")[1] in VIEWS
-    if view and args and isinstance(args[0], fx.Node) and args[0] in base:
-        root = base[args[0]]
+    if _is_view(node, base):
+        root = base[unwrapped(node)[1][0]]
         return root if annotation(root).block == annotation(node).block else node
     return node
 
