@@ -20,7 +20,7 @@ from fxpart.errors import CODES
 from fxpart.plan import Plan
 
 TARGET = """
-import torch, fxpart
+import os, torch, fxpart
 from torch import nn
 
 class Net(nn.Module):
@@ -59,6 +59,15 @@ def broken_data():
     work = with_data()
     return fxpart.Workload(work.model, example=work.example, loss=work.loss,
                            data=data)
+
+def killed_data():
+    def data():
+        yield _batch()
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), 9)
+        yield _batch()
+    work = with_data()
+    return fxpart.Workload(work.model, example=work.example, loss=work.loss, data=data)
 
 class Branches(nn.Module):
     def forward(self, x):
@@ -411,3 +420,11 @@ def test_processes_that_fail(target: str, plan: str) -> None:
     done = fresh("train", f"{target}:broken_data", "--nproc", "2", "--steps", "3")
     assert done.returncode == 2, done.stderr
     assert "KeyError: 'no more files'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(target: str) -> None:
+    done = fresh("train", f"{target}:killed_data", "--nproc", "2", "--steps", "3")
+    assert done.returncode == 5, done.stderr
+    assert "FXP507" in done.stderr and "signal 9" in done.stderr and "rank 1" in done.stderr
+    assert "Traceback" not in done.stderr
