@@ -41,6 +41,7 @@ class Minimiser:
     ) -> None:
         """found: told the first units of a solution, returns the step time to beat, in seconds."""
         self.layers, self.found, self.lower = layers, found, lower
+        self.stages = 0  # of the last solution
         self._settled, self._spans = inf, list[_Span]()
         self._loads: Floats | None = None
 
@@ -63,6 +64,7 @@ class Minimiser:
         layers = self.layers
         h = layers.run(inf, longest=True)
         stages, low = layers.best(h)
+        self.stages = stages if low < inf else 0
         if low == inf:
             self.lower = inf
             return inf
@@ -79,6 +81,7 @@ class Minimiser:
         stages, total = self.layers.best(h)
         if total == inf:
             return inf, inf, target
+        self.stages = stages
         units, load = self.layers.walk(h, stages, threshold)
         # every other solution with a longest load in [load, threshold] sums to at least total
         self._settled = min(self._settled, total + load)

@@ -115,15 +115,10 @@ class Search:
         while self._open:
             branch = heapq.heappop(self._open)
             layers = self._layers(branch.order, branch.low, branch.high)
-            h = layers.run(inf, longest=True)
-            stages, least = layers.best(h)
-            if least == inf:
-                continue
-            units, _ = layers.walk(h, stages, inf, longest=True)
-            self._found(branch.order, units)
-            if self.record.choice is not None:
-                return self.record.choice
-            self._halve(branch)
+            if self._fit(branch.order, layers):
+                if self.record.choice is not None:
+                    return self.record.choice
+                self._halve(branch)
         return None
 
     def refine(self) -> None:
@@ -164,9 +159,21 @@ class Search:
         minimiser = Minimiser(layers, partial(self._found_best, branch.order), branch.bound)
         try:
             minimiser.minimise(runs=None if layers.exact else _RELAXED_RUNS)
+            if self.record.choice is None and minimiser.stages:
+                # what the relaxation found does not fit: look among as many stages, exactly
+                alone = self._layers(branch.order, minimiser.stages, minimiser.stages)
+                self._fit(branch.order, alone)
         finally:
             branch.bound = max(branch.bound, minimiser.lower)
         return layers.exact
+
+    def _fit(self, order: tuple[int, int, int], layers: Layers) -> bool:
+        """Record the split whose longest load is least; says whether there is any."""
+        h = layers.run(inf, longest=True)
+        stages, least = layers.best(h)
+        if least < inf:
+            self._found(order, layers.walk(h, stages, inf, longest=True)[0])
+        return least < inf
 
     def _layers(self, order: tuple[int, int, int], low: int, high: int) -> Layers:
         schedule = self.problem.schedules[order[1]]

@@ -51,7 +51,7 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
 def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for index, value in enumerate(problem.values):
         order = (value.producer, *value.consumers)
-        if not _rising(order, len(problem.blocks)):
+        if not value.consumers or not _rising(order, len(problem.blocks)):
             yield (
                 f"values[{index}]",
                 f"producer and consumers {order} do not rise within the blocks",
