@@ -108,16 +108,37 @@ class _Request:
 class Program:
     """A compiled model: the plan, and a stage module for each rank.
 
-    captured: what the model became. graph: with each op's block and stage. spec: the stages as
-    data. sources: per stage the text of its module.
+    captured: what the model became. prepared: its graph with blocks; graph: with stages too. spec:
+    the stages as data. sources: per stage the text of its module. optimizer: the default for
+    trainers.
     """
 
     plan: Plan
     spec: ProgramSpec
     sources: tuple[str, ...]
     captured: Captured
+    prepared: fx.GraphModule
     graph: fx.GraphModule
     optimizer: Any = None
+
+    def replan(
+        self,
+        cluster: Cluster | str | Path,
+        *,
+        microbatches: int | None = None,
+        constraints: Mapping[str, int | float | str | bool] | None = None,
+        cost_model: str = "auto",
+    ) -> Program:
+        """The same captured model on another cluster or under other constraints, captured once.
+
+        The granularity of the blocks stays as it was; arguments and errors are those of compile().
+        """
+        checked = _checked(constraints or {})
+        if "granularity" in self.plan.constraints:
+            checked["granularity"] = self.plan.constraints["granularity"]
+        chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
+        request = _Request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
+        return _solve(request, self.captured, self.prepared, self.plan.model, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """The actions of every rank, transfers included, for the plan's or another number of microbatches."""
@@ -217,7 +238,7 @@ def _solve(
         provenance=provenance,
         constraints=fixed,
     )
-    return Program(plan, spec, sources, captured, assigned, request.optimizer)
+    return Program(plan, spec, sources, captured, graph, assigned, request.optimizer)
 
 
 def _apply(
@@ -233,7 +254,7 @@ def _apply(
         )
     starts = tuple(stage.first for stage in plan.stages)
     assigned, spec, sources = _generate(captured, graph, starts, plan.seed)
-    return Program(plan, spec, sources, captured, assigned, request.optimizer)
+    return Program(plan, spec, sources, captured, graph, assigned, request.optimizer)
 
 
 def _generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from fxpart.codegen import emit, load_stage, split
 from fxpart.codegen.evaluation import assign_like
+from fxpart.codegen.export import load_exported
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
+from fxpart.plan import Plan
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Trainer, connect
 from fxpart.runtime.connect import local_device
@@ -28,7 +31,7 @@ def make_trainer(
     """The trainer of :meth:`fxpart.api.Program.trainer`."""
     plan, spec = program.plan, program.spec
     ranks = tuple(stage.ranks[0] for stage in plan.stages)
-    kind = "cuda" if _wants_gpu(program) else "cpu"
+    kind = "cuda" if _wants_gpu(plan) else "cpu"
     transport = connect(len(ranks), device=kind, timeout=timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -54,6 +57,44 @@ def make_trainer(
         evaluation=lambda: evaluation(program, modules),
         devices=devices,
         unused=_unused(program) if weights is None else None,
+    )
+
+
+def load_trainer(
+    directory: str | Path,
+    optimizer: Any,
+    *,
+    weights: Any,
+    clip_norm: float | None = None,
+    timeout: float = 300.0,
+) -> Trainer:
+    """A trainer of an exported program: no model, no capture and no solver are needed.
+
+    directory: what Program.export wrote; every digest is checked before anything is imported
+    (FXP505). weights: a safetensors file or folder with original names, a dict of tensors, or a
+    function (name, meta tensor) -> tensor. The rest is as for Program.trainer; there is no
+    eval_step, which needs the model.
+    """
+    exported = load_exported(directory)
+    plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
+    ranks = tuple(stage.ranks[0] for stage in plan.stages)
+    kind = "cuda" if _wants_gpu(plan) else "cpu"
+    transport = connect(len(ranks), device=kind, timeout=timeout)
+    devices = {rank: _device(kind, rank, transport.local) for rank in transport.local}
+    modules = {s: m for s, m in exported.modules.items() if ranks[s] in transport.local}
+    for stage, module in modules.items():
+        module.device = devices[ranks[stage]]
+        materialise(module, spec, weights, constants=exported.constants)
+    return Trainer(
+        spec,
+        modules,
+        ranks=ranks,
+        transport=transport,
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        devices=devices,
     )
 
 
@@ -99,16 +140,16 @@ def _fill(
         setattr(module, item.attribute, tensor.detach().to(module.device, copy=True))
 
 
-def _wants_gpu(program: Program) -> bool:
+def _wants_gpu(plan: Plan) -> bool:
     """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
-    devices = {d.name: d for d in program.plan.cluster.devices}
-    kinds = {devices[r.device].kind for r in program.plan.prediction.ranks}
+    devices = {d.name: d for d in plan.cluster.devices}
+    kinds = {devices[r.device].kind for r in plan.prediction.ranks}
     if "gpu" not in kinds:
         return False
     if not torch.cuda.is_available():
         raise error(
             "FXP602",
-            where=f"a plan for {program.plan.cluster.name}",
+            where=f"a plan for {plan.cluster.name}",
             why="its ranks are GPUs and torch sees none here",
             fix='compile for this machine (cluster="local:4"), or start the program there',
         )
