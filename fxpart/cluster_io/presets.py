@@ -87,7 +87,7 @@ def device_data(model: str) -> dict[str, Any]:
     """The data file of a device model, by its name or an alias; FXP404 lists those there are."""
     table = _all()
     if model not in table:
-        raise unknown(model)
+        raise unknown(model, f"there is no device data for {model[:80]!r}")
     return table[model]
 
 
