@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,23 +62,28 @@ class Stages:
         spec = self.spec
         user = {s.name: t for s, t in zip(spec.inputs, inputs, strict=True)}
         values: dict[str, torch.Tensor] = {}
-        taken: list[dict[str, torch.Tensor]] = []
+        arrived: list[dict[str, torch.Tensor]] = []
         given: list[dict[str, torch.Tensor]] = []
         for stage, module in zip(spec.stages, self.modules, strict=True):
-            arguments = {}
+            arguments: list[torch.Tensor] = []
+            arrived.append({})
             for value, source in zip(stage.inputs, stage.sources, strict=True):
                 tensor = user[value.name] if source < 0 else values[value.name].detach()
-                arguments[value.name] = tensor.requires_grad_() if value.requires_grad else tensor
-            results = module(key, *arguments.values())
-            taken.append(arguments)
+                if value.requires_grad:
+                    # Not .grad, which is laid out like the tensor: a sum over another layout
+                    # may differ in its last bit.
+                    keep = partial(arrived[-1].__setitem__, value.name)
+                    tensor.requires_grad_().register_hook(keep)
+                arguments.append(tensor)
+            results = module(key, *arguments)
             given.append({v.name: t for v, t in zip(stage.outputs, results, strict=True)})
             values |= given[-1]
-        self._backward(taken, given, weight)
+        self._backward(arrived, given, weight)
         return values
 
     def _backward(
         self,
-        taken: list[dict[str, torch.Tensor]],
+        arrived: list[dict[str, torch.Tensor]],
         given: list[dict[str, torch.Tensor]],
         weight: float,
     ) -> None:
@@ -95,10 +101,9 @@ class Stages:
                     starts.append(gradients[value.name])
             if ends:
                 torch.autograd.backward(ends, starts)
-            for name, leaf in taken[stage.index].items():
-                if leaf.grad is not None:
-                    known = gradients.get(name)
-                    gradients[name] = leaf.grad if known is None else known + leaf.grad
+            for name, gradient in arrived[stage.index].items():
+                known = gradients.get(name)
+                gradients[name] = gradient if known is None else known + gradient
 
     def state(self) -> dict[str, torch.Tensor]:
         """The owner's tensors by original name."""
@@ -196,9 +201,13 @@ def _compare(
     got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: bool, what: str
 ) -> None:
     assert got.keys() == expected.keys(), f"{what}: {got.keys() ^ expected.keys()}"
+    sizes = {name: float(value.abs().max()) for name, value in expected.items() if value.numel()}
+    top = max(sizes.values(), default=0.0)
     for name, value in expected.items():
         if exact:
             assert torch.equal(got[name], value), f"{what} {name}"
-        else:
-            largest = float(value.abs().max()) if value.numel() else 0.0
-            torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6 * (largest + 1e-6))
+        elif name in sizes:
+            # A weight before a normalisation has no gradient but rounding: measured by the others.
+            size = sizes[name] if sizes[name] > 1e-4 * top else top
+            difference = float((got[name] - value).abs().max())
+            assert difference <= 1e-6 * size, f"{what} {name}: {difference} of {size}"
