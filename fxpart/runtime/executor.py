@@ -23,6 +23,7 @@ from fxpart.runtime.inbox import Inbox, Message
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.stage import StageTable
+from fxpart.runtime.ties import TieSums
 from fxpart.runtime.transport import (
     BACKWARD,
     FORWARD,
@@ -125,6 +126,7 @@ class Executor:
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
         self.failure: Failure | None = None
         self.lost = False
+        self._ties = TieSums(spec, modules, schedule, rank, transport, device)
         self._instructions = self._prepare(schedule.ranks[rank])
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
@@ -151,6 +153,7 @@ class Executor:
                 gate()
                 for inbox in self._inboxes:
                     inbox.begin(feed.sizes)
+                self._ties.begin(feed.sizes)
             for inbox, index, _ in instruction.awaits:
                 while not inbox.ready(index):
                     yield
@@ -160,7 +163,24 @@ class Executor:
                 raise self._lost(instruction.action, cause) from cause
         if len(self._instructions) <= self._alone:
             gate()
+        yield from self._late_ties()
         self.position = len(self._instructions)
+
+    def _late_ties(self) -> Iterator[None]:
+        """Sums of shared parameters whose parts may arrive only now."""
+        action = self._instructions[-1].action if self._instructions else None
+        late = [a for key in self._ties.late() for a in self._ties.arrivals(*key, late=True)]
+        for inbox, index, _ in late:
+            while not inbox.ready(index):
+                yield
+        if self.failure is None and late:
+            assert action is not None
+            try:
+                self._ties.conclude()
+            except (TransferTimeoutError, PeerLostError) as cause:
+                raise self._lost(action, cause) from cause
+        elif self.failure is None:
+            self._ties.conclude()
 
     def _execute(self, instruction: _Instruction) -> None:
         """Do it, or after a failure only what other ranks wait for."""
@@ -179,6 +199,7 @@ class Executor:
         """Wait for the last sends; call it when all ranks are known to have received."""
         while self._sending:
             self._transport.wait(self._sending.popleft())
+        self._ties.finish()
 
     def waiting(self) -> str:
         """The action that has not been done, for a message."""
@@ -322,7 +343,10 @@ class Executor:
         table, microbatch = self._tables[action.stage], action.microbatch
         arrivals = self._arrivals(Kind.SEND_B, action.stage, microbatch, table.consumers)
         own = tuple(c for c in table.consumers if self._stage_rank[c] == self.rank)
-        key, cells = (action.stage, microbatch), self._cells
+        key, cells, ties = (action.stage, microbatch), self._cells, self._ties
+        tied = ties.involves(action.stage)
+        waited = ties.arrivals(action.stage, microbatch)
+        late = ties.arrivals(action.stage, microbatch, late=True)
 
         def do() -> None:
             cell = cells[key]
@@ -340,10 +364,14 @@ class Executor:
                 loss = cell.outputs[table.loss]
                 _add(gradients, table.loss, torch.full_like(loss, self._feed.weights[microbatch]))
             roots = [p for p in gradients if cell.outputs[p].requires_grad]
+            if tied:
+                ties.before(action.stage)
             if roots:
                 torch.autograd.backward(
                     [cell.outputs[p] for p in roots], [gradients[p] for p in roots]
                 )
+            if tied:
+                ties.after(action.stage, microbatch)
             for position in table.gradient_inputs:
                 leaf = cell.inputs[position]
                 cell.gradients[position] = (
@@ -353,7 +381,13 @@ class Executor:
 
         if not table.trains:
             return _Instruction(action, (), _nothing, _nothing)
-        return _Instruction(action, arrivals, do, _dropper(arrivals))
+        drop = _dropper((*arrivals, *waited, *late))
+
+        def drain() -> None:
+            ties.skip(action.stage, microbatch)
+            drop()
+
+        return _Instruction(action, (*arrivals, *waited), do, drain)
 
     def _prepare_send(self, action: Action) -> _Instruction:
         carried = self._carried(action)

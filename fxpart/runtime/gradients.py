@@ -8,14 +8,13 @@ from fxpart.runtime.state import Entry, ModelState
 from fxpart.runtime.transport import STATE
 
 
-def sum_ties(state: ModelState) -> None:
-    """Give every copy of a shared parameter the sum of all copies' gradients.
+def share_ties(state: ModelState) -> None:
+    """Give every copy of a shared parameter the owner's gradient, which is the sum of all.
 
-    Summed at the owner in descending order of stage, as autograd would in one process; a fixed
-    order, so that copies stay bit-equal. Stages that hold the very same object need nothing.
+    The sums themselves are made during the backward passes (:mod:`fxpart.runtime.ties`).
     """
     for _, entry in tied(state):
-        _sum_tie(state, entry)
+        _share_tie(state, entry)
 
 
 def tied(state: ModelState) -> list[tuple[str, Entry]]:
@@ -27,27 +26,14 @@ def tied(state: ModelState) -> list[tuple[str, Entry]]:
     )
 
 
-def _sum_tie(state: ModelState, entry: Entry) -> None:
+def _share_tie(state: ModelState, entry: Entry) -> None:
     transport, ranks, owner = state.transport, state.ranks, entry.spec.owner
     home = ranks[owner]
     shared = [s for s, t in entry.copies.items() if t is entry.copies.get(owner) and s != owner]
     others = [s for s in sorted(entry.stages, reverse=True) if s != owner and s not in shared]
     sends = []
-    for stage in others:
-        if stage in entry.copies:
-            mine = _gradient(entry.copies[stage]).contiguous()
-            sends.append(transport.send(ranks[stage], home, STATE, mine))
     if owner in entry.copies:
-        parameter = entry.copies[owner]
-        parts = {owner: _gradient(parameter)}
-        posted = {s: _post(state, ranks[s], home, parameter) for s in others}
-        for stage, handle in posted.items():
-            parts[stage] = transport.wait(handle)
-        total: torch.Tensor | None = None
-        for stage in sorted(parts, reverse=True):
-            total = parts[stage] if total is None else total + parts[stage]
-        assert total is not None
-        parameter.grad = total
+        total = _gradient(entry.copies[owner])
         for stage in others:
             # In one process a message is the tensor itself, and copies must not share memory.
             message = total.clone() if ranks[stage] in transport.local else total.contiguous()
@@ -65,7 +51,7 @@ def clip(state: ModelState, largest: float) -> torch.Tensor:
 
     The same operations as torch.nn.utils.clip_grad_norm_ on one process, in the model's own order
     of parameters and each tie once, so the result is the same bit for bit. Call it after
-    :func:`sum_ties`.
+    :func:`share_ties`.
     """
     names = [name for name, entry in state.entries.items() if entry.trainable]
     local = state.transport.local

@@ -47,7 +47,6 @@ class StageTable:
         back = tuple(sorted({x.target for x in out if x.gradient}, reverse=True))
         loss = names.index(spec.loss) if spec.loss in names else None
         gradient_inputs = tuple(link.input for link in into if link.gradient)
-        learns = loss is not None and any(p.requires_grad for p in module.parameters())
         kept = dict.fromkeys(spec.outputs) if keep_outputs else {}
         return cls(
             module,
@@ -62,5 +61,19 @@ class StageTable:
             back,
             loss,
             tuple((name, names.index(name)) for name in kept if name in names),
-            bool(gradient_inputs) or bool(back) or learns,
+            trains(spec, stage),
         )
+
+
+def trains(spec: ProgramSpec, stage: StageSpec) -> bool:
+    """Whether a stage takes part in the backward pass; every rank computes it alike."""
+    back = any(
+        value.requires_grad and source >= 0
+        for value, source in zip(stage.inputs, stage.sources, strict=True)
+    )
+    ahead = any(
+        value.requires_grad and bool(targets)
+        for value, targets in zip(stage.outputs, stage.targets, strict=True)
+    )
+    ends = any(value.name == spec.loss for value in stage.outputs)
+    return back or ahead or (ends and any(state.requires_grad for state in stage.state))

@@ -15,7 +15,7 @@ from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import Pending, agree
 from fxpart.runtime.batch import Cut, Reader
 from fxpart.runtime.engine import Engine, place
-from fxpart.runtime.gradients import clip, sum_ties, tied
+from fxpart.runtime.gradients import clip, share_ties
 from fxpart.runtime.optimizer import make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
 from fxpart.runtime.state import ModelState
@@ -75,8 +75,8 @@ class Trainer:
             spec, modules, self._ranks, transport, self._devices, schedule=schedule
         )
         self._eval: tuple[Reader, Engine] | None = None
-        self._stale = False  # gradients belong to an update that is done
-        self._summed = False  # ties have been summed
+        self._pending = 0  # batches accumulated since the last update
+        self._stale = False  # gradients are those that the last update used, ties summed
         agree(transport, "the programs", lambda: (True, self._describe(schedule, optimizer)))
         place(schedule, spec, self._ranks, max(microbatches, 1))
         self.optimizer: torch.optim.Optimizer | None = None
@@ -115,20 +115,25 @@ class Trainer:
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
         read = self._read(self._reader, batch, "training")
-        if self._stale or self._summed:
+        if self._stale:
             self.zero_grad()
         try:
             cut = read.value
             loss = self._engine.run(cut, self._keys(cut), train=True, gate=read.confirm).loss
         except BaseException:
-            self._stale = self._stale or read.confirmed
+            if read.confirmed:
+                self.zero_grad()
             raise
         self.calls += 1
+        self._pending += 1
         assert loss is not None
         return loss
 
     def update(self) -> None:
-        """Sum ties, clip, let the optimizer step; the next backward starts from zero."""
+        """Sum ties, clip, let the optimizer step; the next backward starts from zero.
+
+        Does nothing if no batch came since the last update.
+        """
         if self.optimizer is None:
             raise error(
                 "FXP109",
@@ -136,17 +141,19 @@ class Trainer:
                 why="the trainer was made without an optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
             )
-        self._sum_ties()
+        if not self._pending:
+            return
+        share_ties(self._state)
         if self.clip_norm is not None:
             self.last_grad_norm = clip(self._state, self.clip_norm)
         self.optimizer.step()
-        self._stale = True
+        self._stale, self._pending = True, 0
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for _, parameter in self._state.parameters():
             parameter.grad = None
-        self._stale = self._summed = False
+        self._stale, self._pending = False, 0
 
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
@@ -195,7 +202,9 @@ class Trainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them."""
-        self._sum_ties()
+        before = {p: p.grad for _, p in self._state.parameters()}
+        if not self._stale:
+            share_ties(self._state)
         own: dict[str, torch.Tensor | None] = {}
         row = []
         for name, entry in self._state.entries.items():
@@ -203,6 +212,8 @@ class Trainer:
                 held = entry.copies.get(entry.spec.owner)
                 own[name] = None if held is None else held.grad
                 row.append(int(own[name] is not None))
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
         rows = self._transport.exchange(row)
         present = [any(column) for column in zip(*rows, strict=True)] if row else []
         names = [name for name, some in zip(own, present, strict=True) if some]
@@ -213,11 +224,6 @@ class Trainer:
         self._transport.close()
 
     # -- inner ----------------------------------------------------------------------------------
-
-    def _sum_ties(self) -> None:
-        if not self._summed:
-            sum_ties(self._state)
-            self._summed = bool(tied(self._state))
 
     def _keys(self, cut: Cut) -> list[int]:
         return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
