@@ -23,8 +23,10 @@ from fxpart.pipeline.work import is_heavy, work
 _WINDOW = 8
 # ... cheaper meaning at most this share of its bytes ...
 _CHEAPER = 0.95
-# ... and the piece between those is at most this share of the whole work.
+# ... and the piece between those is at most this share of the whole work, or at most this many
+# heavy ops: an attention has five or six, whatever its share.
 _SHARE = 1 / 8
+_LAYER = 6
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,9 @@ def _undominated(
         if left is None or right is None:
             continue
         piece = before[candidates[right] + 1] - before[candidates[left] + 1]
-        if piece <= before[-1] * _SHARE or _is_layer(left, c, right):
+        if right - left <= _LAYER or piece <= before[-1] * _SHARE:
             kept.discard(c)
     return [candidates[i] for i in sorted(kept)]
-
-
-def _is_layer(left: int, cut: int, right: int) -> bool:
-    """Whether the cheaper cuts are so near that the piece is one layer's part, however much it works."""
-    return right - left <= 4
 
 
 def _merge(

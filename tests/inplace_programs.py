@@ -19,8 +19,8 @@ aten = torch.ops.aten
 class Builder:
     """Builds one graph at level CAPTURED; values carry fake tensors."""
 
-    def __init__(self, **state: torch.Tensor) -> None:
-        self.mode = fake_mode()
+    def __init__(self, *, symbolic: bool = False, **state: torch.Tensor) -> None:
+        self.mode = fake_mode(symbolic=symbolic)
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.state = state
@@ -74,9 +74,7 @@ def run(module: fx.GraphModule, *inputs: Any) -> tuple[list[Any], list[Any], lis
     parameters = dict(sorted(module.named_parameters()))
     grads: list[Any] = [None] * len(parameters)
     if results[0].requires_grad:
-        grads = list(
-            torch.autograd.grad(results[0], list(parameters.values()), allow_unused=True)
-        )
+        grads = list(torch.autograd.grad(results[0], list(parameters.values()), allow_unused=True))
     buffers = [b.detach().clone() for _, b in sorted(module.named_buffers())]
     return [r.detach().clone() for r in results], grads, buffers
 

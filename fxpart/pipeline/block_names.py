@@ -14,38 +14,52 @@ from fxpart.pipeline.work import is_heavy, work
 
 def block_names(blocks: Sequence[Sequence[fx.Node]]) -> list[str]:
     """One name for each block; a name that would repeat gets a number: "decoder", "decoder#2"."""
-    plain = [_name(nodes) for nodes in blocks]
+    paths = [_paths(nodes) for nodes in blocks]
+    plain = [".".join(_shared(p)) for p in paths]
+    # A layer whose other part is a block of its own is named by its ends: "layer.0.fc1..fc2".
+    names = [
+        _ends(p) if _stands_above(name, plain) else name
+        for name, p in zip(plain, paths, strict=True)
+    ]
     seen: Counter[str] = Counter()
     result = []
-    for name in plain:
+    for name in names:
         seen[name] += 1
         result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return result
 
 
-def _name(nodes: Sequence[fx.Node]) -> str:
-    """The module that holds the block's heavy ops, or its children there if they are several."""
+def _paths(nodes: Sequence[fx.Node]) -> list[list[str]]:
+    """The module paths of a block's heavy ops, split into words."""
     ruling = [n for n in nodes if is_heavy(n)] or [max(nodes, key=work)]
-    paths = list(dict.fromkeys(_path(n) for n in ruling))
-    if len(paths) == 1:
-        return paths[0]
-    parts = [p.split(".") for p in paths]
+    return [_path(n).split(".") for n in ruling]
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    """The words with which all paths begin."""
     depth = 0
-    while all(len(p) > depth + 1 or (len(p) > depth and depth) for p in parts) and (
-        len({p[depth] for p in parts if len(p) > depth}) == 1 and all(len(p) > depth for p in parts)
-    ):
+    while all(len(p) > depth and p[depth] == paths[0][depth] for p in paths):
         depth += 1
-    prefix = ".".join(parts[0][:depth])
-    children = list(dict.fromkeys(p[depth] for p in parts if len(p) > depth))
-    if _is_container(prefix) or not prefix:
-        inner = children[0] if len(children) == 1 else f"{children[0]}..{children[-1]}"
-        return f"{prefix}.{inner}" if prefix else inner
-    return prefix
+    return paths[0][:depth]
 
 
-def _is_container(path: str) -> bool:
-    """Whether a path names a level above layers rather than a layer ("transformer", not "h.3.attn")."""
-    return not any(word.isdigit() for word in path.split("."))
+def _stands_above(name: str, names: Sequence[str]) -> bool:
+    """Whether the name is a container of other blocks' modules, or none."""
+    return not name or any(other.startswith(f"{name}.") for other in names)
+
+
+def _ends(paths: Sequence[Sequence[str]]) -> str:
+    """Shared words, then the first and last module below them, each up to its layer's number."""
+    shared = _shared(paths)
+    tails = [_to_layer(p[len(shared) :]) for p in (paths[0], paths[-1])]
+    ends = list(dict.fromkeys(".".join(t) for t in tails if t))
+    return ".".join([*shared, *(["..".join(ends)] if ends else [])])
+
+
+def _to_layer(path: Sequence[str]) -> Sequence[str]:
+    """A path up to the number of its layer, or its first word."""
+    numbers = [i for i, word in enumerate(path) if word.isdigit()]
+    return path[: numbers[0] + 1] if numbers else path[:1]
 
 
 def _path(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import value
-from fxpart.pipeline.effects import op_args, op_of, packet_name, tensors_in
+from fxpart.pipeline.effects import is_op, op_args, op_of, packet_name, tensors_in
 from fxpart.pipeline.sizes import hint
 
 _PRODUCTS = frozenset(
@@ -26,8 +26,12 @@ _PRODUCTS = frozenset(
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether the op is one around which blocks form: a product, a lookup, a loss over classes."""
-    return packet_name(op_of(node)) in _PRODUCTS
+    """Whether the op is one around which blocks form: a product, a lookup, a loss over classes.
+
+    Ops of other packages count: whoever registers an op has work for it.
+    """
+    target = op_of(node)
+    return packet_name(target) in _PRODUCTS or (is_op(target) and target.namespace != "aten")
 
 
 def numel(tensor: torch.Tensor) -> int:

@@ -122,9 +122,11 @@ def test_conversions_of_a_parameter_are_shared_as_the_cache_does(cache: bool) ->
 @pytest.mark.slow
 def test_no_gradient_comes_out_of_no_grad() -> None:
     captured = capture(Model(no_grad), (BATCH,))
-    graph = PassManager().run(
-        "drop_asserts,inline_regions,remove_inplace,key_random,mark_gradients", captured.graph
-    ).graph
+    graph = (
+        PassManager()
+        .run("drop_asserts,inline_regions,remove_inplace,key_random,mark_gradients", captured.graph)
+        .graph
+    )
     biggest = next(n for n in graph.nodes if packet_name(n.target) == "aten.max")
     assert not biggest.meta["fxpart"].requires_grad
 

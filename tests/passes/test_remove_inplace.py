@@ -42,7 +42,11 @@ def assert_same(module: fx.GraphModule, *inputs: Any) -> fx.GraphModule:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
 )
 @given(programs())
 def test_random_programs(module: fx.GraphModule) -> None:

@@ -1,0 +1,75 @@
+"""The whole of PREPARE against the captured graph, on the zoo: outputs, gradients, buffers, every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from zoo import ZOO
+from zoo_graphs import captured, inputs, prepared
+
+from fxpart.errors import FxpartError
+from fxpart.passes import PREPARE
+from fxpart.pipeline import Level, PassManager
+from fxpart.pipeline.effects import is_random, state_written
+
+NAMES = [n for n, entry in ZOO.items() if entry.available]
+
+
+def run(module: fx.GraphModule, state: dict[str, torch.Tensor], given: list[Any]) -> list[Any]:
+    """Outputs, gradients of all state by name, and buffers; the state is put back."""
+    before = {name: t.detach().clone() for name, t in state.items()}
+    results = fx.Interpreter(module, garbage_collect_values=False).run(*given)
+    trained = [t for _, t in sorted(state.items()) if t.requires_grad]
+    grads = torch.autograd.grad(results[0], trained, allow_unused=True)
+    after = [t.detach().clone() for _, t in sorted(state.items())]
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(before[name])
+    return [*(r.detach().clone() for r in results), *grads, *after]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bit(name: str) -> None:
+    whole = captured(name)
+    # the captured graph with its random ops keyed and nothing else done to it
+    reference = PassManager(verify=False).run("key_random", whole.graph)
+    inner = [m for m in reference.modules() if isinstance(m, fx.GraphModule) and m is not reference]
+    assert not any(is_random(n) for m in inner for n in m.graph.nodes), "compare regions elsewhere"
+    given = [17, *inputs(name)]
+    expected = run(reference, whole.state, given)
+    found = run(prepared(name), whole.state, given)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None and b is None) or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_graph_is_left_alone(name: str) -> None:
+    prepared(name)
+    graph = captured(name).graph
+    assert graph.meta["fxpart_level"] is Level.CAPTURED
+    assert not any(n.name == "rng_key" for n in graph.graph.nodes)
+    assert not any(k.startswith("fxpart_b") for k in graph.meta)
+
+
+@pytest.mark.slow
+def test_batch_statistics_are_the_only_writes_left() -> None:
+    written = state_written(prepared("resnet50").graph)
+    names = {name.rpartition(".")[2] for group in written.values() for name in group}
+    assert names == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+@pytest.mark.slow
+def test_preparing_twice_gives_equal_graphs_and_prepared_graphs_are_refused() -> None:
+    from fxpart.capture.fingerprint import fingerprint
+
+    again = PassManager().run(PREPARE, captured("mlp").graph)
+    assert fingerprint(again) == fingerprint(prepared("mlp"))
+    with pytest.raises(FxpartError) as caught:
+        PassManager().run(PREPARE, again)
+    assert caught.value.code == "FXP109"
