@@ -1,0 +1,73 @@
+"""torch's private names: each function in compat does what it says on this torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules import transformer
+
+from fxpart import compat
+
+
+def test_storage_identity() -> None:
+    a = torch.randn(4, 4)
+    assert compat.storage_identity(a) == compat.storage_identity(a.view(4, 4))
+    assert compat.storage_identity(a) != compat.storage_identity(a.t())
+    assert compat.storage_identity(a) != compat.storage_identity(a[1:])
+    assert compat.storage_identity(a) != compat.storage_identity(a.clone())
+
+
+def test_fakes() -> None:
+    real = torch.ones(2)
+    mode = compat.fake_mode()
+    with mode:
+        fake = real + torch.zeros(2)
+    assert compat.is_fake(fake) and not compat.is_fake(real)
+    assert compat.is_fake(torch.empty(2, device="meta"))
+
+
+def test_sizes_and_unbacked_symbols() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, x.nonzero()
+
+    exported = torch.export.export(
+        Model(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=1)}}
+    )
+    values = {n.name: n.meta.get("val") for n in exported.graph.nodes}
+    assert not compat.has_unbacked_symbols(values["add"])
+    assert compat.has_unbacked_symbols(values["nonzero"])
+    assert not compat.has_unbacked_symbols(None)
+    rows = values["add"].shape[0]
+    assert isinstance(compat.symbol_names(rows), str) and compat.size_hint(rows) == 4
+    assert compat.symbol_names(2) == 2 and compat.size_hint(2) == 2
+    assert compat.unflatten_output(exported, ["a", "b"]) == ("a", "b")
+
+
+def test_mask_detection() -> None:
+    original = transformer._detect_is_causal_mask
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    assert original(mask) is True
+    with compat.mask_detection_off():
+        assert transformer._detect_is_causal_mask(mask, None, 3) is False
+        assert transformer._detect_is_causal_mask(mask, True, 3) is True
+    assert transformer._detect_is_causal_mask is original
+
+
+def test_tensor_slots() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    names = [name for _, name in compat.tensor_slots(model)]
+    assert names == [
+        "weight",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+
+
+def test_recorded_operations() -> None:
+    graph = compat.record_operations(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(3))
+    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert targets == [torch.ops.aten.dropout.default]
