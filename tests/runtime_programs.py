@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hand_stages import ADAMW, Hand, batch, language
 
+from fxpart.errors import FxpartError
 from fxpart.runtime import Trainer, connect
 from fxpart.runtime.transport import Transport
 
@@ -34,7 +38,7 @@ def train(
     options: dict[str, Any],
     model: dict[str, Any],
 ) -> tuple[list[bytes], Bits, bytes]:
-    """Train :func:`hand_stages.language`; losses, final state, last norm. On ranks or in process."""
+    """Train :func:`hand_stages.language`, on ranks or in process; losses, state, last norm."""
     trainer = make(language(cut, **model), connect(len(cut)), **options)
     losses = []
     for seed, (rows, length) in enumerate(shapes):
@@ -47,3 +51,108 @@ def train(
 def world() -> tuple[int, int]:
     """Rank and number of ranks."""
     return dist.get_rank(), dist.get_world_size()
+
+
+class Faulty:
+    """Wraps a stage's forward: raises, sleeps or ends the process at one microbatch of one call."""
+
+    def __init__(self, trainer: Trainer, stage: torch.nn.Module, what: str, at: int) -> None:
+        self.trainer, self.inner, self.what, self.at = trainer, stage.forward, what, at
+        self.count = 0
+
+    def __call__(self, key: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.count += 1
+        outputs = self.inner(key, *inputs)
+        if self.count != self.at:
+            return outputs
+        if self.what == "raise":
+            raise ValueError("a stage that cannot")
+        if self.what == "shape":
+            return tuple(o[:, :-1] for o in outputs)
+        if self.what == "backward":
+            return tuple(_RaiseInBackward.apply(o) for o in outputs)
+        if self.what == "sleep":
+            time.sleep(6)
+            return outputs
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a stage that cannot go back")
+
+
+def fail(stages: int, stage: int, what: str, at: int, timeout: float) -> dict[str, Any]:
+    """One step with a fault on one stage, then, where that can be, one good step."""
+    hand = language((1,) * stages) if stages == 4 else language((2, 2))
+    transport = connect(stages, timeout=timeout)
+    trainer = make(hand, transport)
+    if stage in transport.local:
+        module = hand.stages[stage]
+        module.forward = Faulty(trainer, module, what, at)  # type: ignore[method-assign]
+    before = trainer.state_dict()
+    start = time.monotonic()
+    problems: list[Any] = []
+    try:
+        trainer.step(batch())
+    except FxpartError as failure:
+        problems = [(p.code, p.where, p.why) for p in failure.problems]
+    seconds = time.monotonic() - start
+    found = {"problems": problems, "seconds": seconds}
+    if what in ("raise", "backward", "shape"):
+        names = [n for n in before if "running" not in n]
+        after = trainer.state_dict()
+        found["unchanged"] = all(torch.equal(before[n], after[n]) for n in names)
+        found["gradients"] = len(trainer.gradients())
+        found["next"] = trainer.step(batch()).numpy().tobytes()
+    else:
+        try:
+            trainer.step(batch())
+        except FxpartError as failure:
+            found["again"] = failure.problems[0].code
+    return found
+
+
+def mismatch(kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """A step for which each rank has its own kind of batch; the problems."""
+    transport = connect(len(kinds))
+    trainer = make(language((1,) * 4 if len(kinds) == 4 else (2, 2)), transport)
+    given = batch()
+    kind = kinds[transport.local[0]]
+    if kind == "missing":
+        del given["labels"]
+    elif kind == "dtype":
+        given["mask"] = given["mask"].double()
+    elif kind == "rows":
+        given = batch(rows=6)
+    try:
+        trainer.step(given)
+    except FxpartError as failure:
+        trainer.step(batch())  # nothing was sent: the next step is as good as ever
+        return [(p.code, p.where, p.why) for p in failure.problems]
+    return []
+
+
+def other_options() -> list[str]:
+    """Ranks that disagree about the seed."""
+    transport = connect(2)
+    try:
+        make(language((2, 2)), transport, seed=transport.local[0])
+    except FxpartError as failure:
+        return [str(failure)]
+    return []
+
+
+def wrong_world(ranks: int) -> str:
+    """A plan for another number of ranks than there are."""
+    try:
+        connect(ranks)
+    except FxpartError as failure:
+        return str(failure)
+    return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -49,7 +50,8 @@ class Pending(Generic[T]):
             self._problems = failure.problems
         if not self._alone:
             row = [len(self._problems), digest(self._text)]
-            self._handle = transport.begin_exchange(row)
+            with reporting(transport, f"comparing {what}"):
+                self._handle = transport.begin_exchange(row)
             if self._problems:
                 self.confirm()
 
@@ -67,7 +69,7 @@ class Pending(Generic[T]):
         if self._alone or self._handle is None:
             return
         handle, self._handle = self._handle, None
-        try:
+        with reporting(self._transport, f"comparing {self._what}"):
             rows = self._transport.end_exchange(handle)
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
@@ -79,8 +81,6 @@ class Pending(Generic[T]):
                 ]
                 raise FxpartError(_difference(self._what, texts))
             self.confirmed = True
-        except (TransferTimeoutError, PeerLostError) as cause:
-            raise lost(self._transport.local[0], f"comparing {self._what}", cause) from cause
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
@@ -91,6 +91,15 @@ def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) ->
     pending = Pending(transport, what, make)
     pending.confirm()
     return pending.value
+
+
+@contextmanager
+def reporting(transport: Transport, what: str) -> Iterator[None]:
+    """Turn a transport's own exceptions into FXP503 and FXP504; ``what`` is being done."""
+    try:
+        yield
+    except (TransferTimeoutError, PeerLostError) as cause:
+        raise lost(transport.local[0], what, cause) from cause
 
 
 def lost(rank: int, what: str, cause: TransferTimeoutError | PeerLostError) -> FxpartError:

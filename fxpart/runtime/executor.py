@@ -127,6 +127,7 @@ class Executor:
         self.failure: Failure | None = None
         self.lost = False
         self._ties = TieSums(spec, modules, schedule, rank, transport, device)
+        self._late: list[_Arrival] = []
         self._instructions = self._prepare(schedule.ranks[rank])
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
@@ -168,19 +169,16 @@ class Executor:
 
     def _late_ties(self) -> Iterator[None]:
         """Sums of shared parameters whose parts may arrive only now."""
-        action = self._instructions[-1].action if self._instructions else None
-        late = [a for key in self._ties.late() for a in self._ties.arrivals(*key, late=True)]
-        for inbox, index, _ in late:
+        for inbox, index, _ in self._late:
             while not inbox.ready(index):
                 yield
-        if self.failure is None and late:
-            assert action is not None
-            try:
+        try:
+            if self.failure is None:
                 self._ties.conclude()
-            except (TransferTimeoutError, PeerLostError) as cause:
-                raise self._lost(action, cause) from cause
-        elif self.failure is None:
-            self._ties.conclude()
+            for inbox, index, _ in self._late:
+                inbox.drop(index)
+        except (TransferTimeoutError, PeerLostError) as cause:
+            raise self._lost(self._instructions[-1].action, cause) from cause
 
     def _execute(self, instruction: _Instruction) -> None:
         """Do it, or after a failure only what other ranks wait for."""
@@ -346,7 +344,7 @@ class Executor:
         key, cells, ties = (action.stage, microbatch), self._cells, self._ties
         tied = ties.involves(action.stage)
         waited = ties.arrivals(action.stage, microbatch)
-        late = ties.arrivals(action.stage, microbatch, late=True)
+        self._late += ties.arrivals(action.stage, microbatch, late=True)
 
         def do() -> None:
             cell = cells[key]
@@ -381,7 +379,7 @@ class Executor:
 
         if not table.trains:
             return _Instruction(action, (), _nothing, _nothing)
-        drop = _dropper((*arrivals, *waited, *late))
+        drop = _dropper((*arrivals, *waited))
 
         def drain() -> None:
             ties.skip(action.stage, microbatch)

@@ -109,6 +109,21 @@ class ModelState:
                 self.transport.wait(self.transport.send(root, 0, STATE, tensor))
         return result
 
+    def gather_gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of the owners' gradients by name on every process, where there are any."""
+        own: dict[str, torch.Tensor | None] = {}
+        for name, entry in self.entries.items():
+            if entry.trainable:
+                held = entry.copies.get(entry.spec.owner)
+                gradient = None if held is None else held.grad
+                sparse = gradient is not None and gradient.is_sparse
+                own[name] = gradient.to_dense() if sparse and gradient is not None else gradient
+        message = bytes(gradient is not None for gradient in own.values())
+        rows = self.transport.exchange_bytes(message)
+        present = [any(column) for column in zip(*rows, strict=True)]
+        wanted = {n: g for (n, g), some in zip(own.items(), present, strict=True) if some}
+        return self.gather(wanted, first_only=False)
+
     def load(self, given: Mapping[str, torch.Tensor], *, strict: bool) -> int:
         """Copy tensors into every local copy, return how many; FXP110, with all faults, before."""
         wanted = {

@@ -9,8 +9,10 @@ run beside computation; the price is one message for each microbatch instead of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -76,7 +78,7 @@ class TieSums:
         self._shared = shared(spec)
         self._after = _reached(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
-            (item.link.name, stage): getattr(modules[stage], name)
+            (item.link.name, stage): attrgetter(name)(modules[stage])
             for item in self._shared
             for stage, name in item.attribute.items()
             if stage in modules
@@ -84,7 +86,9 @@ class TieSums:
         self._local: dict[tuple[str, int, int], torch.Tensor] = {}
         self._waiting: list[tuple[int, int, dict[str, torch.Tensor | None]]] = []
         self._totals: dict[str, torch.Tensor | None] = {}
-        self._sending: list[object] = []
+        self._sending: deque[object] = deque()
+        # As many as the owner can lag behind: memory stays bounded, and waiting is never in vain.
+        self._window = len(spec.stages) + 2
         self.inboxes: list[Inbox] = []
         self._arrivals = self._make_inboxes(schedule)
 
@@ -185,10 +189,6 @@ class TieSums:
                 zeros = torch.zeros_like(self._copies[item.link.name, stage])
                 self._give(item, owner, stage, microbatch, zeros)
 
-    def late(self) -> list[tuple[int, int]]:
-        """The (stage, microbatch) whose sums wait for the end of the step, in order."""
-        return [(stage, microbatch) for stage, microbatch, _ in self._waiting]
-
     def conclude(self) -> None:
         """Add the contributions that were waited for until the end of the step."""
         for stage, microbatch, parts in self._waiting:
@@ -197,9 +197,8 @@ class TieSums:
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        for handle in self._sending:
-            self._transport.wait(handle)
-        self._sending.clear()
+        while self._sending:
+            self._transport.wait(self._sending.popleft())
 
     def _give(
         self, item: Shared, owner: int, stage: int, microbatch: int, gradient: torch.Tensor
@@ -208,6 +207,8 @@ class TieSums:
         if target == self._rank:
             self._local[item.link.name, stage, microbatch] = gradient
         else:
+            while len(self._sending) >= self._window * len(self._shared):
+                self._transport.wait(self._sending.popleft())
             sent = self._transport.send(self._rank, target, STATE, gradient.contiguous())
             self._sending.append(sent)
 
@@ -234,7 +235,7 @@ class TieSums:
 
 
 def _reached(spec: ProgramSpec) -> dict[int, set[int]]:
-    """Per stage the stages whose backward always comes before its own: where its gradients flow from."""
+    """Per stage those whose backward always comes before its own: its gradients flow from them."""
     reached: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
     for edge in sorted(edges(spec), key=lambda e: e.source, reverse=True):
         if edge.backward:

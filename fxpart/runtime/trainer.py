@@ -12,7 +12,7 @@ from torch import nn
 from fxpart.errors import error
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
-from fxpart.runtime.agreement import Pending, agree
+from fxpart.runtime.agreement import Pending, agree, reporting
 from fxpart.runtime.batch import Cut, Reader
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.gradients import clip, share_ties
@@ -143,9 +143,10 @@ class Trainer:
             )
         if not self._pending:
             return
-        share_ties(self._state)
-        if self.clip_norm is not None:
-            self.last_grad_norm = clip(self._state, self.clip_norm)
+        with reporting(self._transport, "sharing gradients"):
+            share_ties(self._state)
+            if self.clip_norm is not None:
+                self.last_grad_norm = clip(self._state, self.clip_norm)
         self.optimizer.step()
         self._stale, self._pending = True, 0
 
@@ -173,7 +174,8 @@ class Trainer:
         first_only: only rank 0 gets them, the others an empty dict. Every rank must call it.
         """
         own = {name: e.copies.get(e.spec.owner) for name, e in self._state.saved()}
-        found = self._state.gather(own, first_only=first_only)
+        with reporting(self._transport, "gathering state"):
+            found = self._state.gather(own, first_only=first_only)
         if not first_only or 0 in self._transport.local:
             found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
@@ -193,7 +195,8 @@ class Trainer:
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
-        return gather_optimizer(self._state, self.optimizer, first_only=first_only)
+        with reporting(self._transport, "gathering optimizer state"):
+            return gather_optimizer(self._state, self.optimizer, first_only=first_only)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
@@ -202,22 +205,8 @@ class Trainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them."""
-        before = {p: p.grad for _, p in self._state.parameters()}
-        if not self._stale:
-            share_ties(self._state)
-        own: dict[str, torch.Tensor | None] = {}
-        row = []
-        for name, entry in self._state.entries.items():
-            if entry.trainable:
-                held = entry.copies.get(entry.spec.owner)
-                own[name] = None if held is None else held.grad
-                row.append(int(own[name] is not None))
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-        rows = self._transport.exchange(row)
-        present = [any(column) for column in zip(*rows, strict=True)] if row else []
-        names = [name for name, some in zip(own, present, strict=True) if some]
-        return self._state.gather({n: _dense(own[n]) for n in names}, first_only=False)
+        with reporting(self._transport, "gathering gradients"):
+            return self._state.gather_gradients()
 
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
@@ -268,7 +257,3 @@ def _devices(
             found[ranks[stage]] = tensor.device
             break
     return found
-
-
-def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor

@@ -1,0 +1,105 @@
+"""A failure on one rank is told on every rank, promptly, and hangs none."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Pool, RankError
+from runtime_programs import fail, mismatch, other_options, wrong_world
+
+
+@pytest.mark.parametrize("what", ["raise", "backward", "shape"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_in_process_a_failed_stage_is_named(stage: int, what: str) -> None:
+    found = fail(4, stage, what, 2, 60.0)
+    code, where, _ = found["problems"][0]
+    assert code == ("FXP900" if what == "shape" else "FXP504")
+    assert f"rank {stage}, stage {stage}, action {stage}" in where
+    assert "microbatch 1" in where
+    assert found["unchanged"] and found["gradients"] == 0
+    assert found["next"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(s, w) for s in range(4) for w in ("raise", "backward", "shape") if (s, w) != (3, "shape")],
+)
+def test_gloo_a_failed_stage_is_told_everywhere(pool: Pool, stage: int, what: str) -> None:
+    """The same error on every rank, nothing updated, and the next step works."""
+    results = pool.run(fail, 4, stage, what, 3, 20.0, ranks=4)
+    assert len({str(r["problems"]) for r in results}) == 1
+    assert f"rank {stage}, stage {stage}" in results[0]["problems"][0][1]
+    for found in results:
+        assert found["problems"] and found["unchanged"] and found["gradients"] == 0
+        assert found["next"] == results[0]["next"]
+        assert found["seconds"] < 15
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_noticed_in_time(pool: Pool) -> None:
+    """FXP503 names rank, stage, action, microbatch and seconds; afterwards no call hangs."""
+    results = pool.run(fail, 2, 0, "sleep", 2, 2.0, ranks=2)
+    code, where, why = results[1]["problems"][0]
+    assert code == "FXP503"
+    assert "rank 1, stage 1, action 1F1, microbatch 1" in where
+    assert "2 seconds" in why
+    assert results[1]["seconds"] < 6
+    assert results[0]["problems"][0][0] in ("FXP503", "FXP504")
+    assert {r["again"] for r in results} <= {"FXP503", "FXP504"}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(pool: Pool) -> None:
+    """The survivors get FXP504 at once, long before the timeout."""
+    with pytest.raises(RankError, match="ended with status -9"):
+        pool.run(fail_elsewhere, ranks=4)
+    # The pool comes back by itself.
+    assert pool.run(wrong_world, 2, ranks=2) == ["", ""]
+
+
+def fail_elsewhere() -> None:
+    """Rank 2 is killed; the others must not take long to fail."""
+    found = fail(4, 2, "kill", 2, 25.0)
+    assert found["problems"][0][0] == "FXP504", found
+    assert found["seconds"] < 15, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (("missing", "missing"), {"batch['labels']"}),
+        (("missing", "good"), {"batch['labels']"}),
+        (("good", "good", "dtype", "good"), {"batch['mask']"}),
+        (("missing", "good", "dtype", "good"), {"batch['labels']", "batch['mask']"}),
+    ],
+)
+def test_a_bad_batch_on_any_rank_is_refused_on_all(
+    pool: Pool, kinds: tuple[str, ...], expected: set[str]
+) -> None:
+    results = pool.run(mismatch, kinds, ranks=len(kinds))
+    assert all(found == results[0] for found in results)
+    assert {code for code, _, _ in results[0]} == {"FXP105"}
+    assert {where for _, where, _ in results[0]} == expected
+
+
+@pytest.mark.slow
+def test_ranks_with_different_batches_say_so(pool: Pool) -> None:
+    results = pool.run(mismatch, ("good", "rows"), ranks=2)
+    assert results[0] == results[1]
+    ((code, where, why),) = results[0]
+    assert (code, where) == ("FXP501", "the batches")
+    assert "rank 0: ..." in why and "rank 1: ..." in why and "[2, 2, 1, 1]" in why
+
+
+@pytest.mark.slow
+def test_ranks_with_different_options_say_so(pool: Pool) -> None:
+    first, second = pool.run(other_options, ranks=2)
+    assert first == second
+    assert "FXP501" in first[0] and "seed 0" in first[0] and "seed 1" in first[0]
+
+
+@pytest.mark.slow
+def test_the_wrong_number_of_processes_is_refused_everywhere(pool: Pool) -> None:
+    for text in pool.run(wrong_world, 3, ranks=2):
+        assert "FXP502" in text and "3 ranks" in text
