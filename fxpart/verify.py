@@ -17,6 +17,7 @@ from fxpart.capture.batch import put_together, take_apart
 from fxpart.optimizers import choose
 from fxpart.reference import OneProcess, draws_scalars, keyed_random, split
 from fxpart.rng import microbatch_key
+from fxpart.runtime.links import chained
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -48,8 +49,8 @@ class Difference(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The comparison of a partitioned run with one process.
 
-    losses: per step (partitioned, one process). exact: whether bits had to agree (no gradient is a
-    sum over stages). equal: whether they did. largest: the largest relative difference of a loss,
+    losses: per step (partitioned, one process). exact: whether bits had to agree (no gradient is
+    added up over stages in another order). equal: whether they did. largest: the largest relative difference of a loss,
     gradient, parameter or buffer, without those that are noise. eager_loss, eager_gradient: relative differences of the first
     step to the user's own module, None where it could not be run. passed: within the promise.
     """
@@ -155,7 +156,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     )
     buffers_equal = all(_same(seen.state[n], one.state[n]) for n in buffers)
     bits = buffers_equal and loss_difference == 0.0 and all(r.equal for r in rows)
-    exact = not sums_over_stages(program)
+    exact = chained(program.spec)
     eager_loss, eager_gradient = _eager(program, batch, losses[0][1], first)
     return Verification(
         ranks=len(program.plan.stages),
@@ -173,16 +174,6 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         eager_gradient=eager_gradient,
         passed=bits if exact else worst <= TOLERANCE,
     )
-
-
-def sums_over_stages(program: Program) -> bool:
-    """Whether some gradient is a sum over stages: a tie, or a value that several stages use."""
-    uses: dict[str, set[int]] = {}
-    for stage in program.spec.stages:
-        for value, source in zip(stage.inputs, stage.sources, strict=True):
-            if source >= 0 and value.requires_grad:
-                uses.setdefault(value.name, set()).add(stage.index)
-    return bool(program.spec.ties) or any(len(stages) > 1 for stages in uses.values())
 
 
 def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

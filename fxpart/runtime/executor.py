@@ -66,6 +66,7 @@ class _Cell:
 
     inputs: list[Any] = field(default_factory=list)
     outputs: tuple[torch.Tensor, ...] = ()
+    relayed: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -112,6 +113,11 @@ class Executor:
         for link in found:
             pair = (link.source, link.target)
             self._pairs[pair] = (*self._pairs.get(pair, ()), link)
+        self._returns: dict[tuple[int, int], tuple[Link, ...]] = {}
+        for link in found:
+            if link.gradient:
+                pair = (link.target, link.back)
+                self._returns[pair] = (*self._returns.get(pair, ()), link)
         self._tables = {
             index: StageTable.of(spec, spec.stages[index], module, found, keep_outputs)
             for index, module in modules.items()
@@ -237,7 +243,7 @@ class Executor:
         assert send.peer is not None
         if send.kind is Kind.SEND_F:
             return self._pairs.get((send.stage, send.peer), ())
-        return tuple(x for x in self._pairs.get((send.peer, send.stage), ()) if x.gradient)
+        return self._returns.get((send.stage, send.peer), ())
 
     def _prepare(self, actions: Sequence[Action]) -> list[_Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
@@ -325,8 +331,14 @@ class Executor:
                 if self._train:
                     for position in table.gradient_inputs:
                         inputs[position].requires_grad_()
-                outputs = table.module(feed.keys[microbatch], *inputs)
-            cells[key] = _Cell(inputs, outputs)
+                used = inputs
+                if self._train and table.relayed:
+                    # A value of its own for each of these, at which later users' gradients enter.
+                    used = list(inputs)
+                    for position in table.relayed:
+                        used[position] = inputs[position].view_as(inputs[position])
+                outputs = table.module(feed.keys[microbatch], *used)
+            cells[key] = _Cell(inputs, outputs, {p: used[p] for p in table.relayed})
             self._keep(table, microbatch, outputs)
 
         return _Instruction(action, arrivals, do, _dropper(arrivals))
@@ -342,6 +354,12 @@ class Executor:
         arrivals = self._arrivals(Kind.SEND_B, action.stage, microbatch, table.consumers)
         own = tuple(c for c in table.consumers if self._stage_rank[c] == self.rank)
         key, cells, ties = (action.stage, microbatch), self._cells, self._ties
+        places = {
+            link.name: link.input
+            for pair, carried in self._pairs.items()
+            if pair[1] == action.stage
+            for link in carried
+        }
         tied = ties.involves(action.stage)
         waited = ties.arrivals(action.stage, microbatch)
         self._late += ties.arrivals(action.stage, microbatch, late=True)
@@ -349,25 +367,32 @@ class Executor:
         def do() -> None:
             cell = cells[key]
             gradients: dict[int, torch.Tensor] = {}
+            entering: dict[int, torch.Tensor] = {}
+
+            def take(link: Link, tensor: torch.Tensor) -> None:
+                if link.source == action.stage:
+                    _add(gradients, link.output, tensor)
+                else:
+                    _add(entering, places[link.name], tensor)
+
             # Consumers come in descending order, which is the order in which autograd would sum.
             for inbox, place, carried in arrivals:
                 for link, tensor in zip(carried, inbox.take(place), strict=True):
-                    _add(gradients, link.output, tensor)
+                    take(link, tensor)
             for consumer in own:
-                for link in self._pairs[action.stage, consumer]:
-                    if link.gradient:
-                        sent = cells[consumer, microbatch].gradients[link.input]
-                        _add(gradients, link.output, sent)
+                for link in self._returns.get((consumer, action.stage), ()):
+                    take(link, cells[consumer, microbatch].gradients[link.input])
             if table.loss is not None:
                 loss = cell.outputs[table.loss]
                 _add(gradients, table.loss, torch.full_like(loss, self._feed.weights[microbatch]))
-            roots = [p for p in gradients if cell.outputs[p].requires_grad]
+            roots = [(cell.relayed[p], g) for p, g in entering.items()]
+            roots += [
+                (cell.outputs[p], g) for p, g in gradients.items() if cell.outputs[p].requires_grad
+            ]
             if tied:
                 ties.before(action.stage)
             if roots:
-                torch.autograd.backward(
-                    [cell.outputs[p] for p in roots], [gradients[p] for p in roots]
-                )
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             if tied:
                 ties.after(action.stage, microbatch)
             for position in table.gradient_inputs:
@@ -375,7 +400,7 @@ class Executor:
                 cell.gradients[position] = (
                     torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 )
-            cell.inputs, cell.outputs = [], ()
+            cell.inputs, cell.outputs, cell.relayed = [], (), {}
 
         if not table.trains:
             return _Instruction(action, (), _nothing, _nothing)

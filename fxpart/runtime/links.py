@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,10 @@ class Link:
     """One value from one stage to another.
 
     output: its position among the source's outputs; input: among the target's inputs. gradient:
-    whether its gradient comes back.
+    whether its gradient comes back. back: the stage that the gradient is sent to. That is the
+    source; or, where several stages use the value, the user before this one, which adds its own
+    part and sends the sum on. So the parts are added one after another, later uses first, as
+    autograd adds them in one process, and the sum is the same in every bit.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Link:
     dtype: torch.dtype
     shape: tuple[Dim, ...]
     gradient: bool
+    back: int = -1
 
 
 def links(spec: ProgramSpec) -> tuple[Link, ...]:
@@ -36,7 +40,34 @@ def links(spec: ProgramSpec) -> tuple[Link, ...]:
         for position, (value, source) in enumerate(zip(stage.inputs, stage.sources, strict=True)):
             if source >= 0:
                 found.append(_link(spec, stage, position, value, source))
-    return tuple(sorted(found, key=lambda link: (link.source, link.target, link.output)))
+    return _returned(sorted(found, key=lambda link: (link.source, link.target, link.output)))
+
+
+def _returned(found: list[Link]) -> tuple[Link, ...]:
+    """The links with ``back`` set: an earlier user is taken if it gets gradients from this one anyway."""
+    pairs = {(link.source, link.target) for link in found if link.gradient}
+    users: dict[tuple[int, int], list[int]] = {}
+    for link in found:
+        if link.gradient:
+            users.setdefault((link.source, link.output), []).append(link.target)
+
+    def back(link: Link) -> int:
+        before = [u for u in users.get((link.source, link.output), ()) if u < link.target]
+        last = max(before, default=link.source)
+        return last if (last, link.target) in pairs else link.source
+
+    return tuple(replace(link, back=back(link)) for link in found)
+
+
+def chained(spec: ProgramSpec) -> bool:
+    """Whether no gradient is a sum that is added up in another order than in one process."""
+    found = [link for link in links(spec) if link.gradient]
+    direct: dict[tuple[int, int], int] = {}
+    for link in found:
+        if link.back == link.source:
+            key = (link.source, link.output)
+            direct[key] = direct.get(key, 0) + 1
+    return all(count == 1 for count in direct.values())
 
 
 def edges(spec: ProgramSpec) -> tuple[StageEdge, ...]:

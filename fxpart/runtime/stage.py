@@ -17,7 +17,7 @@ class StageTable:
 
     user: inputs that come from the batch. gradient_inputs: inputs whose gradient is sent back.
     producers: stages that inputs come from (ascending). consumers: stages that gradients come
-    from (descending). loss: the output that is the loss. kept: outputs to hand to the user.
+    from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the output that is the loss. kept: outputs to hand to the user.
     trains: whether the stage takes part in the backward pass.
     """
 
@@ -27,6 +27,7 @@ class StageTable:
     gradient_inputs: tuple[int, ...]
     producers: tuple[int, ...]
     consumers: tuple[int, ...]
+    relayed: tuple[int, ...]
     loss: int | None
     kept: tuple[tuple[str, int], ...]
     trains: bool
@@ -43,8 +44,9 @@ class StageTable:
         """The table of one stage; ``found``: all links of the program."""
         names = [output.name for output in stage.outputs]
         into = [link for link in found if link.target == stage.index]
-        out = [link for link in found if link.source == stage.index]
-        back = tuple(sorted({x.target for x in out if x.gradient}, reverse=True))
+        returned = [link for link in found if link.gradient and link.back == stage.index]
+        back = tuple(sorted({link.target for link in returned}, reverse=True))
+        relayed = {link.name for link in returned if link.source != stage.index}
         loss = names.index(spec.loss) if spec.loss in names else None
         gradient_inputs = tuple(link.input for link in into if link.gradient)
         kept = dict.fromkeys(spec.outputs) if keep_outputs else {}
@@ -59,6 +61,7 @@ class StageTable:
             gradient_inputs,
             tuple(sorted({link.source for link in into})),
             back,
+            tuple(link.input for link in into if link.name in relayed),
             loss,
             tuple((name, names.index(name)) for name in kept if name in names),
             trains(spec, stage),
