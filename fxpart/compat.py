@@ -160,7 +160,7 @@ def watch_casts() -> Iterator[list[tuple[torch.Tensor, torch.dtype]]]:
                 seen.append((args[0], kwargs["dtype"]))
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         yield seen
 
 
@@ -173,7 +173,7 @@ def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> tor
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     kinds = [DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]
-    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
     return fake
 
@@ -188,3 +188,13 @@ def guards_off(mode: Any) -> Iterator[None]:
     suppress = getattr(env, "suppress_guards", None)
     with nullcontext() if suppress is None else suppress():
         yield
+
+
+def operation_schema(target: object) -> Any:
+    """The schema of an op overload (name, arguments, returns with their aliases); None for others.
+
+    Uses ``torch._ops.OpOverload`` and its ``_schema``, for which torch has no public name.
+    """
+    from torch._ops import OpOverload
+
+    return target._schema if isinstance(target, OpOverload) else None

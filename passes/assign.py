@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from torch import fx
@@ -48,7 +49,7 @@ class Assign:
         whys = []
         if starts[0] != 0:
             whys.append("the first stage must start with block 0")
-        if any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(starts)):
             whys.append("they must increase")
         if beyond := [s for s in starts if s >= count]:
             whys.append(f"there are {count} blocks, 0 to {count - 1}; {beyond} do not exist")

@@ -34,7 +34,7 @@ class GroupBlocks:
     """Cut the graph's order where few bytes cross.
 
     granularity: "block" cuts between heavy ops where crossing bytes are locally small (in a
-    transformer: between attention and feed-forward of each layer); "op" cuts wherever it is allowed.
+    transformer: between attention and feed-forward of each layer); "op" cuts wherever it may.
     max_blocks: neighbours with the least work are merged until so many are left. What cannot be
     separated stays together: a list and its items, sizes that depend on data, all uses of state
     that is written.
@@ -79,7 +79,7 @@ class GroupBlocks:
 
 
 def _good_cuts(ops: Sequence[fx.Node], allowed: Sequence[int]) -> list[int]:
-    """The cheapest allowed cut between each two heavy ops, without those that cheaper ones dominate."""
+    """The cheapest cut between each two heavy ops, without those that cheaper ones dominate."""
     sizes, strided = crossing(ops)
     heavy = [i for i, n in enumerate(ops) if is_heavy(n)] or list(range(len(ops)))
     candidates: list[int] = []

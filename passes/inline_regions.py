@@ -163,6 +163,7 @@ class _Inliner:
     def _convert(self, node: fx.Node, region: Autocast) -> None:
         """Write out the conversions of the node's operands under autocast."""
         given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        assert callable(node.target), "an op is a callable"
         found = conversions(region, node.target, *given, self.mode)
         if found is None:
             raise _refuse(

@@ -148,7 +148,7 @@ class _Rewriter:
             self.detached.add(node)
 
     def now(self, node: fx.Node) -> fx.Node:
-        """The present value of a node of the given graph: a view of written storage is taken anew."""
+        """The present value of a node of the given graph; a stale view is taken anew."""
         home = self.homes.get(node)
         if home is None or home.state or home.version == 0:
             return node
@@ -293,7 +293,7 @@ class _Rewriter:
                 self.walk.parts[node] = [replace(p, grad=True) for p in self.walk.parts[node]]
 
     def _check_state(self, node: fx.Node, targets: tuple[fx.Node, ...]) -> None:
-        """State keeps no graph from one step to the next, so what is written to it has no gradient."""
+        """State outlives the step, so what is written to it must have no gradient."""
         if not targets:
             return
         operands = operand_nodes(node)

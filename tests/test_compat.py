@@ -71,3 +71,36 @@ def test_recorded_operations() -> None:
     graph = compat.record_operations(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(3))
     targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     assert targets == [torch.ops.aten.dropout.default]
+
+
+def test_operation_schema() -> None:
+    schema = compat.operation_schema(torch.ops.aten.add_.Tensor)
+    assert (schema.name, schema.overload_name) == ("aten::add_", "Tensor")
+    assert [a.name for a in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write
+    assert compat.operation_schema(torch.add) is None
+    assert compat.operation_schema(torch.ops.aten.add) is None
+
+
+def test_conversions_are_seen() -> None:
+    x = torch.ones(2, 2)
+    with compat.watch_casts() as seen:
+        y = x.to(torch.bfloat16)
+        y + y
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x @ x
+    assert [(t is x, dtype) for t, dtype in seen] == [(True, torch.bfloat16)] * 3
+
+
+def test_symbolic_inputs_and_the_python_dispatcher() -> None:
+    mode = compat.fake_mode(symbolic=True)
+    x = compat.symbolic_input(mode, torch.ones(5, 3), [True, False])
+    assert isinstance(x.shape[0], torch.SymInt) and x.shape[1] == 3
+    again = compat.symbolic_input(mode, torch.ones(5, 7), [True, False])
+    assert str(again.shape[0]) == str(x.shape[0])
+    lstm = nn.LSTM(3, 4)
+    with mode, compat.python_dispatcher():
+        w = [torch.empty(p.shape) for p in lstm.parameters()]
+        h = torch.empty(1, x.shape[0], 4)
+        y = torch.ops.aten.lstm.input(x[None], [h, h], w, True, 1, 0.0, True, False, False)[0]
+    assert str(y.shape[1]) == str(x.shape[0])

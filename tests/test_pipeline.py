@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fxpart.passes import PASSES, PREPARE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inplace_programs import Builder
@@ -18,9 +19,9 @@ from zoo_graphs import captured
 
 from fxpart.capture.fingerprint import describe_difference
 from fxpart.errors import FxpartError
-from fxpart.passes import PASSES, PREPARE
 from fxpart.pipeline import KEY, LEVEL_KEY, Level, PassManager, format_pipeline, parse_pipeline
-from fxpart.pipeline.graph_json import decode, encode, graph_from_json, graph_to_json
+from fxpart.pipeline.argument_json import decode, encode
+from fxpart.pipeline.graph_json import graph_from_json, graph_to_json
 from fxpart.pipeline.observers import DumpFiles, PrintAfter, PrintChanges, Timing
 from fxpart.pipeline.reproduce import rerun
 

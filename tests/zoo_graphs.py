@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from fxpart.passes import PREPARE
 from torch import fx
 from zoo import ZOO
 
 from fxpart.capture import Captured, capture
-from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 
 

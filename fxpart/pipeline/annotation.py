@@ -32,7 +32,8 @@ RNG_KEY = "rng_key"
 class BlockInfo:
     """A block: a readable name ("transformer.h.3.attn") and the digest of its structure.
 
-    Blocks with equal ``identity`` run the same ops on the same shapes: price one, and all are priced.
+    Blocks with equal ``identity`` run the same ops on the same shapes: the price of one is that
+    of all.
     """
 
     name: str

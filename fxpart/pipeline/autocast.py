@@ -1,4 +1,4 @@
-"""The conversions that ``torch.autocast`` makes around one op, found by watching it run on fake tensors."""
+"""The conversions that ``torch.autocast`` makes around one op, observed on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpart.pipeline.sizes import tensors
 
 @dataclass(frozen=True)
 class Autocast:
-    """The arguments of an autocast region that is on; cache: whether casts of parameters are shared."""
+    """An autocast region that is on; cache: whether conversions of parameters are shared."""
 
     device: str
     dtype: torch.dtype

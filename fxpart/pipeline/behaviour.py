@@ -1,7 +1,7 @@
 """What each op of a graph does with storages and gradients, observed once for each kind of call.
 
 An op runs on fake stand-ins of its operands, with gradients on and saved-tensor hooks set. Equal
-calls (same op, arguments, shapes, strides and gradients) are looked up, so 96 equal layers cost one.
+calls (same op, arguments, shapes, strides, gradients) are looked up, so 96 equal layers cost one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -22,13 +22,13 @@ from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.sizes import expression, nbytes, tensors
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 BEHAVIOURS_KEY = "fxpart_behaviours"
 
 
 @dataclass(frozen=True)
 class Home:
-    """A storage of the graph: a number, its bytes, the node that made it ("" for an op's private one)."""
+    """A storage: a number, its bytes, the node that made it ("" for an op's private one)."""
 
     number: int
     size: Size
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Link:
-    """A tensor of a call, relative to it: operand i, result i, or a private storage of some bytes."""
+    """A tensor of a call, relative to it: operand i, result i, or private bytes."""
 
     kind: str
     index: int = 0
@@ -59,8 +59,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One kind of call. For each result tensor: gradient, whose storage and whose object it is, and
-    the bytes of its storage; for each operand tensor: its gradient afterwards; what is saved."""
+    """One kind of call.
+
+    For each result tensor: gradient, whose storage and whose object it is, bytes of its storage;
+    for each operand tensor: its gradient afterwards; and what is saved.
+    """
 
     grads: tuple[bool, ...]
     homes: tuple[Link, ...]

@@ -1,4 +1,4 @@
-"""Where a graph can be cut: bytes that would cross at each place, and places that must stay closed."""
+"""Where a graph can be cut: the bytes that would cross, and the places that stay closed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.effects import state_roots, state_written
+from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.verify import is_size
 from fxpart.pipeline.work import nbytes
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from fxpart.compat import operation_schema
 from fxpart.rng import seeded
 
 # Ops whose schema does not say that they write their running statistics: the positions of the
@@ -78,18 +78,19 @@ def op_args(node: fx.Node) -> tuple[Any, ...]:
 
 def packet_name(target: Any) -> str:
     """ "aten.add" for every overload of it; "" for a callable that is no ATen op."""
-    return f"{target.namespace}.{target._schema.name.split('::')[-1]}" if is_op(target) else ""
+    schema = operation_schema(target)
+    return "" if schema is None else str(schema.name).replace("::", ".")
 
 
 def is_op(target: Any) -> bool:
     """Whether the target is an op overload with a schema."""
-    return isinstance(target, OpOverload)
+    return operation_schema(target) is not None
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """The node's value for the schema argument ``name``, by position, keyword or schema default."""
     target, args = op_of(node), op_args(node)
-    for position, declared in enumerate(target._schema.arguments):
+    for position, declared in enumerate(operation_schema(target).arguments):
         if declared.name == name:
             if position < len(args):
                 return args[position]
@@ -105,7 +106,7 @@ def is_assert(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws numbers from a generator: torch's tag, and switched on by its arguments."""
+    """Whether a node draws numbers: it has torch's tag, and its arguments switch that on."""
     if node.op != "call_function":
         return False
     target = op_of(node)
@@ -130,7 +131,7 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
     if not is_op(target):
         return ()
     found: list[fx.Node] = []
-    for position, declared in enumerate(target._schema.arguments):
+    for position, declared in enumerate(operation_schema(target).arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
             value = args[position] if position < len(args) else node.kwargs.get(declared.name)
             found.extend(tensors_in(value))
@@ -162,13 +163,13 @@ def views(node: fx.Node) -> tuple[fx.Node, ...]:
         # getitem takes a tensor out of a list that an op returned
         return tuple(n for n in node.args if isinstance(n, fx.Node))
     if torch.Tag.maybe_aliasing_or_mutating not in target.tags and not any(
-        r.alias_info is not None for r in target._schema.returns
+        r.alias_info is not None for r in operation_schema(target).returns
     ):
         return ()
     args = op_args(node)
     return tuple(
         n
-        for position, declared in enumerate(target._schema.arguments)
+        for position, declared in enumerate(operation_schema(target).arguments)
         if declared.alias_info is not None or torch.Tag.maybe_aliasing_or_mutating in target.tags
         for n in tensors_in(args[position] if position < len(args) else None)
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fxpart.pipeline.effects import is_op, packet_name
+from fxpart.compat import operation_schema
+from fxpart.pipeline.effects import packet_name
 
 # Ops that change a tensor object's shape or gradient, not its storage.
 METADATA_OPS = frozenset(
@@ -36,12 +37,13 @@ _IRREGULAR = {
 
 
 def functional_form(target: Any) -> Any:
-    """The op that returns what ``target`` would write into its first argument; None if there is none.
+    """The op that returns what ``target`` would write; None if there is none.
 
     ``add_.Tensor`` -> ``add.Tensor``; ``add.out`` -> ``add.Tensor``; ``zero_`` -> ``fill.Scalar``,
     whose gradient is a tensor of zeros, as ``zero_``'s is; the caller adds the 0.
     """
-    if not is_op(target):
+    schema = operation_schema(target)
+    if schema is None:
         return None
     name = packet_name(target)
     if name == "aten.zero_":
@@ -50,10 +52,12 @@ def functional_form(target: Any) -> Any:
     packet = getattr(torch.ops.aten, plain, None) if plain else None
     if packet is None:
         return None
-    wanted = [str(a.type) for a in target._schema.arguments if not a.is_out]
-    for overload in sorted(packet.overloads(), key=lambda o: o != target._overloadname):
+    wanted = [str(a.type) for a in schema.arguments if not a.is_out]
+    for overload in sorted(
+        packet.overloads(), key=lambda o: o != (schema.overload_name or "default")
+    ):
         candidate = getattr(packet, overload)
-        arguments = candidate._schema.arguments
+        arguments = operation_schema(candidate).arguments
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
         if not writes and [str(a.type) for a in arguments] == wanted:
             return candidate

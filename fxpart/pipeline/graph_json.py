@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -27,13 +26,9 @@ from fxpart.pipeline.annotation import (
     Level,
     Saved,
 )
+from fxpart.pipeline.argument_json import Json, decode, encode, plain_name
 from fxpart.pipeline.edit import annotation, value
-from fxpart.pipeline.effects import is_op
 from fxpart.pipeline.sizes import expression, hint
-
-Json = Any
-
-_NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
@@ -62,7 +57,7 @@ def _attribute_out(held: Any) -> Json:
     return {
         "shape": list(held.shape),
         "stride": list(held.stride()),
-        "dtype": _plain_name(held.dtype),
+        "dtype": plain_name(held.dtype),
         "parameter": isinstance(held, torch.nn.Parameter),
         "trained": bool(held.requires_grad),
     }
@@ -106,44 +101,10 @@ def _input_out(held: Any, hints: dict[str, int]) -> Json:
         shape.append(known if isinstance(known, int) else str(known))
     return {
         "shape": shape,
-        "dtype": _plain_name(held.dtype),
+        "dtype": plain_name(held.dtype),
         "device": str(held.device),
         "contiguous": held.is_contiguous() if all(isinstance(s, int) for s in shape) else True,
     }
-
-
-def encode(item: Any) -> Json:
-    """An argument; whatever JSON has no word for becomes a dict with one key."""
-    if isinstance(item, fx.Node):
-        return {"node": item.name}
-    if item is None or isinstance(item, (bool, int, str)):
-        return item
-    if isinstance(item, float):
-        return {"float": repr(item)}
-    if isinstance(item, tuple):
-        return {"tuple": [encode(i) for i in item]}
-    if isinstance(item, list):
-        return [encode(i) for i in item]
-    if isinstance(item, dict):
-        return {"dict": {k: encode(v) for k, v in item.items()}}
-    if isinstance(item, slice):
-        return {"slice": [encode(i) for i in (item.start, item.stop, item.step)]}
-    if isinstance(item, torch.device):
-        return {"device": str(item)}
-    if isinstance(item, _NAMED):
-        return {"torch": _plain_name(item)}
-    if is_op(item):
-        return {"operation": str(item)}
-    if getattr(item, "namespace", "") == "higher_order":
-        return {"operation": f"higher_order.{item.__name__}"}
-    if callable(item):
-        return {"function": f"{item.__module__}:{item.__qualname__}"}
-    raise error("FXP900", where="writing a graph", why=f"{type(item).__name__} has no JSON form")
-
-
-def _plain_name(item: Any) -> str:
-    """ "float32" for torch.float32."""
-    return str(item).removeprefix("torch.")
 
 
 def graph_from_json(data: Mapping[str, Json]) -> fx.GraphModule:
@@ -259,7 +220,7 @@ def _input_in(held: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> 
 
 
 def _annotation_in(held: Mapping[str, Json]) -> Annotation:
-    """The annotation; sizes of saved tensors that were expressions come back as one opaque symbol."""
+    """The annotation; a saved tensor's size that was an expression comes back as one symbol."""
     import sympy
 
     saved = tuple(
@@ -267,30 +228,3 @@ def _annotation_in(held: Mapping[str, Json]) -> Annotation:
         for number, size, source in held["saved"]
     )
     return Annotation(**{**held, "saved": saved})
-
-
-def decode(item: Json, nodes: Mapping[str, fx.Node]) -> Any:
-    """The inverse of :func:`encode`."""
-    if isinstance(item, list):
-        return [decode(i, nodes) for i in item]
-    if not isinstance(item, dict):
-        return item
-    ((kind, held),) = item.items()
-    if kind == "node":
-        return nodes[held]
-    if kind == "tuple":
-        return tuple(decode(i, nodes) for i in held)
-    if kind == "dict":
-        return {k: decode(v, nodes) for k, v in held.items()}
-    if kind == "slice":
-        return slice(*(decode(i, nodes) for i in held))
-    if kind == "float":
-        return float(held)
-    if kind == "device":
-        return torch.device(held)
-    if kind == "torch":
-        return getattr(torch, held)
-    if kind == "operation":
-        return attrgetter(held)(torch.ops)
-    module, _, name = held.partition(":")
-    return attrgetter(name)(import_module(module))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import annotation, value
-from fxpart.pipeline.effects import op_args, op_of
+from fxpart.pipeline.effects import is_op, op_args, op_of
+from fxpart.pipeline.sizes import tensors
 
 
 def identity(nodes: Sequence[fx.Node]) -> str:
@@ -44,8 +44,9 @@ def _line(node: fx.Node, local: dict[fx.Node, str]) -> str:
     saved = ",".join(str(s.size) for s in known.saved)
     random = "random" if known.random is not None else ""
     target = op_of(node)
-    called = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", "")
-    return f"{called}({text(op_args(node))},{text(dict(node.kwargs))})->{_value(node)} {random} [{saved}]"
+    called = str(target) if is_op(target) else getattr(target, "__name__", "")
+    given = f"{text(op_args(node))},{text(dict(node.kwargs))}"
+    return f"{called}({given})->{_value(node)} {random} [{saved}]"
 
 
 def _value(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""The pass manager: runs a pipeline, verifies before and after, tells observers, keeps reproducers."""
+"""The pass manager: runs pipelines, verifies around each pass, tells observers, reproduces."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PassManager:
 
 
 def _check_order(passes: Sequence[Pass], graph: fx.GraphModule) -> None:
-    """Each pass finds the level it requires; otherwise FXP109 says which one comes too early or late."""
+    """Each pass finds the level it requires; otherwise FXP109 names the pass."""
     level = graph.meta.get(LEVEL_KEY)
     if not isinstance(level, Level):
         raise error(

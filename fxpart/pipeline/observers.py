@@ -1,4 +1,4 @@
-"""Observers of a pass manager: print graphs, print what changed, dump numbered files, take times."""
+"""Observers of a pass manager: print graphs or changes, dump numbered files, take times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PrintChanges:
 
 @dataclass(frozen=True)
 class DumpFiles:
-    """Write ``folder/03-key_random.txt`` after each pass; FXP603 if the folder cannot be written."""
+    """Write ``folder/03-key_random.txt`` after each pass; FXP603 where that fails."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""Reproducers: a folder that holds a failing pipeline and its graph, and the call that runs it again."""
+"""Reproducers: a folder with a failing pipeline and its graph, and the call that reruns it."""
 
 from __future__ import annotations
 

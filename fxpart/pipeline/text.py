@@ -1,4 +1,4 @@
-"""A pipeline as text: ``drop_asserts,group_blocks{granularity="op",max_blocks=64}``; it round-trips.
+"""A pipeline as text that round-trips: ``drop_asserts,group_blocks{granularity="op"}``.
 
 Options are written as JSON values (true, 3, 0.5, "text", null), only where they differ from the
 default, in the order of the pass's fields.
@@ -23,12 +23,12 @@ _WORDS: dict[str, Scalar] = {"true": True, "false": False, "null": None}
 
 
 def split_pipeline(text: str) -> list[tuple[str, dict[str, Scalar]]]:
-    """Names and options of a pipeline's text, unchecked; FXP109 with the column where it is wrong."""
+    """Names and options, unchecked; FXP109 with the column where the text is wrong."""
     return _Reader(text).pipeline()
 
 
 def parse_pipeline(text: str, table: Mapping[str, type[Any]]) -> tuple[Any, ...]:
-    """The passes that the text names, made from ``table``; FXP109 lists every unknown name or option."""
+    """The passes that the text names, from ``table``; FXP109 lists every wrong name and option."""
     problems: list[Problem] = []
     passes = []
     for position, (name, options) in enumerate(split_pipeline(text)):
@@ -57,7 +57,7 @@ def _format_one(item: Any) -> str:
         for f in option_fields(type(item))
         if f.default is MISSING or getattr(item, f.name) != f.default
     ]
-    return item.name + ("{" + ",".join(parts) + "}" if parts else "")
+    return f"{item.name}{{{','.join(parts)}}}" if parts else str(item.name)
 
 
 def option_fields(kind: type[Any]) -> list[Field[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from fxpart.pipeline.annotation import (
@@ -18,11 +19,11 @@ from fxpart.pipeline.annotation import (
 from fxpart.pipeline.edit import place
 from fxpart.pipeline.effects import (
     is_assert,
-    is_op,
     is_random,
     op_of,
-    state_written,
+    packet_name,
     state_roots,
+    state_written,
     written,
 )
 from fxpart.rng import seeded
@@ -128,7 +129,7 @@ def _blocks(module: fx.GraphModule) -> Iterator[str]:
     for name, blocks in _touched(module.graph, of).items():
         for cut in range(min(blocks), max(blocks)):
             if cut not in closed:
-                yield f"the state {name} is written, and a cut is allowed after block {cut} inside its uses"
+                yield f"the state {name} is written, and block {cut} ends inside its uses"
 
 
 def _touched(graph: fx.Graph, of: dict[fx.Node, int]) -> dict[str, set[int]]:
@@ -145,14 +146,11 @@ def _touched(graph: fx.Graph, of: dict[fx.Node, int]) -> dict[str, set[int]]:
 
 def is_size(node: fx.Node) -> bool:
     """Whether a node computes with sizes only: its value is a SymInt or number, not a tensor."""
-    import torch
-
     known = node.meta.get("val")
     if not isinstance(known, (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float)):
         return False
-    if is_op(node.target) and node.target.namespace == "aten":
-        return node.target._schema.name.split("::")[-1].startswith("sym_")
-    return True
+    name = packet_name(node.target)
+    return not name or name.startswith("aten.sym_")
 
 
 def _stages(graph: fx.Graph) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _inverse_order(order: list[int]) -> list[int]:
 def _list_inverse(
     target: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], index: int
 ) -> Inverse | None:
-    """The inverse of taking piece ``index`` of a tensor that was taken apart: join all pieces again."""
+    """The inverse of taking piece ``index`` of a tensor: join all pieces again."""
     name = packet_name(target).removeprefix("aten.")
     if name not in (*_JOINED, "unbind"):
         return None

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.effects import is_op, op_args, op_of, packet_name, tensors_in
-from fxpart.pipeline.sizes import hint
+from fxpart.pipeline.sizes import hint, tensors
 
 _PRODUCTS = frozenset(
     f"aten.{name}"

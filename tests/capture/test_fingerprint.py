@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fxpart.passes import PREPARE
 from inplace_programs import Builder
 from torch import fx, nn
 from zoo_graphs import captured, prepared
 
 from fxpart.capture.fingerprint import canonical_lines, describe_difference, fingerprint
-from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 
 aten = torch.ops.aten

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fxpart.passes import PREPARE
 from inplace_programs import Builder
 from torch import fx, nn
 
 from fxpart.errors import FxpartError
-from fxpart.passes import PREPARE
 from fxpart.pipeline import KEY, NO_CUT_KEY, Level, PassManager
 
 aten = torch.ops.aten

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fxpart.passes import PREPARE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inplace_programs import Builder, run, same_bits
@@ -13,7 +14,6 @@ from torch import fx, nn
 
 from fxpart.capture import capture
 from fxpart.errors import FxpartError
-from fxpart.passes import PREPARE
 from fxpart.pipeline import KEY, PassManager
 from fxpart.pipeline.effects import is_random
 from fxpart.rng import mix, seeded

@@ -1,4 +1,4 @@
-"""mark_gradients against real autograd: gradients and saved bytes of the same graph on real tensors."""
+"""mark_gradients against autograd on real tensors: the same gradients and saved bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole of PREPARE against the captured graph, on the zoo: outputs, gradients, buffers, every bit."""
+"""PREPARE against the captured graph on the zoo: outputs, gradients, buffers, every bit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fxpart.passes import PREPARE
 from torch import fx
 from zoo import ZOO
 from zoo_graphs import captured, inputs, prepared
 
 from fxpart.errors import FxpartError
-from fxpart.passes import PREPARE
 from fxpart.pipeline import Level, PassManager
 from fxpart.pipeline.effects import is_random, state_written
 

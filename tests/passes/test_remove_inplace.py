@@ -1,4 +1,4 @@
-"""remove_inplace against eager execution of the same graph: outputs, gradients, buffers, every bit."""
+"""remove_inplace against the graph as given: outputs, gradients, buffers, every bit."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def assert_same(module: fx.GraphModule, *inputs: Any) -> fx.GraphModule:
     return functional(module)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150,
     deadline=None,

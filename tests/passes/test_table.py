@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 import fxpart.passes
-from fxpart.errors import FxpartError
+import pytest
 from fxpart.passes import PASSES, PREPARE, all_passes
+
+from fxpart.errors import FxpartError
 from fxpart.pipeline import Level, PassManager, format_pipeline
 
 FOLDER = Path(fxpart.passes.__file__).parent
@@ -39,7 +40,7 @@ def test_prepare_goes_from_captured_to_annotated() -> None:
     assert format_pipeline(passes) == PREPARE
     assert passes[0].requires is Level.CAPTURED
     assert passes[-1].ensures is Level.ANNOTATED
-    assert all(a.ensures is b.requires for a, b in zip(passes, passes[1:], strict=False))
+    assert all(a.ensures is b.requires for a, b in pairwise(passes))
 
 
 def test_plain_import_is_refused() -> None:
