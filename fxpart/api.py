@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
     from fxpart.verify import Verification
 
+
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -56,21 +57,21 @@ def compile(
     output and the targets; without it the output's own loss. batch_size: rows of the global batch,
     by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
     class, name, factory or instance, for memory and as the trainer's default. plan: apply this one
-    (a Plan or its file) instead of solving. constraints: ``stages``, ``schedule`` ("1f1b", "gpipe"),
-    ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). seed: of all random ops.
+    (a Plan or its file) instead of solving. constraints: ``stages``, ``schedule`` ("1f1b" or
+    "gpipe"), ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). seed: of all random ops.
     batch_dims: per input name its batch dim, None for an input that every microbatch gets whole.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
     """
+    chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     request = _Request(
-        cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster)),
+        _cluster(cluster, chosen),
         optimizer if optimizer is not None else "adamw",
         cost_model,
         _checked(constraints or {}),
         seed,
     )
-    chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     _check_counts(batch_size, microbatches)
     wanted = microbatches if chosen is None else chosen.microbatches
     captured = _capture(
@@ -141,7 +142,7 @@ class Program:
         return _solve(request, self.captured, self.prepared, self.plan.model, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
-        """The actions of every rank, transfers included, for the plan's or another number of microbatches."""
+        """Every rank's actions with transfers, for the plan's or another number of microbatches."""
         return _schedule(self.spec, self.plan.schedule, microbatches or self.plan.microbatches)
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
@@ -180,13 +181,13 @@ class Program:
                 "FXP106",
                 where=self.plan.model.name,
                 why="its output has no loss, and none was given to compile()",
-                fix="compile(..., loss=torch.nn.functional.cross_entropy), with the targets last in "
-                "the example inputs; or pass labels to a model that computes its own loss",
+                fix="compile(..., loss=torch.nn.functional.cross_entropy), with the targets last "
+                "in the example inputs; or pass labels to a model that computes its own loss",
             )
         return make_trainer(self, optimizer, clip_norm=clip_norm, weights=weights, timeout=timeout)
 
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
-        """Train beside one process and compare loss, gradients and parameters; see fxpart.verify."""
+        """Train beside one process and compare losses, gradients, parameters."""
         from fxpart.verify import verify
 
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
@@ -326,7 +327,7 @@ def _checked(
             problems.append(Problem("FXP109", where, "it is not a choice", " or ".join(choices)))
         elif kind is int and not (number and isinstance(value, int) and value >= 1):
             problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
-        elif kind is float and not (number and value > 0):
+        elif kind is float and not (number and float(value) > 0):
             problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
     if problems:
         raise FxpartError(problems)
@@ -338,7 +339,8 @@ def _check_counts(batch_size: int | None, microbatches: int | None) -> None:
     problems = [
         Problem("FXP109", f"{name}={value!r}", "it must be a whole number above 0", "")
         for name, value in (("batch_size", batch_size), ("microbatches", microbatches))
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        if value is not None
+        and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
     if not problems and batch_size is not None and microbatches is not None:
         if microbatches > batch_size:
@@ -346,6 +348,22 @@ def _check_counts(batch_size: int | None, microbatches: int | None) -> None:
             problems.append(Problem("FXP109", "microbatches", why, f"at most {batch_size}"))
     if problems:
         raise FxpartError(problems)
+
+
+def _cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
+    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named."""
+    if plan is not None and given == "auto":
+        return plan.cluster
+    found = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+    if plan is not None and found.hash != plan.cluster_hash:
+        raise error(
+            "FXP305",
+            where=f"plan for {plan.cluster.name}, {len(plan.cluster.devices)} devices",
+            why=f"the cluster given is {found.name}, {len(found.devices)} devices, and differs in "
+            "its devices or links",
+            fix='leave cluster="auto" to run the plan as it is, or plan again for this cluster',
+        )
+    return found
 
 
 def _capture(

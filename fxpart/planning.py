@@ -133,7 +133,7 @@ def _prediction(
         [s.backward_seconds for s in stages],
         seconds,
     )
-    ends = {k: 0.0 for k in range(len(stages))}
+    ends = dict.fromkeys(range(len(stages)), 0.0)
     for span in timeline.spans:
         if span.lane == "compute":
             ends[span.action.stage] = max(ends[span.action.stage], span.end)
@@ -193,7 +193,8 @@ def _certificate(
             f"contiguous stages of these {len(problem.blocks)} blocks on at most "
             f"{problem.max_stages} of {len(problem.devices)} devices in their order, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
-            f"{', '.join(problem.schedules)}, costs by {provenance.get('compute', 'the cost model')}"
+            f"{', '.join(problem.schedules)}, costs by "
+            f"{provenance.get('compute', 'the cost model')}"
         ),
     )
 

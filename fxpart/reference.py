@@ -28,7 +28,9 @@ class WholeGraph(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The state tensor of that name."""
-        return self.state[target] if target in self.state else super().get_attr(target, args, kwargs)
+        return (
+            self.state[target] if target in self.state else super().get_attr(target, args, kwargs)
+        )
 
 
 class OneProcess:
@@ -38,7 +40,13 @@ class OneProcess:
     """
 
     def __init__(
-        self, captured: Captured, graph: fx.GraphModule, optimizer: Any, *, microbatches: int, seed: int
+        self,
+        captured: Captured,
+        graph: fx.GraphModule,
+        optimizer: Any,
+        *,
+        microbatches: int,
+        seed: int,
     ) -> None:
         """optimizer: callable that takes the parameter list and returns a torch optimizer."""
         self.captured = captured
@@ -87,7 +95,7 @@ def clone_state(captured: Captured) -> dict[str, torch.Tensor]:
 def split(
     captured: Captured, leaves: list[Any], microbatches: int
 ) -> Iterator[tuple[list[Any], float]]:
-    """Cut input tensors (in the order of ``captured.inputs``) into microbatches with their weights n_i/N."""
+    """Cut tensors (in the order of ``captured.inputs``) into microbatches, with weights n_i/N."""
     dims = [spec.batch_dim for spec in captured.inputs]
     sizes = {t.shape[d] for t, d in zip(leaves, dims, strict=True) if d is not None}
     total = max(sizes, default=1)
@@ -157,7 +165,7 @@ def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
     """:class:`KeyedRandom` for a block of code; the global generator is put back afterwards."""
     state = torch.get_rng_state()
     try:
-        with KeyedRandom(key, scalars=scalars):
+        with KeyedRandom(key, scalars=scalars):  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Random ops that draw the same numbers whatever the plan: seeded by run seed, step, microbatch and op.
+"""Random ops that draw the same numbers whatever the plan: by seed, step, microbatch and op.
 
 A random op of the graph is called through :func:`seeded`: the default generator of the op's device
 is seeded for this one call and put back afterwards. So neither the number of ranks, nor the order
@@ -46,7 +46,7 @@ def seeded(key: int, index: int, op: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The default generator of the device the op runs on: its ``device`` argument, or its first tensor's."""
+    """The default generator of the op's device: its ``device`` argument, or its first tensor's."""
     device = kwargs.get("device")
     if device is None:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))

@@ -83,7 +83,7 @@ def load_trainer(
     devices = {rank: _device(kind, rank, transport.local) for rank in transport.local}
     modules = {s: m for s, m in exported.modules.items() if ranks[s] in transport.local}
     for stage, module in modules.items():
-        module.device = devices[ranks[stage]]
+        vars(module)["device"] = devices[ranks[stage]]
         materialise(module, spec, weights, constants=exported.constants)
     return Trainer(
         spec,
@@ -112,7 +112,7 @@ def evaluation(
     made: dict[int, nn.Module] = {}
     for index, trained in modules.items():
         stage = spec.stages[index]
-        module = load_stage(emit(stages[index]), stage, trained.device)
+        module = load_stage(emit(stages[index]), stage, _device_of(trained))
         held = {s.name: s.attribute for s in program.spec.stages[index].state}
         missing = [s for s in stage.state if s.name not in held]
         if missing:
@@ -124,9 +124,7 @@ def evaluation(
     return spec, made
 
 
-def _fill(
-    module: nn.Module, missing: list[StateSpec], state: Mapping[str, torch.Tensor]
-) -> None:
+def _fill(module: nn.Module, missing: list[StateSpec], state: Mapping[str, torch.Tensor]) -> None:
     """State that only evaluation reads (constants, fixed buffers), copied from the model."""
     for item in missing:
         tensor = state[item.name]
@@ -137,7 +135,7 @@ def _fill(
                 why="evaluation uses it on a stage where training does not",
                 fix="capture with the module's training and evaluation paths using the same layers",
             )
-        setattr(module, item.attribute, tensor.detach().to(module.device, copy=True))
+        setattr(module, item.attribute, tensor.detach().to(_device_of(module), copy=True))
 
 
 def _wants_gpu(plan: Plan) -> bool:
@@ -154,6 +152,13 @@ def _wants_gpu(plan: Plan) -> bool:
             fix='compile for this machine (cluster="local:4"), or start the program there',
         )
     return True
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a stage module makes new tensors."""
+    device = module.device
+    assert isinstance(device, torch.device)
+    return device
 
 
 def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:

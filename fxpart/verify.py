@@ -50,9 +50,10 @@ class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The comparison of a partitioned run with one process.
 
     losses: per step (partitioned, one process). exact: whether bits had to agree (no gradient is
-    added up over stages in another order). equal: whether they did. largest: the largest relative difference of a loss,
-    gradient, parameter or buffer, without those that are noise. eager_loss, eager_gradient: relative differences of the first
-    step to the user's own module, None where it could not be run. passed: within the promise.
+    added up over stages in another order). equal: whether they did. largest: the largest relative
+    difference of a loss, gradient, parameter or buffer, without those that are noise. eager_loss,
+    eager_gradient: relative differences of the first step to the user's own module, None where it
+    could not be run. passed: within the promise.
     """
 
     ranks: int
@@ -114,58 +115,47 @@ class Seen:
 def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verification:
     """Repeat the run in one process, on the whole graph, and measure every difference."""
     captured = program.captured
-    leaves = list(take_apart(batch).tensors)
-    count = program.plan.microbatches
     one = OneProcess(
-        captured, program.graph, factory, microbatches=count, seed=program.plan.seed
+        captured,
+        program.graph,
+        factory,
+        microbatches=program.plan.microbatches,
+        seed=program.plan.seed,
     )
-    losses: list[tuple[float, float]] = []
-    gradients: dict[str, float] = dict.fromkeys(captured.parameters, 0.0)
-    equal: dict[str, bool] = dict.fromkeys(captured.parameters, True)
-    noise: dict[str, bool] = dict.fromkeys(captured.parameters, False)
-    loss_difference, first = 0.0, {}
-    for step, (loss, found) in enumerate(zip(seen.losses, seen.gradients, strict=True)):
-        wanted = one.backward(leaves)
-        losses.append((float(loss), float(wanted)))
-        loss_difference = max(loss_difference, relative(loss, wanted))
-        theirs = one.gradients()
-        first = first or theirs
-        floor = NOISE * norm(theirs.values())
-        for name in captured.parameters:
-            mine, other = found.get(name), theirs.get(name)
-            if mine is None and other is None:
-                continue
-            gradients[name] = max(gradients[name], relative(mine, other))
-            equal[name] &= _same(mine, other)
-            noise[name] |= other is not None and norm([other]) <= floor
+    table = _Table.of(captured.parameters)
+    for loss, found in zip(seen.losses, seen.gradients, strict=True):
+        wanted = one.backward(list(take_apart(batch).tensors))
+        table.add(loss, wanted, found, one.gradients())
         one.update()
     rows = tuple(
         Difference(
             name=name,
-            gradient=gradients[name],
+            gradient=table.gradient[name],
             parameter=relative(seen.state[name], one.state[name]),
-            equal=equal[name] and _same(seen.state[name], one.state[name]),
-            noise=noise[name],
+            equal=table.equal[name] and _same(seen.state[name], one.state[name]),
+            noise=table.noise[name],
         )
         for name in captured.parameters
     )
-    buffers = [n for n in captured.persistent if n in one.state and n not in captured.parameters]
+    buffers = [
+        relative(seen.state[name], one.state[name])
+        for name in sorted(captured.persistent)
+        if name in one.state and name not in captured.parameters
+    ]
     worst = max(
-        [loss_difference, *(max(r.gradient, r.parameter) for r in rows if not r.noise)]
-        + [relative(seen.state[n], one.state[n]) for n in buffers],
+        [table.loss, *buffers, *(max(r.gradient, r.parameter) for r in rows if not r.noise)]
     )
-    buffers_equal = all(_same(seen.state[n], one.state[n]) for n in buffers)
-    bits = buffers_equal and loss_difference == 0.0 and all(r.equal for r in rows)
+    bits = table.loss == 0.0 and not any(buffers) and all(row.equal for row in rows)
     exact = chained(program.spec)
-    eager_loss, eager_gradient = _eager(program, batch, losses[0][1], first)
+    eager_loss, eager_gradient = _eager(program, batch, table.losses[0][1], table.first)
     return Verification(
         ranks=len(program.plan.stages),
         stages=len(program.plan.stages),
-        steps=len(losses),
-        microbatches=count,
-        losses=tuple(losses),
+        steps=len(table.losses),
+        microbatches=program.plan.microbatches,
+        losses=tuple(table.losses),
         differences=rows,
-        buffers_equal=buffers_equal,
+        buffers_equal=not any(buffers),
         exact=exact,
         equal=bits,
         largest=worst,
@@ -176,8 +166,52 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     )
 
 
+@dataclass
+class _Table:
+    """Differences gathered step by step. loss: the largest of the losses; the rest by parameter.
+
+    losses: per step (partitioned, one process). first: one process's gradients of the first step.
+    """
+
+    loss: float
+    losses: list[tuple[float, float]]
+    first: Mapping[str, torch.Tensor]
+    gradient: dict[str, float]
+    equal: dict[str, bool]
+    noise: dict[str, bool]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> _Table:
+        """An empty table."""
+        listed = list(names)
+        return cls(
+            0.0, [], {}, dict.fromkeys(listed, 0.0), dict.fromkeys(listed, True),
+            dict.fromkeys(listed, False),
+        )  # fmt: skip
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        wanted: torch.Tensor,
+        found: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """One step: losses and gradients of the partitioned run and of one process."""
+        self.losses.append((float(loss), float(wanted)))
+        self.loss = max(self.loss, relative(loss, wanted))
+        self.first = self.first or theirs
+        floor = NOISE * norm(theirs.values())
+        for name in self.gradient:
+            mine, other = found.get(name), theirs.get(name)
+            if mine is None and other is None:
+                continue
+            self.gradient[name] = max(self.gradient[name], relative(mine, other))
+            self.equal[name] &= _same(mine, other)
+            self.noise[name] |= other is not None and norm([other]) <= floor
+
+
 def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """``|a - b| / |b|`` in float64 and the Euclidean norm; inf where one is missing or not finite."""
+    """``|a - b| / |b|`` in float64, Euclidean norm; inf where one is missing or not finite."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     x, y = a.detach().double().flatten(), b.detach().double().flatten()
@@ -225,7 +259,7 @@ def _eager(
             with keyed_random(microbatch_key(program.plan.seed, 0, index), scalars=scalars):
                 value = captured.eager(put_together(parts.tree, piece))[0]
                 if value.requires_grad:
-                    value.backward(torch.full_like(value, weight))  # type: ignore[no-untyped-call]
+                    value.backward(torch.full_like(value, weight))
             total += float(value.detach()) * weight
         found = {n: t.grad for n, t in live.items()}
         pairs = [(g, found[n]) for n, g in gradients.items()]

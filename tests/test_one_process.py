@@ -1,4 +1,4 @@
-"""The promise: a partitioned run has the numbers of one process. The whole zoo, real training steps."""
+"""The promise: a partitioned run has the numbers of one process, for the whole zoo."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from zoo import ZOO
 import fxpart
 from fxpart.api import Program
 from fxpart.optimizers import choose
-from fxpart.reference import OneProcess
 from fxpart.running import load_trainer
+from fxpart.verify import Seen
+from fxpart.verify import compare as verdict
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,7 @@ def train_exported(folder: str, weights: str, batch: Any, steps: int) -> list[An
     trainer.close()
     if trainer.rank:
         return [losses]
-    return [losses, packed(gradients), packed({n: t for n, t in state.items()})]
+    return [losses, packed(gradients), packed(state)]
 
 
 def packed(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -151,9 +152,6 @@ def compare(
     partition: Program, batch: Any, losses: list[float], gradients: dict[str, Any], state: bytes
 ) -> None:
     """All of it against one process, by the same rules as ``fxpart verify``."""
-    from fxpart.verify import Seen
-    from fxpart.verify import compare as verdict
-
     steps: list[dict[str, torch.Tensor]] = [{} for _ in losses]
     for key, gradient in gradients.items():
         step, _, name = key.partition("/")
@@ -163,20 +161,28 @@ def compare(
     assert found.passed, found
 
 
-def test_a_wrong_gradient_is_found() -> None:
-    """The comparison can fail: one scaled gradient, one changed weight, one changed loss."""
+def test_differences_are_found() -> None:
+    """The comparison can fail: a scaled gradient, a changed weight, another loss."""
     partition = partitioned("mlp", 2)
     captured = partition.captured
     assert captured.example is not None
     batch = captured.example()
-    one = OneProcess(captured, partition.graph, choose("adamw").make, microbatches=4, seed=0)
     trainer = partition.trainer()
     loss = trainer.backward(batch)
-    wrong = {n: g * 1.001 for n, g in trainer.gradients().items()}
+    right = trainer.gradients()
     trainer.update()
-    from fxpart.verify import Seen
-    from fxpart.verify import compare as verdict
-
     state = trainer.state_dict()
-    assert one.seed == 0
-    assert not verdict(partition, choose("adamw").make, batch, Seen([loss], [wrong], state)).passed
+
+    def passes(
+        loss: torch.Tensor, gradients: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
+    ) -> bool:
+        seen = Seen([loss], [gradients], state)
+        return verdict(partition, choose("adamw").make, batch, seen).passed
+
+    name = captured.parameters[0]
+    nudged = {**state, name: torch.nextafter(state[name], state[name] + 1)}
+    assert passes(loss, right, state)
+    assert not passes(torch.nextafter(loss, loss + 1), right, state)
+    assert not passes(loss, {n: g * 1.001 for n, g in right.items()}, state)
+    assert not passes(loss, {n: g for n, g in right.items() if n != name}, state)
+    assert not passes(loss, right, nudged)

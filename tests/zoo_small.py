@@ -30,7 +30,7 @@ def _mlp() -> Built:
 
 
 class SharedMLP(nn.Module):
-    """One hidden layer used three times under two names, and the output weight tied to the input's."""
+    """One hidden layer used three times under two names; the output weight is the input's."""
 
     def __init__(self, size: int = 16, width: int = 16) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpart.runtime.control import Control, join
 from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
 
 _CONTROL = 4  # the tag of control messages
@@ -33,10 +34,14 @@ class Distributed:
     was posted early never stands in the way of a send. Control messages always go over the CPU.
     """
 
-    def __init__(self, *, timeout: float = 300.0) -> None:
-        """The default process group must exist; timeout: seconds that any wait may take."""
+    def __init__(self, *, timeout: float = 300.0, one_machine: bool = False) -> None:
+        """The default process group must exist.
+
+        timeout: seconds that any wait may take. one_machine: all ranks run on this machine, so
+        that small messages can take a shorter way.
+        """
         self.ranks = dist.get_world_size()
-        self.local = (dist.get_rank(),)
+        self.local: tuple[int, ...] = (dist.get_rank(),)
         self.timeout = timeout
         self._limit = timedelta(seconds=timeout)
         self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
@@ -46,6 +51,9 @@ class Distributed:
             self._groups = {channel: dist.new_group() for channel in self._groups}
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
+        self._star: Control | None = None
+        if one_machine and self.ranks > 1:
+            self._star = join(self.local[0], self.ranks, self.exchange_bytes, timeout)
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Moving:
         """Start sending; the tensor is kept until the handle is dropped."""
@@ -81,8 +89,10 @@ class Distributed:
             handle.work = None
         return handle.tensor
 
-    def begin_exchange(self, row: Sequence[int]) -> tuple[list[Any], list[torch.Tensor]]:
+    def begin_exchange(self, row: Sequence[int]) -> Any:
         """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
+        if self._star is not None:
+            return self._star.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
         me, control = self.local[0], self._control
         parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
@@ -97,8 +107,10 @@ class Distributed:
             raise PeerLostError(str(cause)) from cause
         return works, parts
 
-    def end_exchange(self, handle: tuple[list[Any], list[torch.Tensor]]) -> list[list[int]]:
+    def end_exchange(self, handle: Any) -> list[list[int]]:
         """Wait for all others, bounded."""
+        if self._star is not None:
+            return self._star.end(handle)
         works, parts = handle
         for work in works:
             self._finish(work)
@@ -136,7 +148,9 @@ class Distributed:
         return tensor
 
     def close(self) -> None:
-        """Nothing of its own to give back: the process group belongs to who made it."""
+        """Close its own connections; the process group belongs to who made it."""
+        if self._star is not None:
+            self._star.close()
 
     def _start(self, begin: Any, tensor: torch.Tensor) -> _Moving:
         try:

@@ -44,7 +44,7 @@ def links(spec: ProgramSpec) -> tuple[Link, ...]:
 
 
 def _returned(found: list[Link]) -> tuple[Link, ...]:
-    """The links with ``back`` set: an earlier user is taken if it gets gradients from this one anyway."""
+    """The links with ``back`` set: an earlier user, if it gets gradients from this one anyway."""
     pairs = {(link.source, link.target) for link in found if link.gradient}
     users: dict[tuple[int, int], list[int]] = {}
     for link in found:

@@ -17,8 +17,9 @@ class StageTable:
 
     user: inputs that come from the batch. gradient_inputs: inputs whose gradient is sent back.
     producers: stages that inputs come from (ascending). consumers: stages that gradients come
-    from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the output that is the loss. kept: outputs to hand to the user.
-    trains: whether the stage takes part in the backward pass.
+    from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the
+    output that is the loss. kept: outputs to hand to the user. trains: whether the stage takes part
+    in the backward pass.
     """
 
     module: nn.Module
