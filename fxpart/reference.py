@@ -120,7 +120,7 @@ class KeyedRandom(TorchDispatchMode):
 
     def __init__(self, key: int, *, scalars: bool = False) -> None:
         """key: the microbatch's key."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
         self.scalars = scalars
         self.index = 0
@@ -165,7 +165,7 @@ def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
     """:class:`KeyedRandom` for a block of code; the global generator is put back afterwards."""
     state = torch.get_rng_state()
     try:
-        with KeyedRandom(key, scalars=scalars):  # type: ignore[no-untyped-call]
+        with KeyedRandom(key, scalars=scalars):
             yield
     finally:
         torch.set_rng_state(state)
