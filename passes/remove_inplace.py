@@ -14,7 +14,7 @@ from fxpart.pipeline.annotation import Level
 from fxpart.pipeline.behaviour import Walk, operand_nodes
 from fxpart.pipeline.edit import add_call, fake_mode, place, value
 from fxpart.pipeline.effects import packet_name, sweep, tensors_in, written
-from fxpart.pipeline.functional import METADATA_OPS, functional_form
+from fxpart.pipeline.functional import FILLING, METADATA_OPS, functional_form
 from fxpart.pipeline.sizes import expression
 from fxpart.pipeline.view_inverse import put_back
 
@@ -221,9 +221,11 @@ class _Rewriter:
                 raise _refuse(node, f"{node.target} has no functional form")
             if packet_name(node.target) == "aten.zero_":
                 args = (*args, 0)
-            new = self._layout(
-                self._cast(self._add(form, args, kwargs, node), old, node), old, node
-            )
+            fills = packet_name(node.target) in FILLING and self.walk.parts[target][0].grad
+            if fills:
+                args = (self._add(torch.ops.aten.detach.default, (old,), {}, node), *args[1:])
+            new = self._cast(self._add(form, args, kwargs, node), old, node)
+            new = self._layout(new, old, node, always=fills)
         self._store(target, new, chain, node)
         if self.walk.behaviour(node).after[operand_nodes(node).index(target)]:
             self._carry_gradient(self.homes[target])

@@ -24,6 +24,9 @@ METADATA_OPS = frozenset(
     )
 )
 
+# Ops whose functional form has no derivative, while theirs is a tensor of zeros.
+FILLING = frozenset({"aten.bernoulli_", "aten.normal_"})
+
 # Where the name alone does not lead to the functional op.
 _IRREGULAR = {
     "aten.normal_": "normal_functional",

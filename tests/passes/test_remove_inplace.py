@@ -174,3 +174,30 @@ def test_ops_without_functional_form_are_refused() -> None:
     with pytest.raises(FxpartError) as caught:
         functional(builder.finish(y))
     assert caught.value.code == "FXP108"
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.bernoulli_.float, (0.5,)),
+        (aten.uniform_.default, (-1.0, 1.0)),
+        (aten.normal_.default, (0.0, 2.0)),
+        (aten.exponential_.default, ()),
+        (aten.geometric_.default, (0.3,)),
+        (aten.random_.to, (9,)),
+        (aten.dropout_.default, (0.5, True)),
+        (aten.feature_dropout_.default, (0.5, True)),
+        (aten.alpha_dropout_.default, (0.5, True)),
+        (aten.rrelu_.default, (0.1, 0.4, True)),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_random_fills_draw_the_same_numbers(op: Any, args: tuple[Any, ...], whole: bool) -> None:
+    builder, y = weighted()
+    target = y if whole else builder.call(aten.slice.Tensor, y, 0, 0, 2)
+    builder.call(op, target, *args)
+    module = builder.finish(builder.call(aten.sin.default, y))
+    before = PassManager().run("key_random", module)
+    after = PassManager().run("remove_inplace,key_random", module)
+    for a, b in zip(run(before, 5, X.clone()), run(after, 5, X.clone()), strict=True):
+        assert same_bits(a, b)
