@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -186,7 +186,8 @@ def guards_off(mode: Any) -> Iterator[None]:
     """
     env = getattr(mode, "shape_env", None)
     suppress = getattr(env, "suppress_guards", None)
-    with nullcontext() if suppress is None else suppress():
+    context: AbstractContextManager[Any] = nullcontext() if suppress is None else suppress()
+    with context:
         yield
 
 
