@@ -1,4 +1,4 @@
-"""Cheap lower bounds on the step time: no search, no tables, never above the optimum.
+"""Cheap lower bounds on the objective: no search, no tables, never above the optimum.
 
 Each ignores transfers, ties and memory, so it holds for every problem; the dynamic programme and
 CP-SAT prove better ones. On problems where transfers dominate these bounds are weak.
@@ -14,7 +14,7 @@ from fxpart.solver.problem import PartitionProblem
 def cheap_bounds(
     problem: PartitionProblem, variant: int, stages: int | None = None
 ) -> dict[str, float]:
-    """Lower bounds in seconds on the step time of any choice of ``variant``, by name.
+    """Lower bounds in seconds on the objective of any choice of ``variant``, by name.
 
     stages: the largest number of stages considered, by default all that are allowed. Both are the
     whole work once (the pipeline's filling) plus a bound on the longest stage: "work over speed"

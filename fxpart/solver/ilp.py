@@ -19,7 +19,7 @@ from ortools.sat.python import cp_model
 from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.dp import EXACT
 from fxpart.solver.layers import OutOfTime
-from fxpart.solver.objective import in_flight, tie_link
+from fxpart.solver.objective import in_flight, tie_link, tie_messages
 from fxpart.solver.problem import Choice, PartitionProblem, Value, Weight
 from fxpart.solver.search import Record
 
@@ -128,8 +128,9 @@ class _Programme:
         latency = max(d.latency for d in problem.devices)
         inverse = max(d.inverse_bandwidth for d in problem.devices)
         sent = 2 * self.stages * sum(latency + size * inverse for size in one.value_bytes)
-        tied = 2 * self.stages * sum(latency + w.gradient * inverse for w in problem.weights)
-        return one.microbatches * (work + sent) + step + tied
+        tied = self.stages * sum(latency + w.gradient * inverse for w in problem.weights)
+        m = one.microbatches
+        return m * (work + sent) + step + tie_messages(m) * tied
 
     def _new(self, hint: bool) -> cp_model.IntVar:
         variable = self.model.new_bool_var("")
@@ -231,8 +232,10 @@ class _Programme:
                 costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
             latency, inverse = tie_link(problem, p)
             fixed = [(problem.step[device.type][b], self._x(b, p)) for b in self.blocks]
+            messages = tie_messages(one.microbatches)
             fixed += [
-                (2 * (latency + w.gradient * inverse), self._split(w, p)) for w in problem.weights
+                (messages * (latency + w.gradient * inverse), self._split(w, p))
+                for w in problem.weights
             ]
             total += [self._int(c) * held for c, held in costs]
             load = [self._int((one.microbatches - 1) * c) * held for c, held in costs]

@@ -1,8 +1,17 @@
 """The objective, once: what a choice costs and needs. Every solver is judged by :func:`evaluate`.
 
-Per stage s and microbatch, t_s = forward + backward + transfers received; per step,
-beta_s = tie synchronisation + optimizer. The step takes T = sum_s t_s + max_s((m-1) t_s + beta_s),
-the closed form of GPipe and 1F1B (an upper bound where stages are unequal).
+Per stage s and microbatch, t_s = forward f_s + backward b_s + transfers received; per step,
+beta_s = sums of tied gradients + optimizer. The objective, the same for both schedules, is
+
+    T = sum_s t_s + max_s((m-1) t_s + beta_s)
+
+What that says of the schedule itself, with beta_s and transfers left aside: GPipe takes exactly
+sum_s t_s + (m-1)(max_s f_s + max_s b_s), and 1F1B, wherever it was simulated, no more. So T is
+exact for GPipe, and an upper bound for 1F1B, where b_s = c f_s with one c for all stages (equal
+stages in particular: then it is exact for both). Where forward and backward peak on different
+stages T is a bound for neither: it never exceeds GPipe's time, and may fall short of it and of
+1F1B's (f = 0, 10, 1, 1 and b = 10, 0, 0, 1 with m = 3: T = 43, 1F1B takes 60, GPipe 63). Bounds
+that solvers prove are bounds on T; the time of a plan is what simulating its schedule gives.
 """
 
 from __future__ import annotations
@@ -47,7 +56,8 @@ class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a choice: blocks [first, last] on the device ``device`` (an index).
 
-    forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step.
+    forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
+    (sync: all messages about tied gradients in a step, as if none overlapped computation).
     workspace: bytes, already counted in ``memory.activations``.
     """
 
@@ -76,7 +86,7 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Evaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A choice's step time in seconds, its parts by stage, and what it violates."""
+    """A choice's step time T in seconds, its parts by stage, and what it violates."""
 
     seconds: float
     stages: tuple[StageCost, ...]
@@ -102,6 +112,15 @@ def tie_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
         return 0.0, 0.0
     device = problem.devices[max(stage, 1)]
     return device.latency, device.inverse_bandwidth
+
+
+def tie_messages(microbatches: int) -> int:
+    """Messages a step between a holder of a tied weight and its owner, of the gradient's size.
+
+    The holder sends its gradient after the backward of each microbatch (only so are sums in one
+    process's order) and receives the sum once.
+    """
+    return microbatches + 1
 
 
 class Scorer:
@@ -162,7 +181,7 @@ class Scorer:
                 for v in received
             ),
             sync_seconds=fsum(
-                2 * (latency + w.gradient * inverse)
+                tie_messages(variant.microbatches) * (latency + w.gradient * inverse)
                 for w in weights
                 if w.gradient and (w.blocks[0] < first or w.blocks[-1] > last)
             ),

@@ -49,9 +49,11 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     A stage that holds any of the blocks holds a copy: bytes of weight, gradient and optimizer
     state. If blocks lie on several stages and ``gradient`` is not 0, gradients are summed over them
-    once a step: each holding stage pays 2 * (latency + gradient * inverse_bandwidth) of the link
-    into its own device (the first stage: into the second device). So a stage's cost depends on its
-    own blocks and device alone. A buffer's bytes are in ``weight``.
+    microbatch by microbatch, and the sum comes back once a step: each holding stage pays
+    (m + 1) * (latency + gradient * inverse_bandwidth) a step for the variant's m microbatches, of
+    the link into its own device (the first stage: into the second device). So a stage's cost
+    depends on its own blocks and device alone. That the m messages overlap computation is not
+    counted on. A buffer's bytes are in ``weight``.
     """
 
     name: str

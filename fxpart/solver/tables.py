@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.solver.objective import tie_link
+from fxpart.solver.objective import tie_link, tie_messages
 from fxpart.solver.problem import Choice, PartitionProblem
 
 Floats = NDArray[np.float64]
@@ -195,8 +195,9 @@ class VariantTables:
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
-        sync = 2 * (tie_latency * tables.syncs + tie_inverse * tables.sync_bytes)
-        load = (self.variant.microbatches - 1) * seconds + sync + tables.step[type_]
+        m = self.variant.microbatches
+        sync = tie_messages(m) * (tie_latency * tables.syncs + tie_inverse * tables.sync_bytes)
+        load = (m - 1) * seconds + sync + tables.step[type_]
         room = memory - self.standing
         # a stage that saves nothing may have any number in flight
         flights = np.where(

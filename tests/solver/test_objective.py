@@ -9,6 +9,10 @@ from msgspec.structs import replace
 from partition_problems import random_problem
 
 from fxpart.errors import FxpartError
+from fxpart.schedule.action import Schedule, StageEdge
+from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.dependence import chain
+from fxpart.schedule.simulate import simulate
 from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
 from fxpart.solver.problem import (
@@ -52,7 +56,8 @@ def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
             need[s] += weight.weight + weight.gradient + weight.optimizer
             if len(holders) > 1 and weight.gradient:
                 link = problem.devices[1 if s == 0 else s]
-                load[s] += 2 * (link.latency + weight.gradient * link.inverse_bandwidth)
+                once = link.latency + weight.gradient * link.inverse_bandwidth
+                load[s] += m * once + once  # one out for each microbatch, one back a step
     fits = all(need[s] <= problem.devices[s].memory for s in range(count))
     return sum(time) + max((m - 1) * t + f for t, f in zip(time, load, strict=True)), fits
 
@@ -111,12 +116,12 @@ def test_every_part_by_hand() -> None:
     first, second = evaluation.stages
     assert (first.forward_seconds, first.backward_seconds) == (3.0, 6.0)
     assert first.transfer_seconds == 0.0
-    assert first.sync_seconds == pytest.approx(2 * (0.5 + 8 * 0.25))  # the second device's link
+    assert first.sync_seconds == pytest.approx(4 * (0.5 + 8 * 0.25))  # the second device's link
     assert first.optimizer_seconds == pytest.approx(0.3)
     assert (second.forward_seconds, second.backward_seconds) == (70.0, 140.0)
     # the skip once without a gradient, although two blocks use it; the neighbour there and back
     assert second.transfer_seconds == pytest.approx((0.5 + 2.0) + 2 * (0.5 + 3.0))
-    assert second.sync_seconds == pytest.approx(2 * (0.5 + 8 * 0.25))
+    assert second.sync_seconds == pytest.approx(4 * (0.5 + 8 * 0.25))
     assert (first.in_flight, second.in_flight) == (2, 1)
     assert first.memory.activations == 2 * (7 + 11) + 9
     assert second.memory.activations == 13 + 17 + 4
@@ -128,12 +133,86 @@ def test_every_part_by_hand() -> None:
     assert evaluation.seconds == pytest.approx(first.seconds + second.seconds + longest)
 
 
-def test_gpipe_keeps_every_microbatch_and_takes_as_long() -> None:
+def test_gpipe_keeps_every_microbatch_and_has_the_same_objective() -> None:
     problem = by_hand(schedules=("1f1b", "gpipe"))
     one = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
     other = evaluate(problem, Choice(variant=0, schedule="gpipe", starts=(0, 2)))
     assert other.seconds == one.seconds
     assert [s.in_flight for s in other.stages] == [3, 3]
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_ties_cost_a_message_for_each_microbatch_and_one_back(m: int) -> None:
+    problem = by_hand()
+    problem = replace(problem, variants=(replace(problem.variants[0], microbatches=m),))
+    tied = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    alone = evaluate(
+        replace(problem, weights=problem.weights[1:]),
+        Choice(variant=0, schedule="1f1b", starts=(0, 2)),
+    )
+    assert [s.sync_seconds for s in tied.stages] == [(m + 1) * (0.5 + 8 * 0.25)] * 2
+    assert [s.sync_seconds for s in alone.stages] == [0.0, 0.0]
+
+
+def _bare(
+    f: list[float], b: list[float], m: int, schedule: str
+) -> tuple[float, Schedule, tuple[StageEdge, ...]]:
+    """The objective of stages without transfers, ties and optimizer, and their schedule."""
+    n = len(f)
+    variant = Variant(
+        microbatch_size=1,
+        microbatches=m,
+        forward=(tuple(f),),
+        backward=(tuple(b),),
+        activation=(0,) * n,
+        workspace=(0,) * n,
+        value_bytes=(),
+    )
+    problem = PartitionProblem(
+        blocks=tuple(f"b{i}" for i in range(n)),
+        devices=tuple(
+            DeviceLimit(name=f"d{i}", type=0, memory=1, latency=0.0, inverse_bandwidth=0.0)
+            for i in range(n)
+        ),
+        values=(),
+        weights=(),
+        variants=(variant,),
+        step=((0.0,) * n,),
+        schedules=("1f1b", "gpipe"),
+        max_stages=n,
+    )
+    choice = Choice(variant=0, schedule=schedule, starts=tuple(range(n)))  # type: ignore[arg-type]
+    return evaluate(problem, choice).seconds, BUILDERS[schedule](n, m), chain(n)
+
+
+def test_objective_and_schedule_in_time() -> None:
+    """What the objective is to the simulated schedule: as its docstring says, and no more."""
+    r, short = random.Random(5), {"gpipe": 0, "1f1b": 0}
+    for _ in range(200):
+        n, m = r.randint(1, 5), r.randint(1, 6)
+        f = [float(r.randint(0, 9)) for _ in range(n)]
+        other = [float(r.randint(0, 9)) for _ in range(n)]
+        ratio = r.choice([0.0, 0.5, 1.0, 2.0])
+        for b, in_proportion in (([ratio * x for x in f], True), (other, False)):
+            taken = dict[str, float]()
+            for schedule in ("gpipe", "1f1b"):
+                seconds, actions, edges = _bare(f, b, m, schedule)
+                taken[schedule] = simulate(actions, edges, f, b).step_seconds
+                short[schedule] += taken[schedule] > seconds
+            peaks = max(f) + max(b)
+            assert taken["1f1b"] <= taken["gpipe"] == sum(f) + sum(b) + (m - 1) * peaks
+            assert taken["gpipe"] >= seconds
+            if in_proportion:
+                assert taken["gpipe"] == seconds
+    assert min(short.values()) > 0  # for neither schedule is it an upper bound in general
+
+
+@pytest.mark.parametrize(("schedule", "taken"), [("1f1b", 60.0), ("gpipe", 63.0)])
+def test_where_forward_and_backward_peak_on_different_stages(schedule: str, taken: float) -> None:
+    f, b = [0.0, 10.0, 1.0, 1.0], [10.0, 0.0, 0.0, 1.0]
+    seconds, actions, edges = _bare(f, b, 3, schedule)
+    assert seconds == 43.0
+    assert simulate(actions, edges, f, b).step_seconds == taken
 
 
 def test_one_stage_pays_neither_transfers_nor_ties() -> None:
