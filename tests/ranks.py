@@ -202,7 +202,10 @@ def _joined(run: int, port: int, rank: int, ranks: int) -> Iterator[None]:
     """A process group of this run's ranks."""
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
     limit = timedelta(seconds=30)
     store = dist.TCPStore("127.0.0.1", port, timeout=limit)
     dist.init_process_group(

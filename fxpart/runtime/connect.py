@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fxpart.environment import Launch, bind_to_loopback, launch
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.distributed import Distributed
 from fxpart.runtime.inprocess import InProcess
 
@@ -23,7 +23,7 @@ def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distr
     """
     if dist.is_available() and dist.is_initialized():
         _check(dist.get_world_size(), ranks)
-        return Distributed(timeout=timeout)
+        return Distributed(timeout=timeout, one_machine=_on_one_machine())
     found = launch()
     if found is None:
         return InProcess(ranks)
@@ -36,7 +36,7 @@ def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distr
             fix="run without torchrun, or install a torch with torch.distributed",
         )
     _join(found, device, timeout)
-    return Distributed(timeout=timeout)
+    return Distributed(timeout=timeout, one_machine=found.one_machine)
 
 
 def local_device(device: str = "cpu") -> torch.device:
@@ -69,6 +69,15 @@ def _join(found: Launch, device: str, timeout: float) -> None:
             why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
             fix="see that every process was started and that the address can be reached",
         ) from cause
+
+
+def _on_one_machine() -> bool:
+    """Whether torchrun says so of a process group that the user made; unknown counts as no."""
+    try:
+        found = launch()
+    except FxpartError:
+        return False
+    return found is not None and found.one_machine and found.world == dist.get_world_size()
 
 
 def _check(world: int, ranks: int) -> None:
