@@ -12,14 +12,17 @@ from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
-PAGES = ("glossary", "how_it_chooses")
+PAGES = ("glossary", "how_it_chooses", "one_process")
 
 
 @click.command()
 @click.argument("subject")
 @json_option
 def command(subject: str, as_json: bool) -> int:
-    """Explain SUBJECT: a plan file, a code such as FXP204, `glossary` or `how_it_chooses`."""
+    """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
+
+    Pages: `glossary`, `how_it_chooses`, `one_process`.
+    """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
     if subject in PAGES:

@@ -1,9 +1,10 @@
-"""Training on several processes of this host: plan once, then torchrun."""
+"""A verb on several processes of this host: plan once, then torchrun."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +16,14 @@ from fxpart.plan import Plan
 _KNOWN = {status for _, status in CODES.values()} | {EXIT_OURS}
 
 
-def train_on(
-    request: Request,
-    processes: int,
-    steps: int,
-    lr: float | None,
-    clip_norm: float | None,
-    as_json: bool,
+def run_on(
+    request: Request, processes: int, verb: str, options: Mapping[str, object], as_json: bool
 ) -> int:
-    """Run ``fxpart train`` on ``processes`` ranks; the exit status of the first that failed.
+    """Run ``fxpart VERB`` on ``processes`` ranks; the exit status of the first that failed.
 
-    Without a plan one is made here first, so that all ranks run the same one and a user's mistake
-    is told once. Raises FXP502 where the plan is for another number of ranks.
+    options: further options by name, left out where None. Without a plan one is made here first,
+    so that all ranks run the same one and a user's mistake is told once. Raises FXP502 where the
+    plan is for another number of ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = request.plan
@@ -35,20 +32,9 @@ def train_on(
             _plan(request, processes).dump(plan)
         else:
             _check(Plan.load(plan), processes)
-        arguments = [
-            "train",
-            request.target,
-            "--plan",
-            plan,
-            "--cluster",
-            plan_cluster(request, processes),
-        ]
-        arguments += ["--steps", str(steps)]
-        for name, value in (
-            ("--lr", lr),
-            ("--clip-norm", clip_norm),
-            ("--optimizer", request.optimizer),
-        ):
+        # No --cluster: the ranks run the plan on its own cluster, wherever it was made.
+        arguments = [verb, request.target, "--plan", plan]
+        for name, value in {**options, "--optimizer": request.optimizer}.items():
             if value is not None:
                 arguments += [name, str(value)]
         if as_json:

@@ -43,9 +43,10 @@ def command(
     request = Request(**options)
     started = launch()
     if started is None and nproc is not None and nproc > 1:
-        from fxpart.cli.processes import train_on
+        from fxpart.cli.processes import run_on
 
-        return train_on(request, nproc, steps, lr, clip_norm, as_json)
+        more = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
+        return run_on(request, nproc, "train", more, as_json)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
     trainer = program.trainer(_optimizer(request, workload, lr), clip_norm=clip_norm)
