@@ -52,6 +52,19 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], st
                     yield slots, name  # type: ignore[misc]
 
 
+def own_backward(function: object) -> type | None:
+    """The torch.autograd.Function class behind a node of the autograd graph, None for an op's."""
+    if not isinstance(function, torch.autograd.function.BackwardCFunction):
+        return None
+    return getattr(function, "_forward_cls", type(function))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside what torch.compile returned; any other module as it is."""
+    inside = getattr(model, "_orig_mod", None)
+    return inside if isinstance(inside, nn.Module) else model
+
+
 def has_unbacked_symbols(value: object) -> bool:
     """Whether a traced value's size, or the value itself, is a symbol that data decide."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

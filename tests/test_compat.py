@@ -54,6 +54,27 @@ def test_mask_detection() -> None:
     assert transformer._detect_is_causal_mask is original
 
 
+def test_own_backward() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    assert compat.own_backward(Same.apply(x).grad_fn) is Same
+    assert compat.own_backward((x * 2).grad_fn) is None
+
+
+def test_unwrapped() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.unwrapped(torch.compile(module)) is module
+    assert compat.unwrapped(module) is module
+
+
 def test_tensor_slots() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
     names = [name for _, name in compat.tensor_slots(model)]

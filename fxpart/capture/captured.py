@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.capture.batch import look_up
 from fxpart.program import ConstantSpec, InputSpec
 
 
@@ -56,3 +57,7 @@ class Captured:
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
+
+    def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """The graph's arguments out of a batch object, in the order of ``inputs``."""
+        return tuple(look_up(batch, spec.path) for spec in self.inputs)

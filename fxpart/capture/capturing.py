@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from fxpart.capture.accepted import plain_module
 from fxpart.capture.batch import assemble, take_apart
 from fxpart.capture.calling import divide, input_names
 from fxpart.capture.captured import Captured
 from fxpart.capture.dims import infer, settled
 from fxpart.capture.examples import infer_examples, no_examples
 from fxpart.capture.fakes import faked
+from fxpart.capture.gradients import check_gradients, own_backwards
 from fxpart.capture.modes import prepared
 from fxpart.capture.request import Request, run
 from fxpart.capture.trial import Trial
@@ -42,6 +45,7 @@ def capture(
     microbatch_size: the size to capture at where the batch cannot be symbolic. The model's modes,
     configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
     """
+    model = plain_module(model)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
@@ -55,23 +59,27 @@ def capture(
     with prepared(model, training), faked(model) as mode:
         trial = Trial(Whole(model, loss, call), mode)
         inferred = infer(trial, names, parts.tensors, known)
+        backwards = own_backwards(trial, parts.tensors) if inferred.ran else []
     sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
     rows = min(sizes, default=1)
     _check_sizes(batch_size, microbatch_size, has_rows=bool(sizes))
-    return run(
-        Request(
-            model=model,
-            loss=loss,
-            parts=parts,
-            call=call,
-            names=names,
-            inferred=inferred,
-            batch_size=batch_size or rows,
-            microbatch_size=microbatch_size,
-            training=training,
-            floating=trial.whole.floating,
-        )
+    request = Request(
+        model=model,
+        loss=loss,
+        parts=parts,
+        call=call,
+        names=names,
+        inferred=inferred,
+        batch_size=batch_size or rows,
+        microbatch_size=microbatch_size,
+        training=training,
+        floating=trial.whole.floating,
     )
+    captured = run(request)
+    if not backwards:
+        return captured
+    note = check_gradients(captured, backwards, request)
+    return replace(captured, tried=(*captured.tried, note))
 
 
 def _check_sizes(batch_size: int | None, microbatch_size: int | None, *, has_rows: bool) -> None:

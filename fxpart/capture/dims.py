@@ -8,13 +8,13 @@ with twice the rows, and its outputs grow with them. Hypotheses are tried from t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 
 import torch
 
 from fxpart.capture.causes import place_of, summary_of
-from fxpart.capture.independence import batch_first_is_off, rows_are_independent
+from fxpart.capture.independence import batch_first_is_off, can_be_cut
 from fxpart.capture.trial import Trial
 from fxpart.errors import FxpartError, Problem, error
 
@@ -27,11 +27,13 @@ class Inferred:
     """The batch dim per input, the dim per output that grows with the batch, and how it was found.
 
     outputs is by name, empty where nothing was run. note: text for ``tried`` if it was a guess.
+    ran: whether the model runs on the example.
     """
 
     dims: Dims
     outputs: dict[str, int | None]
     note: str = ""
+    ran: bool = True
 
 
 def resize(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -96,8 +98,8 @@ def infer(
             note = (
                 f"batch dims by convention, the model does not run on fakes: {summary_of(failure)}"
             )
-            return Inferred(guesses[0], {}, note)
-        return Inferred(guesses[0], {})
+            return Inferred(guesses[0], {}, note, ran=False)
+        return Inferred(guesses[0], {}, ran=False)
     return _first_that_holds(trial, names, tensors, known, guesses)
 
 
@@ -150,8 +152,7 @@ def _first_that_holds(
 ) -> Inferred:
     before = trial.run(tensors)
     reasons: list[str] = []
-    # With batch_first off, dim 0 may be the sequence: the numbers decide, where they can be asked.
-    asks = len(known) < len(names) and batch_first_is_off(trial.whole)
+    uncut: Inferred | None = None
     for dims in guesses:
         if all(d is None for d in dims):
             return Inferred(dims, {name: None for name in before if "/" not in name})
@@ -164,18 +165,44 @@ def _first_that_holds(
         if grown is None:
             reasons.append(f"{_show(names, dims)}: the outputs do not grow with the batch")
             continue
-        verdict = rows_are_independent(trial, tensors, dims, grown) if asks else True
-        if verdict is None:
-            why = f"{_show(names, dims)} runs, but a layer has batch_first=False and nothing tells"
-            raise _unclear(names, tensors, f"{why} whether its dim 0 is the sequence", None)
+        found = Inferred(dims, grown)
+        verdict = _verdict(trial, names, tensors, known, found)
         if verdict is False:
-            reasons.append(f"{_show(names, dims)}: rows influence each other's outputs")
+            reasons.append(f"{_show(names, dims)}: half of the batch gives other numbers")
+            uncut = uncut or found
             continue
-        return Inferred(dims, grown)
+        return found
+    if uncut is not None and None not in uncut.dims and not batch_first_is_off(trial.whole):
+        return replace(uncut, note="rows of the batch influence each other")
     if len(known) == len(names):
         # The user's word stands; the sizes are then fixed in the model's code.
         return Inferred(guesses[0], {})
-    raise _unclear(names, tensors, "no choice of batch dims runs at twice the size", reasons[:3])
+    why = "no choice of batch dims holds at twice the size, and half by half"
+    raise _unclear(names, tensors, why, reasons[:3])
+
+
+def _verdict(
+    trial: Trial,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    known: Mapping[str, int | None],
+    found: Inferred,
+) -> bool | None:
+    """Whether the batch can be cut so, where the shapes alone do not tell; None: not asked.
+
+    Asked where an input would not be cut (offsets into another input look like that), and where
+    batch_first is off, so that dim 0 may be the sequence; there an unknown answer is an error.
+    """
+    off = batch_first_is_off(trial.whole)
+    if len(known) == len(names) or not (off or None in found.dims):
+        return None
+    verdict = can_be_cut(trial, tensors, found.dims, found.outputs)
+    if verdict is None and off:
+        why = (
+            f"{_show(names, found.dims)} runs, but a layer has batch_first=False and nothing tells"
+        )
+        raise _unclear(names, tensors, f"{why} whether its dim 0 is the sequence", None)
+    return verdict
 
 
 def _doubled(tensors: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:

@@ -15,40 +15,57 @@ from torch import nn
 
 from fxpart.capture.batch import take_apart
 from fxpart.capture.calling import divide
-from fxpart.capture.fakes import faked
+from fxpart.capture.causes import place_of, summary_of
+from fxpart.capture.fakes import faked, has_no_data
 from fxpart.capture.modes import prepared
 from fxpart.capture.trial import Trial
 from fxpart.capture.whole import LOSS_KEYS, Whole
+from fxpart.errors import error
 
 LENGTH = 128
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def transformers_batch(model: Any, rows: int) -> dict[str, Any]:
-    """The first batch that runs and gives a loss; else the first that runs; else the plain one."""
+    """The first batch that runs and gives a loss, else the first that runs; FXP102 if none does.
+
+    A model without data may fail on fakes alone: then it is the first batch.
+    """
     runs: dict[str, Any] | None = None
-    plain: dict[str, Any] | None = None
-    for batch in _candidates(model, rows):
-        plain = plain or batch
+    failures: list[Exception] = []
+    candidates = list(_candidates(model, rows))
+    for batch in candidates:
         kind = _loss_kind(model, batch)
         if kind == "output":
             return batch
-        if kind is not None:
+        if isinstance(kind, Exception):
+            failures.append(kind)
+        else:
             runs = runs or batch
-    assert plain is not None, "there is always one candidate"
-    return runs or plain
+    if runs is not None:
+        return runs
+    if has_no_data(model):
+        return candidates[0]
+    raise error(
+        "FXP102",
+        where=type(model).__name__,
+        why=f"the inputs inferred from its configuration fail: {summary_of(failures[-1])} "
+        f"({place_of(failures[-1])})",
+        fix="give example_inputs: a dict of keyword arguments, labels included",
+    )
 
 
-def _loss_kind(model: nn.Module, batch: dict[str, Any]) -> str | None:
-    """Which loss a run on this batch gives, None if it fails."""
+def _loss_kind(model: nn.Module, batch: dict[str, Any]) -> str | Exception:
+    """Which loss a run on this batch gives, or how it fails."""
     parts = take_apart(batch)
     whole = Whole(model, None, divide(model, None, parts, has_kwargs=False))
     with prepared(model, model.training), faked(model) as mode:
         trial = Trial(whole, mode)
-        if trial.choose(parts.tensors) is not None:
-            return None
+        failure = trial.choose(parts.tensors)
+        if failure is not None:
+            return failure
         shapes = trial.run(parts.tensors)
-    return next((kind for kind, key in LOSS_KEYS.items() if key in shapes), None)
+    return next(kind for kind, key in LOSS_KEYS.items() if key in shapes)
 
 
 def _candidates(model: Any, rows: int) -> Iterator[dict[str, Any]]:
@@ -121,7 +138,9 @@ class _Maker:
         for name, value in self.model.dummy_inputs.items():
             if not isinstance(value, torch.Tensor) or value.dim() != 2:
                 continue
-            shape = (self.rows, self.length)
+            shape: tuple[int, ...] = (self.rows, self.length)
+            if "MultipleChoice" in type(self.model).__name__:
+                shape = (self.rows, 2, self.length)
             if "mask" in name:
                 batch[name] = torch.ones(shape, dtype=torch.int64, device=self.device)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.capture.sources import is_users, short
 from fxpart.compat import is_fake, mask_detection_off
+from fxpart.errors import error
 
 
 @contextmanager
@@ -25,6 +28,7 @@ def prepared(model: nn.Module, training: bool) -> Iterator[None]:
         stack.enter_context(cache_off(model))
         stack.enter_context(training_mode(model, training))
         stack.enter_context(mask_detection_off())
+        stack.enter_context(tensor_hooks_refused())
         stack.enter_context(quiet())
         yield
 
@@ -106,6 +110,29 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
             for buffer, value in before:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """Tensor.register_hook, called by the user's forward, is FXP108: no tracer keeps the hook."""
+    original = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Any) -> Any:
+        caller = traceback.extract_stack(limit=2)[0]
+        if not is_users(caller.filename):
+            return original(self, hook)  # type: ignore[no-untyped-call]
+        raise error(
+            "FXP108",
+            where=f"{short(caller.filename)}:{caller.lineno}: {caller.line}",
+            why="a hook on a tensor's gradient is not in the graph",
+            fix="change the gradient in the optimizer, or write the change as an operation",
+        )
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]
 
 
 @contextmanager

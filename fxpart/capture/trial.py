@@ -30,12 +30,26 @@ class Trial:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
         """The shapes of loss and outputs by name; raises what the module raises."""
+        with torch.no_grad():
+            returned = self._call(tensors)
+        self.whole.floating = frozenset(
+            n for n, t in returned.items() if "/" not in n and t.is_floating_point()
+        )
+        return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
+
+    def returned(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Loss and outputs themselves, with their autograd graph."""
+        with torch.enable_grad():
+            return self._call(tensors)
+
+    def _call(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.real:
-            return self._run_real(tensors)
+            with kept_buffers(self.whole), torch.random.fork_rng():
+                return self.whole(tuple(t.clone() for t in tensors))  # type: ignore[no-any-return]
         mode = self.mode or fake_mode()
         fakes = tuple(stand_in(mode, t) for t in tensors)
-        with mode, torch.no_grad():
-            return self._shapes(self.whole(fakes))
+        with mode:
+            return self.whole(fakes)  # type: ignore[no-any-return]
 
     def choose(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
         """Run once; turn to real data where the fakes will not do. Returns the failure, if any.
@@ -56,13 +70,3 @@ class Trial:
         except Exception as failure:  # whatever the user's module raises
             return failure
         return None
-
-    def _run_real(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        with kept_buffers(self.whole), torch.random.fork_rng(), torch.no_grad():
-            return self._shapes(self.whole(tuple(t.clone() for t in tensors)))
-
-    def _shapes(self, returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        self.whole.floating = frozenset(
-            n for n, t in returned.items() if "/" not in n and t.is_floating_point()
-        )
-        return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}

@@ -115,6 +115,38 @@ def test_nothing_grows() -> None:
     assert caught.value.code == "FXP104" and "do not grow" in str(caught.value)
 
 
+def test_offsets_into_an_input_that_is_not_cut_are_unclear() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(10, 4)
+
+        def forward(self, items: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.bag(items, offsets)
+
+    inputs = (torch.randint(0, 10, (12,)), torch.tensor([0, 3, 6, 9]))
+    with pytest.raises(FxpartError) as caught:
+        capture(Bag(), inputs)
+    assert caught.value.code == "FXP104" and "half of the batch" in str(caught.value)
+
+
+def test_rows_that_influence_each_other_beside_an_uncut_input_are_asked_for() -> None:
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return (self.lin(x) @ self.lin(x).t()) * scale
+
+    with pytest.raises(FxpartError, match="half of the batch"):
+        capture(Contrast(), (torch.randn(6, 4), torch.ones(1)))
+    captured = capture(
+        Contrast(), (torch.randn(6, 4), torch.ones(1)), batch_dims={"x": 0, "scale": None}
+    )
+    assert dims(captured) == {"x": 0, "scale": None}
+
+
 def test_batch_dims_given_overrule_and_none_means_no_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     captured = capture(model, (torch.randn(6, 4),), batch_dims={"input": None})
