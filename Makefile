@@ -59,8 +59,11 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/program/     the Python that each rank runs, its actions, a manifest with digests' \
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
+# The last one writes the README's tables and outputs from what the others kept.
+BENCHMARKS := overhead pipeline_speed large_models startup compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
-	for file in tests/benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	for name in $(BENCHMARKS); do echo "== $$name"; \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 clean:  ## remove what the targets made, the environment too
 	rm -rf .venv build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

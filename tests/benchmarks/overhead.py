@@ -10,22 +10,20 @@ the ratio is the median over the pairs of rounds. Prints one line of JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from record import parser as benchmark_parser
+from record import write
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fxpart.program import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import Trainer, connect
@@ -195,14 +193,12 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "theirs_ms": round(1e3 * statistics.median(taken["theirs"]), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "loss_difference": difference,
-        "torch": torch.__version__,
-        **vars(options),
     }
 
 
 def main() -> None:
     """Measure under torchrun; otherwise start it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     for name, default in (
         ("layers", 2), ("width", 128), ("length", 64), ("rows", 16), ("microbatches", 8),
         ("rounds", 10), ("steps", 4),
@@ -216,8 +212,8 @@ def main() -> None:
             subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
         )
     result = measure(options)
-    if result["rank"] == 1:
-        print(json.dumps(result))
+    if result.pop("rank") == 1:
+        write("overhead", result, options)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,109 @@
+"""What it costs to plan models that no machine at hand could hold.
+
+    python tests/benchmarks/large_models.py
+
+GPT-3 175B and a Llama of 70 billion parameters on the meta device, in bfloat16, 32 sequences of
+2048 tokens, for 128 H100 in 16 hosts. Each model has a process of its own, so that its peak memory
+is its own: one compile(), then the capture alone once more. CPU seconds, not wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+from record import parser, write
+
+MODELS = ("gpt3-175b", "llama-70b")
+CLUSTER, ROWS, LENGTH = "16x8xh100", 32, 2048
+
+
+def model(name: str) -> Any:
+    """The model on the meta device, in training mode."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        if name == "gpt3-175b":
+            made: torch.nn.Module = GPT2LMHeadModel(
+                GPT2Config(
+                    n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257,
+                    attn_pdrop=0.0,
+                )
+            )  # fmt: skip
+        else:
+            made = LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                    num_attention_heads=64, num_key_value_heads=8, vocab_size=128256,
+                    max_position_embeddings=8192,
+                )
+            )  # fmt: skip
+    return made.bfloat16().train()
+
+
+def cpu() -> float:
+    """CPU seconds of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Figures of one model, in this process."""
+    import torch
+
+    import fxpart
+    from fxpart.capture import capture
+
+    torch.set_num_threads(1)
+    whole = model(name)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    start = cpu()
+    program = fxpart.compile(whole, CLUSTER, example_kwargs=batch, batch_size=ROWS)
+    compiled = cpu()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    capture(whole, None, batch, batch_size=ROWS)
+    captured = cpu()
+    plan = program.plan
+    return {
+        "model": name,
+        "parameters": plan.model.parameters,
+        "ops": plan.model.nodes,
+        "blocks": plan.model.blocks,
+        "compile_cpu_seconds": round(compiled - start, 1),
+        "capture_cpu_seconds": round(captured - compiled, 1),
+        "import_cpu_seconds": round(start, 1),
+        "peak_rss_gib": round(peak / 2**20, 2),
+        "stages": len(plan.stages),
+        "microbatches": plan.microbatches,
+        "certificate": plan.certificate.status,
+        "gap": plan.certificate.gap,
+        "predicted_step_seconds": plan.prediction.step_seconds,
+        "problems": len(plan.problems()),
+    }
+
+
+def main() -> None:
+    """Measure each model in a process of its own."""
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--only", choices=MODELS, help=argparse.SUPPRESS)
+    options = options_parser.parse_args()
+    if options.only:
+        sys.stdout.write(json.dumps(measure(options.only)))
+        return
+    figures = []
+    for name in MODELS:
+        command = [sys.executable, __file__, "--only", name]
+        found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        figures.append(json.loads(found.stdout))
+    del options.only
+    write("large_models", figures, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Write the README's generated blocks: what commands print, and tables of results/*.json.
+
+    python tests/benchmarks/readme.py            (all blocks; --tables for the tables alone)
+
+A block stands between ``<!-- output: NAME -->`` and ``<!-- /output -->``. Outputs come from the
+command line itself on examples/gpt2_text.py; tables from what the benchmarks kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from record import HERE, ROOT, parser, read
+
+README = ROOT / "README.md"
+TARGET = "examples/gpt2_text.py:workload"
+BLOCK = re.compile(r"(?s)(<!-- output: (\w+) -->\n)(.*?)(<!-- /output -->)")
+
+
+def blocks(text: str) -> dict[str, str]:
+    """The generated blocks of a page by name."""
+    return {found[2]: found[3] for found in BLOCK.finditer(text)}
+
+
+def replaced(text: str, contents: Mapping[str, str]) -> str:
+    """The page with the contents given in place of the blocks of their names."""
+    return BLOCK.sub(lambda m: m[1] + contents.get(m[2], m[3]).strip("\n") + "\n" + m[4], text)
+
+
+# -- what commands print -------------------------------------------------------------------------
+
+
+def outputs() -> dict[str, str]:
+    """The blocks that show commands: explain and verify."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = str(Path(folder) / "plan.json")
+        fxpart("plan", TARGET, "--cluster", "local:4", "--constraint", "stages=4", "-o", plan)
+        return {
+            "explain": shown("explain plan.json", fxpart("explain", plan)),
+            "verify": shown(
+                f"verify {TARGET} --plan plan.json", fxpart("verify", TARGET, "--plan", plan)
+            ),
+        }
+
+
+def fxpart(*arguments: str) -> str:
+    """stdout of the command line, 100 columns wide."""
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fxpart", *arguments], cwd=ROOT, env=environment, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def shown(command: str, text: str) -> str:
+    """A command and its output as a code block."""
+    return f"```console\n$ fxpart {command}\n{text.strip()}\n```"
+
+
+# -- tables of results ---------------------------------------------------------------------------
+
+
+def zoo() -> str:
+    """The compatibility table."""
+    rows = [
+        "| model | parameters | captured by | batch | 2 stages | 4 stages | loss against the module"
+        " | gradient | what it tries |",
+        "| --- | ---: | --- | --- | --- | --- | ---: | ---: | --- |",
+    ]
+    result = read("compatibility")
+    rows += [zoo_row(row) for row in result["figures"]]
+    return "\n".join([*rows, "", made_by(result)])
+
+
+def zoo_row(row: Mapping[str, Any]) -> str:
+    """One model."""
+    if "fault" in row:
+        return f"| `{row['model']}` | | {row['fault']} | | | | | | {row['note']} |"
+    verdicts = [
+        (f"({row['stages'][k]}) " if row["stages"][k] != int(k) else "")
+        + ("bit-equal" if row["equal"][k] else f"within {row['largest']:.0e}")
+        for k in ("2", "4")
+    ]
+    batch = "symbolic" if row["symbolic_batch"] else "fixed"
+    cells = [
+        f"`{row['model']}`", f"{row['parameters']:,}", row["capture"], batch, *verdicts,
+        difference(row["eager_loss"]), difference(row["eager_gradient"]), row["note"],
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def difference(value: float | None) -> str:
+    """A relative difference, or that there is none."""
+    return "not run" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def figures() -> str:
+    """The table of figures; each row names its command."""
+    rows = ["| what | figure | command |", "| --- | --- | --- |"]
+    notes = []
+    for name, render in FIGURES.items():
+        result = read(name)
+        rows += [f"| {what} | {figure} | `{name}.py` |" for what, figure in render(result)]
+        notes.append(f"`{name}.py`: {conditions(result)}")
+    return "\n".join([*rows, "", "Scripts are in `tests/benchmarks/`. " + "; ".join(notes) + "."])
+
+
+def overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+    low, high = min(found["ratios"]), max(found["ratios"])
+    return [
+        (
+            "throughput of fxpart's 1F1B over `torch.distributed.pipelining`'s `Schedule1F1B`, the"
+            " same two stages, 2 ranks over gloo",
+            f"**{found['ratio']:.2f}** (median of {len(found['ratios'])} pairs, {low:.2f} to"
+            f" {high:.2f}); {found['ours_ms']:.0f} and {found['theirs_ms']:.0f} ms a step",
+        )
+    ]
+
+
+def large_models(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (
+            f"planning {row['model']} ({row['parameters'] / 1e9:.1f} G parameters, {row['ops']:,}"
+            " ops) for 128 H100, without its weights",
+            f"**{row['compile_cpu_seconds']:.0f} CPU s** (capture"
+            f" {row['capture_cpu_seconds']:.0f}), peak {row['peak_rss_gib']:.2f} GiB;"
+            f" {row['stages']} stages, {row['microbatches']} microbatches, {row['certificate']}",
+        )
+        for row in result["figures"]
+    ]
+
+
+def startup(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]["cpu_seconds"]
+    torch = "with" if result["figures"]["torch_imported"] else "without"
+    return [
+        (
+            f"a fresh process of `{name}`",
+            f"{1e3 * found[name]:.0f} CPU ms, {torch} torch (Python alone"
+            f" {1e3 * found['python -c pass']:.0f})",
+        )
+        for name in found
+        if name.startswith("fxpart")
+    ]
+
+
+def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found, machine = result["figures"], result["machine"]
+    step = found["step_ms"]
+    # Two threads that wait for busy cores tell of the other load, and of nothing else.
+    loaded = machine["load"] > 1.5 * machine["cores"]
+    two = (
+        "; two threads not quoted, other work was running"
+        if loaded
+        else f"; {step['two threads']:.0f} ms with two"
+        f" (**{found['speed_up_over_two_threads']:.2f}**)"
+    )
+    return [
+        (
+            "training step of `examples/gpt2_text.py` on 2 ranks of one thread, against the user's"
+            " own loop in one process",
+            f"{step['partitioned']:.0f} ms; own loop {step['one thread']:.0f} ms with one thread"
+            f" (speed-up **{found['speed_up_over_one_thread']:.2f}**){two}",
+        ),
+        (
+            "the same step as predicted from formulas",
+            f"{found['predicted_ms']:.0f} ms predicted, {step['partitioned']:.0f} ms measured:"
+            f" {found['predicted_ms'] / step['partitioned']:.2f} of it",
+        ),
+    ]
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
+    "overhead": overhead,
+    "pipeline_speed": pipeline_speed,
+    "large_models": large_models,
+    "startup": startup,
+}
+TABLES: dict[str, Callable[[], str]] = {"zoo": zoo, "figures": figures}
+
+
+def made_by(result: Mapping[str, Any]) -> str:
+    """The command of a result and its conditions."""
+    return f"Made by `{result['command']}`: {conditions(result)}."
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """The machine and versions of a result, in words."""
+    machine = result["machine"]
+    date = f"{result['date']}, " if result["date"] else ""
+    return (
+        f"{date}{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']},"
+        f" load {machine['load']}"
+    )
+
+
+def main() -> None:
+    """Write the README."""
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--tables", action="store_true", help="the tables alone")
+    options = options_parser.parse_args()
+    contents = {} if options.tables else outputs()
+    have = {path.stem for path in (HERE / "results").glob("*.json")}
+    if "compatibility" in have:
+        contents["zoo"] = zoo()
+    if have >= set(FIGURES):
+        contents["figures"] = figures()
+    text = replaced(README.read_text(encoding="utf-8"), contents)
+    if options.dry:
+        sys.stdout.write(text)
+    else:
+        README.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

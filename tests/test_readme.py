@@ -1,0 +1,91 @@
+"""README: its quickstart runs as it stands, and its tables are what the benchmarks measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ranks import torchrun
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def quickstart(sign: str) -> str:
+    """The quickstart's diff with the lines that ``sign`` marks, and without the others."""
+    (block,) = re.findall(r"(?ms)^```diff\n(.*?)^```", README)
+    return "".join(line[1:] for line in block.splitlines(True) if line[0] in (" ", sign))
+
+
+def run(text: str) -> list[float]:
+    """The losses of a script, seen at the end of each pass of its loop."""
+    losses: list[float] = []
+    lines = text.splitlines()
+    last = max(i for i, line in enumerate(lines) if line.startswith("    ") and line.strip())
+    lines.insert(last + 1, "    losses.append(loss.item())")
+    exec("\n".join(lines), {"__name__": "__main__", "losses": losses})
+    return losses
+
+
+@pytest.fixture
+def benchmark() -> Any:
+    """A function that loads a script of tests/benchmarks by name."""
+    folder = str(ROOT / "tests" / "benchmarks")
+    path, known = list(sys.path), set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location(name, f"{folder}/{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    sys.path[:] = path
+    for name in {"record"} & set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def test_the_quickstart_is_short() -> None:
+    (block,) = re.findall(r"(?ms)^```diff\n(.*?)^```", README)
+    assert sum(line[0] in "+-" for line in block.splitlines()) < 10
+
+
+@pytest.mark.slow
+def test_the_quickstart_gives_the_losses_of_the_loop_it_changes() -> None:
+    before, after = run(quickstart("-")), run(quickstart("+"))
+    assert len(before) == len(after) == 10
+    assert after == pytest.approx(before, rel=1e-4)
+    assert len(set(after)) == 10
+
+
+@pytest.mark.slow
+def test_the_quickstart_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(quickstart("+") + "\nprint(f'rank {trainer.rank} loss {loss.item():.4f}')\n")
+    done = torchrun(script, ranks=2, timeout=240)
+    assert done.returncode == 0, done.stderr
+    losses = dict(re.findall(r"rank (\d) loss ([\d.]+)", done.stdout))
+    assert losses.keys() == {"0", "1"} and losses["0"] == losses["1"]
+    assert float(losses["0"]) == pytest.approx(run(quickstart("-"))[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["zoo", "figures"])
+def test_tables_are_the_results(name: str, benchmark: Any) -> None:
+    readme = benchmark("readme")
+    written = readme.blocks(README)[name]
+    assert written.strip() == readme.TABLES[name]().strip()
+    assert written.count("\n|") > 5
+
+
+def test_every_model_of_the_zoo_is_in_the_table(benchmark: Any) -> None:
+    from zoo import ZOO
+
+    table = benchmark("readme").blocks(README)["zoo"]
+    assert set(re.findall(r"(?m)^\| `(\w+)`", table)) == set(ZOO)
