@@ -156,3 +156,65 @@ def wrong_world(ranks: int) -> str:
     except FxpartError as failure:
         return str(failure)
     return ""
+
+
+def save(cut: tuple[int, ...], first_only: bool) -> tuple[Bits, dict[str, Any]]:
+    """Two steps, then model and optimizer state."""
+    trainer = make(language(cut), connect(len(cut)))
+    for seed in range(2):
+        trainer.step(batch(seed=seed))
+    optimizer = trainer.optimizer_state_dict(first_only=first_only)
+    state = bits(trainer.state_dict(first_only=first_only))
+    return state, {
+        name: {key: value.numpy().tobytes() for key, value in slots.items()}
+        for name, slots in optimizer.get("state", {}).items()
+    }
+
+
+def move(cut: tuple[int, ...], saved: dict[str, Any] | None) -> dict[str, Any]:
+    """Train and save, or load what was saved; then the losses of two more steps."""
+    trainer = make(language(cut), connect(len(cut)))
+    if saved is None:
+        for seed in range(2):
+            trainer.step(batch(seed=seed))
+    else:
+        trainer.load_state_dict({n: torch.tensor(v) for n, v in saved["model"].items()})
+        state = {
+            n: {k: torch.tensor(v) for k, v in slots.items()}
+            for n, slots in saved["optimizer"]["state"].items()
+        }
+        trainer.load_optimizer_state_dict({**saved["optimizer"], "state": state})
+        trainer.calls = saved["calls"]
+    optimizer = trainer.optimizer_state_dict()
+    state = {
+        n: {k: v.tolist() for k, v in slots.items()} for n, slots in optimizer["state"].items()
+    }
+    found: dict[str, Any] = {
+        "model": {n: v.tolist() for n, v in trainer.state_dict().items()},
+        "optimizer": {"state": state, "param_groups": optimizer["param_groups"]},
+        "calls": trainer.calls,
+    }
+    after = [trainer.step(batch(seed=seed)).numpy().tobytes() for seed in (5, 6)]
+    return {"saved": found, "after": after}
+
+
+def evaluate(cut: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
+    """Evaluation before each of three training steps: both kinds of loss."""
+    hand, transport = language(cut), connect(len(cut))
+    other = language(cut)
+    local = {i: s for i, s in enumerate(hand.stages) if i in transport.local}
+
+    def evaluation() -> tuple[Any, dict[int, torch.nn.Module]]:
+        spec = other.spec()
+        for index, stage in local.items():
+            mine = other.stages[index].eval()
+            for attribute in stage.names:
+                setattr(mine, attribute, getattr(stage, attribute))
+        return spec, {i: other.stages[i] for i in local}
+
+    trainer = make(hand, transport, evaluation=evaluation)
+    found, losses = [], []
+    for seed in range(3):
+        found.append(trainer.eval_step(batch(6, 4, 9)).numpy().tobytes())
+        losses.append(trainer.step(batch(seed=seed)).numpy().tobytes())
+    return found, losses

@@ -74,7 +74,11 @@ class Reader:
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._inputs:
             if spec.path not in leaves:
-                problems.append(_problem(spec.path, "it is missing", _kind(spec)))
+                inner = [path for path in leaves if path[: len(spec.path)] == spec.path]
+                for path in inner:
+                    del leaves[path]
+                why = "it is a list or dict, not a tensor" if inner else "it is missing"
+                problems.append(_problem(spec.path, why, _kind(spec)))
                 continue
             value = leaves.pop(spec.path)
             fault = self._fault(spec, value)

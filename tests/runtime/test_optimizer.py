@@ -1,0 +1,71 @@
+"""Whatever the user gives becomes one real torch optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxpart.errors import FxpartError
+from fxpart.runtime.optimizer import make_optimizer
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+
+
+def instance() -> torch.optim.Optimizer:
+    made = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5, betas=(0.8, 0.9))
+    made.param_groups[0]["lr"] = 0.25  # what a scheduler did counts
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "lr"),
+    [
+        (torch.optim.AdamW, torch.optim.AdamW, 1e-3),
+        ("adamw", torch.optim.AdamW, 1e-3),
+        ("SGD", torch.optim.SGD, 1e-3),
+        (partial(torch.optim.SGD, lr=0.1), torch.optim.SGD, 0.1),
+        (lambda p: torch.optim.Adam(p, lr=0.2), torch.optim.Adam, 0.2),
+        (instance(), torch.optim.AdamW, 0.25),
+    ],
+)
+def test_all_forms(given: Any, kind: type, lr: float) -> None:
+    mine = parameters()
+    made = make_optimizer(given, mine)
+    assert type(made) is kind
+    assert made.param_groups[0]["params"] == mine
+    assert made.param_groups[0]["lr"] == lr
+
+
+def test_an_instance_keeps_its_options() -> None:
+    assert make_optimizer(instance(), parameters()).param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    "given", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=1.0), instance()]
+)
+def test_a_rank_without_parameters(given: Any) -> None:
+    made = make_optimizer(given, [])
+    made.step()
+    torch.optim.lr_scheduler.StepLR(made, 1)
+    assert not made.state
+
+
+@pytest.mark.parametrize("given", [7, lambda p: None, "sgdd", nn.Linear])
+def test_anything_else_is_refused(given: Any) -> None:
+    with pytest.raises((FxpartError, TypeError)) as caught:
+        make_optimizer(given, parameters())
+    if given is not nn.Linear:
+        assert isinstance(caught.value, FxpartError) and caught.value.code == "FXP109"
+
+
+def test_an_instance_with_several_groups_is_refused() -> None:
+    first, second = parameters()
+    given = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 1.0}], lr=0.1)
+    with pytest.raises(FxpartError, match="2 parameter groups"):
+        make_optimizer(given, parameters())
