@@ -345,3 +345,47 @@ class Whole:
 
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Branch(HandStage):
+    """One of two branches side by side that share a matrix."""
+
+    takes = ("e",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.gives = (name,)
+        self.parameter("w", "shared.weight", WIDTH, WIDTH)
+        self.parameter("b", f"{name}.bias", WIDTH)
+
+    def forward(self, key: int, e: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tanh(F.linear(e, self.w, self.b)),)
+
+
+class Meet(HandStage):
+    takes = ("left", "right", "labels")
+    gives = ("loss",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameter("w", "meet.weight", VOCABULARY, WIDTH)
+
+    def forward(
+        self, key: int, left: torch.Tensor, right: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(left * right, self.w)
+        return (F.cross_entropy(logits.flatten(0, 1), labels.flatten()),)
+
+
+def branches() -> Hand:
+    """Embedding, two branches with one shared matrix, and the loss: four stages, no chain."""
+    hidden: tuple[str, tuple[Dim, ...], bool] = ("float32", ("b", "s", WIDTH), True)
+    chain = language()
+    return Hand(
+        [Embed(), Branch("left"), Branch("right"), Meet()],
+        {"e": hidden, "left": hidden, "right": hidden, "loss": ("float32", (), True)},
+        chain.inputs,
+        chain.symbols,
+        chain.constants,
+        ("embed.weight", "shared.weight", "left.bias", "right.bias", "meet.weight"),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hand_stages import ADAMW, Hand, batch, language
+from hand_stages import ADAMW, Hand, batch, branches, language
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import Trainer, connect
@@ -218,3 +218,10 @@ def evaluate(cut: tuple[int, ...]) -> tuple[list[bytes], list[bytes]]:
         found.append(trainer.eval_step(batch(6, 4, 9)).numpy().tobytes())
         losses.append(trainer.step(batch(seed=seed)).numpy().tobytes())
     return found, losses
+
+
+def train_branches(schedule: str) -> tuple[list[bytes], Bits]:
+    """Three steps of two branches that share a matrix."""
+    trainer = make(branches(), connect(4), schedule=schedule, clip_norm=0.1)
+    losses = [trainer.step(batch(seed=seed)).numpy().tobytes() for seed in range(3)]
+    return losses, bits(trainer.state_dict())

@@ -45,7 +45,7 @@ class Distributed:
         self.timeout = timeout
         self._limit = timedelta(seconds=timeout)
         self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
-        backend = dist.get_backend()
+        backend = dist.get_backend_config()
         self._control: Any = None
         if "nccl" in backend:
             self._groups = {channel: dist.new_group() for channel in self._groups}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import nn
 from fxpart.errors import FxpartError, error
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost
-from fxpart.runtime.inbox import Inbox, Message
-from fxpart.runtime.links import Link, links
+from fxpart.runtime.cell import Cell, Roots
+from fxpart.runtime.links import Link
+from fxpart.runtime.routes import Arrival, Routes
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.stage import StageTable
 from fxpart.runtime.ties import TieSums
@@ -60,25 +61,12 @@ class Failure:
     cause: Exception
 
 
-@dataclass(slots=True)
-class _Cell:
-    """What is alive of one microbatch on one stage."""
-
-    inputs: list[Any] = field(default_factory=list)
-    outputs: tuple[torch.Tensor, ...] = ()
-    relayed: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-_Arrival = tuple[Inbox, int, tuple[Link, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class _Instruction:
     """An action made ready: what it awaits, what it does, what it does after a failure."""
 
     action: Action
-    awaits: tuple[_Arrival, ...]
+    awaits: tuple[Arrival, ...]
     do: Callable[[], None]
     drain: Callable[[], None]
 
@@ -108,23 +96,13 @@ class Executor:
         self._device = device
         self._train = train
         self._stage_rank = schedule.stage_rank
-        found = links(spec)
-        self._pairs: dict[tuple[int, int], tuple[Link, ...]] = {}
-        for link in found:
-            pair = (link.source, link.target)
-            self._pairs[pair] = (*self._pairs.get(pair, ()), link)
-        self._returns: dict[tuple[int, int], tuple[Link, ...]] = {}
-        for link in found:
-            if link.gradient:
-                pair = (link.target, link.back)
-                self._returns[pair] = (*self._returns.get(pair, ()), link)
+        self._routes = Routes(spec, schedule, rank, transport, device)
+        found = self._routes.found
         self._tables = {
             index: StageTable.of(spec, spec.stages[index], module, found, keep_outputs)
             for index, module in modules.items()
         }
-        self._inboxes: list[Inbox] = []
-        self._incoming = self._make_inboxes(schedule)
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._cells: dict[tuple[int, int], Cell] = {}
         self._sending: deque[Any] = deque()
         self._feed = Feed((), (), (), ())
         self.position = 0
@@ -133,7 +111,7 @@ class Executor:
         self.failure: Failure | None = None
         self.lost = False
         self._ties = TieSums(spec, modules, schedule, rank, transport, device)
-        self._late: list[_Arrival] = []
+        self._late: list[Arrival] = []
         self._instructions = self._prepare(schedule.ranks[rank])
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
@@ -158,7 +136,7 @@ class Executor:
             self.position = position
             if position == self._alone:
                 gate()
-                for inbox in self._inboxes:
+                for inbox in self._routes.inboxes:
                     inbox.begin(feed.sizes)
                 self._ties.begin(feed.sizes)
             for inbox, index, _ in instruction.awaits:
@@ -211,40 +189,6 @@ class Executor:
 
     # -- preparation ------------------------------------------------------------------------
 
-    def _make_inboxes(
-        self, schedule: Schedule
-    ) -> dict[tuple[Kind, int, int, int], tuple[Inbox, int]]:
-        """An inbox per sending rank and direction; per message its inbox and place there."""
-        where: dict[tuple[Kind, int, int, int], tuple[Inbox, int]] = {}
-        for source, actions in enumerate(schedule.ranks):
-            if source == self.rank:
-                continue
-            for kind, channel in ((Kind.SEND_F, FORWARD), (Kind.SEND_B, BACKWARD)):
-                mine = [
-                    a
-                    for a in actions
-                    if a.kind is kind
-                    and a.peer is not None
-                    and schedule.stage_rank[a.peer] == self.rank
-                    and self._carried(a)
-                ]
-                if not mine:
-                    continue
-                messages = [Message(self._carried(a), a.microbatch) for a in mine]
-                inbox = Inbox(self._transport, source, self.rank, channel, self._device, messages)
-                self._inboxes.append(inbox)
-                for place, a in enumerate(mine):
-                    assert a.peer is not None
-                    where[kind, a.stage, a.peer, a.microbatch] = (inbox, place)
-        return where
-
-    def _carried(self, send: Action) -> tuple[Link, ...]:
-        """The links whose values (or gradients) a send carries."""
-        assert send.peer is not None
-        if send.kind is Kind.SEND_F:
-            return self._pairs.get((send.stage, send.peer), ())
-        return self._returns.get((send.stage, send.peer), ())
-
     def _prepare(self, actions: Sequence[Action]) -> list[_Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
         done: list[_Instruction] = []
@@ -287,133 +231,79 @@ class Executor:
 
     def _prepare_receive(self, action: Action) -> _Instruction:
         """A receive is posted here at the latest; the computation that needs it waits for it."""
-        kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
-        assert action.peer is not None
-        found = self._incoming.get((kind, action.peer, action.stage, action.microbatch))
-        if found is None:
-            return _Instruction(action, (), _nothing, _nothing)
-        inbox, place = found
-
-        def post() -> None:
-            inbox.ensure(place + 1)
-
+        post = self._routes.posting(action) or _nothing
         return _Instruction(action, (), post, post)
-
-    def _arrivals(
-        self, kind: Kind, stage: int, microbatch: int, peers: Sequence[int]
-    ) -> tuple[_Arrival, ...]:
-        found = []
-        for peer in peers:
-            message = self._incoming.get((kind, peer, stage, microbatch))
-            if message is not None:
-                carried = self._carried(Action(peer, kind, microbatch, stage))
-                found.append((*message, carried))
-        return tuple(found)
 
     def _prepare_forward(self, action: Action) -> _Instruction:
         table, microbatch = self._tables[action.stage], action.microbatch
-        arrivals = self._arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
-        own = tuple(p for p in table.producers if self._stage_rank[p] == self.rank)
-        key, cells = (action.stage, microbatch), self._cells
+        arrivals = self._routes.arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
+        own = [
+            (producer, self._routes.values[producer, action.stage])
+            for producer in table.producers
+            if self._stage_rank[producer] == self.rank
+        ]
+        cells = self._cells
 
         def do() -> None:
-            feed = self._feed
-            inputs: list[Any] = [None] * table.arity
+            feed, cell = self._feed, Cell(table)
             for position, name in table.user:
-                inputs[position] = feed.inputs[microbatch][name]
+                cell.inputs[position] = feed.inputs[microbatch][name]
             for inbox, place, carried in arrivals:
                 for link, tensor in zip(carried, inbox.take(place), strict=True):
-                    inputs[link.input] = tensor
-            for source in own:
-                for link in self._pairs[source, action.stage]:
-                    inputs[link.input] = cells[source, microbatch].outputs[link.output].detach()
-            with torch.set_grad_enabled(self._train):
-                if self._train:
-                    for position in table.gradient_inputs:
-                        inputs[position].requires_grad_()
-                used = inputs
-                if self._train and table.relayed:
-                    # A value of its own for each of these, at which later users' gradients enter.
-                    used = list(inputs)
-                    for position in table.relayed:
-                        used[position] = inputs[position].view_as(inputs[position])
-                outputs = table.module(feed.keys[microbatch], *used)
-            cells[key] = _Cell(inputs, outputs, {p: used[p] for p in table.relayed})
-            self._keep(table, microbatch, outputs)
+                    cell.inputs[link.input] = tensor
+            for producer, carried in own:
+                for link in carried:
+                    value = cells[producer, microbatch].value(link, forward=True)
+                    cell.inputs[link.input] = value.detach()
+            cell.forward(feed.keys[microbatch], train=self._train)
+            cells[action.stage, microbatch] = cell
+            if table.loss is not None:
+                self.losses[microbatch] = cell.outputs[table.loss].detach()
+            for name, position in table.kept:
+                self.outputs.setdefault(name, {})[microbatch] = cell.outputs[position].detach()
 
         return _Instruction(action, arrivals, do, _dropper(arrivals))
 
-    def _keep(self, table: StageTable, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> None:
-        if table.loss is not None:
-            self.losses[microbatch] = outputs[table.loss].detach()
-        for name, position in table.kept:
-            self.outputs.setdefault(name, {})[microbatch] = outputs[position].detach()
-
     def _prepare_backward(self, action: Action) -> _Instruction:
-        table, microbatch = self._tables[action.stage], action.microbatch
-        arrivals = self._arrivals(Kind.SEND_B, action.stage, microbatch, table.consumers)
-        own = tuple(c for c in table.consumers if self._stage_rank[c] == self.rank)
-        key, cells, ties = (action.stage, microbatch), self._cells, self._ties
-        places = {
-            link.name: link.input
-            for pair, carried in self._pairs.items()
-            if pair[1] == action.stage
-            for link in carried
-        }
-        tied = ties.involves(action.stage)
-        waited = ties.arrivals(action.stage, microbatch)
-        self._late += ties.arrivals(action.stage, microbatch, late=True)
-
-        def do() -> None:
-            cell = cells[key]
-            gradients: dict[int, torch.Tensor] = {}
-            entering: dict[int, torch.Tensor] = {}
-
-            def take(link: Link, tensor: torch.Tensor) -> None:
-                if link.source == action.stage:
-                    _add(gradients, link.output, tensor)
-                else:
-                    _add(entering, places[link.name], tensor)
-
-            # Consumers come in descending order, which is the order in which autograd would sum.
-            for inbox, place, carried in arrivals:
-                for link, tensor in zip(carried, inbox.take(place), strict=True):
-                    take(link, tensor)
-            for consumer in own:
-                for link in self._returns.get((consumer, action.stage), ()):
-                    take(link, cells[consumer, microbatch].gradients[link.input])
-            if table.loss is not None:
-                loss = cell.outputs[table.loss]
-                _add(gradients, table.loss, torch.full_like(loss, self._feed.weights[microbatch]))
-            roots = [(cell.relayed[p], g) for p, g in entering.items()]
-            roots += [
-                (cell.outputs[p], g) for p, g in gradients.items() if cell.outputs[p].requires_grad
-            ]
-            if tied:
-                ties.before(action.stage)
-            if roots:
-                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-            if tied:
-                ties.after(action.stage, microbatch)
-            for position in table.gradient_inputs:
-                leaf = cell.inputs[position]
-                cell.gradients[position] = (
-                    torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                )
-            cell.inputs, cell.outputs, cell.relayed = [], (), {}
-
+        stage, microbatch, ties = action.stage, action.microbatch, self._ties
+        table, cells = self._tables[stage], self._cells
         if not table.trains:
             return _Instruction(action, (), _nothing, _nothing)
-        drop = _dropper((*arrivals, *waited))
+        arrivals = self._routes.arrivals(Kind.SEND_B, stage, microbatch, table.consumers)
+        own = [
+            (consumer, self._routes.returns[consumer, stage])
+            for consumer in table.consumers
+            if self._stage_rank[consumer] == self.rank
+        ]
+        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
+        self._late += ties.arrivals(stage, microbatch, late=True)
+
+        def do() -> None:
+            cell, roots = cells[stage, microbatch], Roots(table)
+            for inbox, place, carried in arrivals:
+                for link, tensor in zip(carried, inbox.take(place), strict=True):
+                    roots.add(link, tensor)
+            for consumer, carried in own:
+                for link in carried:
+                    roots.add(link, cells[consumer, microbatch].value(link, forward=False))
+            if table.loss is not None:
+                roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
+            if tied:
+                ties.before(stage)
+            cell.backward(roots)
+            if tied:
+                ties.after(stage, microbatch)
+
+        drop = _dropper((*arrivals, *awaited))
 
         def drain() -> None:
-            ties.skip(action.stage, microbatch)
+            ties.skip(stage, microbatch)
             drop()
 
-        return _Instruction(action, (*arrivals, *waited), do, drain)
+        return _Instruction(action, (*arrivals, *awaited), do, drain)
 
     def _prepare_send(self, action: Action) -> _Instruction:
-        carried = self._carried(action)
+        carried = self._routes.carried(action)
         if not carried:
             return _Instruction(action, (), _nothing, _nothing)
         assert action.peer is not None
@@ -432,7 +322,7 @@ class Executor:
         def do() -> None:
             cell, sizes, tensors = self._cells[key], self._feed.sizes[microbatch], []
             for link, of in expected:
-                value = cell.outputs[link.output] if forward else cell.gradients[link.input]
+                value = cell.value(link, forward=forward)
                 if value.shape != of(sizes) or value.dtype != link.dtype:
                     raise _misshapen(link, value, of(sizes))
                 tensors.append(value.detach().contiguous())
@@ -454,16 +344,12 @@ def _nothing() -> None:
     """A transfer without tensors, or a backward without gradients."""
 
 
-def _dropper(arrivals: tuple[_Arrival, ...]) -> Callable[[], None]:
+def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
     def drop() -> None:
         for inbox, place, _ in arrivals:
             inbox.drop(place)
 
     return drop
-
-
-def _add(into: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:
-    into[key] = into[key] + value if key in into else value
 
 
 def _misshapen(link: Link, value: torch.Tensor, expected: tuple[int, ...]) -> FxpartError:

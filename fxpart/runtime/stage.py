@@ -19,9 +19,10 @@ class StageTable:
     producers: stages that inputs come from (ascending). consumers: stages that gradients come
     from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the
     output that is the loss. kept: outputs to hand to the user. trains: whether the stage takes part
-    in the backward pass.
+    in the backward pass. positions: of the inputs that are values of other stages, by name.
     """
 
+    index: int
     module: nn.Module
     arity: int
     user: tuple[tuple[int, str], ...]
@@ -32,6 +33,7 @@ class StageTable:
     loss: int | None
     kept: tuple[tuple[str, int], ...]
     trains: bool
+    positions: dict[str, int]
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class StageTable:
         gradient_inputs = tuple(link.input for link in into if link.gradient)
         kept = dict.fromkeys(spec.outputs) if keep_outputs else {}
         return cls(
+            stage.index,
             module,
             len(stage.inputs),
             tuple(
@@ -66,6 +69,7 @@ class StageTable:
             loss,
             tuple((name, names.index(name)) for name in kept if name in names),
             trains(spec, stage),
+            {link.name: link.input for link in into},
         )
 
 

@@ -1,0 +1,98 @@
+"""One microbatch on one stage: its forward, its backward, and what stays alive between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpart.runtime.links import Link
+from fxpart.runtime.stage import StageTable
+
+
+class Cell:
+    """The tensors of one microbatch on one stage.
+
+    inputs: as received, leaves of autograd where their gradient is sent back. outputs: of the
+    stage module. relayed: values of this stage's own, at which gradients of later users of the
+    same input enter. gradients: by input position, after :meth:`backward`.
+    """
+
+    __slots__ = ("gradients", "inputs", "outputs", "relayed", "table")
+
+    def __init__(self, table: StageTable) -> None:
+        """table: the stage."""
+        self.table = table
+        self.inputs: list[Any] = [None] * table.arity
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.relayed: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+
+    def forward(self, key: int, *, train: bool) -> None:
+        """Run the stage module on ``inputs``."""
+        table = self.table
+        with torch.set_grad_enabled(train):
+            used = self.inputs
+            if train:
+                for position in table.gradient_inputs:
+                    used[position].requires_grad_()
+                if table.relayed:
+                    used = list(used)
+                    for position in table.relayed:
+                        used[position] = self.relayed[position] = used[position].view_as(
+                            used[position]
+                        )
+            self.outputs = table.module(key, *used)
+
+    def value(self, link: Link, *, forward: bool) -> torch.Tensor:
+        """What a link carries from here: an output, or the gradient of an input."""
+        return self.outputs[link.output] if forward else self.gradients[link.input]
+
+    def backward(self, roots: Roots) -> None:
+        """Add to the parameters' gradients, and find those of the inputs; zeros where none came."""
+        tensors, gradients = roots.of(self)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        for position in self.table.gradient_inputs:
+            leaf = self.inputs[position]
+            self.gradients[position] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        self.inputs, self.outputs, self.relayed = [], (), {}
+
+
+class Roots:
+    """The gradients that a backward starts from, added up in the order in which they are given.
+
+    Given by descending consumer, which is the order in which autograd sums in one process.
+    """
+
+    __slots__ = ("_entering", "_outputs", "_table")
+
+    def __init__(self, table: StageTable) -> None:
+        """table: the stage."""
+        self._table = table
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._entering: dict[int, torch.Tensor] = {}
+
+    def add(self, link: Link, gradient: torch.Tensor) -> None:
+        """A gradient that came over a link: of an output, or of an input that others use too."""
+        if link.source == self._table.index:
+            _add(self._outputs, link.output, gradient)
+        else:
+            _add(self._entering, self._table.positions[link.name], gradient)
+
+    def add_loss(self, loss: torch.Tensor, weight: float) -> None:
+        """The loss counts with its microbatch's share of the batch."""
+        assert self._table.loss is not None
+        _add(self._outputs, self._table.loss, torch.full_like(loss, weight))
+
+    def of(self, cell: Cell) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors and their gradients, for torch.autograd.backward."""
+        found = [(cell.relayed[p], g) for p, g in self._entering.items()]
+        found += [
+            (cell.outputs[p], g) for p, g in self._outputs.items() if cell.outputs[p].requires_grad
+        ]
+        return [tensor for tensor, _ in found], [gradient for _, gradient in found]
+
+
+def _add(into: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:
+    into[key] = into[key] + value if key in into else value
