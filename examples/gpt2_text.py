@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fxpart
 
-BATCH, LENGTH = 8, 128
+BATCH, LENGTH = 8, 64
 
 
 def model() -> GPT2LMHeadModel:

@@ -30,8 +30,9 @@ def can_be_cut(
 ) -> bool | None:
     """Whether each half of the batch gives that half of the outputs, in evaluation mode.
 
-    None where it cannot be said: no data, one row, a model of more than 2e8 parameters, or no
-    output with rows. A model that fails on a half cannot be cut.
+    None where it cannot be said: no data, one row, a model of more than 2e8 parameters, no output
+    with rows, or one that draws random numbers even then. A model that fails on a half cannot be
+    cut.
     """
     whole = trial.whole
     sizes = {t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None}
@@ -42,6 +43,9 @@ def can_be_cut(
     half = min(sizes) // 2
     with training_mode(whole, False), kept_buffers(whole), torch.no_grad():
         together = whole(tuple(t.clone() for t in tensors))
+        again = whole(tuple(t.clone() for t in tensors))
+        if not all(_close(again[name], together[name]) for name in rows):
+            return None
         for start, length in ((0, half), (half, min(sizes) - half)):
             try:
                 part = whole(tuple(_cut(t, d, start, length) for t, d in _pairs(tensors, dims)))

@@ -65,13 +65,18 @@ class Roots:
     Given by descending consumer, which is the order in which autograd sums in one process.
     """
 
-    __slots__ = ("_entering", "_outputs", "_table")
+    __slots__ = ("_entering", "_outputs", "_shared", "_table")
 
     def __init__(self, table: StageTable) -> None:
         """table: the stage."""
         self._table = table
         self._outputs: dict[int, torch.Tensor] = {}
         self._entering: dict[int, torch.Tensor] = {}
+        self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add_shared(self, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Parameters that later stages hold too, with the gradients that those have summed."""
+        self._shared += sums
 
     def add(self, link: Link, gradient: torch.Tensor) -> None:
         """A gradient that came over a link: of an output, or of an input that others use too."""
@@ -87,7 +92,7 @@ class Roots:
 
     def of(self, cell: Cell) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tensors and their gradients, for torch.autograd.backward."""
-        found = [(cell.relayed[p], g) for p, g in self._entering.items()]
+        found = self._shared + [(cell.relayed[p], g) for p, g in self._entering.items()]
         found += [
             (cell.outputs[p], g) for p, g in self._outputs.items() if cell.outputs[p].requires_grad
         ]

@@ -145,7 +145,7 @@ class Executor:
             try:
                 self._execute(instruction)
             except (TransferTimeoutError, PeerLostError) as cause:
-                raise self._lost(instruction.action, cause) from cause
+                raise self._lost(instruction, cause) from cause
         if len(self._instructions) <= self._alone:
             gate()
         yield from self._late_ties()
@@ -162,7 +162,7 @@ class Executor:
             for inbox, index, _ in self._late:
                 inbox.drop(index)
         except (TransferTimeoutError, PeerLostError) as cause:
-            raise self._lost(self._instructions[-1].action, cause) from cause
+            raise self._lost(self._instructions[-1], cause) from cause
 
     def _execute(self, instruction: _Instruction) -> None:
         """Do it, or after a failure only what other ranks wait for."""
@@ -289,7 +289,7 @@ class Executor:
             if table.loss is not None:
                 roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
             if tied:
-                ties.before(stage)
+                roots.add_shared(ties.before(stage, microbatch))
             cell.backward(roots)
             if tied:
                 ties.after(stage, microbatch)
@@ -334,9 +334,19 @@ class Executor:
 
         return _Instruction(action, (), do, drain)
 
-    def _lost(self, action: Action, cause: TransferTimeoutError | PeerLostError) -> FxpartError:
+    def _lost(
+        self, instruction: _Instruction, cause: TransferTimeoutError | PeerLostError
+    ) -> FxpartError:
+        """The error of a failed transfer: what this rank did, and for whom it waited."""
         self.lost = True
+        action = instruction.action
+        peers = {inbox.source for inbox, *_ in instruction.awaits}
+        if action.peer is not None:
+            peers.add(self._stage_rank[action.peer])
         what = f"stage {action.stage}, action {action}, microbatch {action.microbatch}"
+        for peer in sorted(peers):
+            stages = [str(s) for s, rank in enumerate(self._stage_rank) if rank == peer]
+            what += f", waiting for rank {peer} (stage {', '.join(stages)})"
         return lost(self.rank, what, cause)
 
 

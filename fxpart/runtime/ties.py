@@ -1,18 +1,20 @@
 """Gradients of parameters that several stages hold, summed microbatch by microbatch.
 
 One process adds, for each microbatch, the contributions of all uses (later uses first) and then
-adds that sum to the gradient. Floating sums depend on their order, so this is done here too: after
-each backward a holder sends its contribution to the owner, which adds it at its own backward of
-the same microbatch. The owner's gradient is then that of one process in every bit. The transfers
-run beside computation; the price is one message for each microbatch instead of one for each step.
+adds that sum to the gradient. Floating sums depend on their order, so this is done here too: a
+stage that holds a copy sends its sum to the holder before it, where it enters autograd ahead of
+that stage's own contributions, and so on down to the owner. The owner's gradient is then that of
+one process in every bit. The transfers run beside computation; the price is one message for each
+microbatch instead of one for each step.
+
+A holder whose backward need not come before that of the holder before it (a branch beside it)
+sends its part to the owner, which adds it at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -25,37 +27,60 @@ from fxpart.runtime.transport import STATE, Transport
 from fxpart.schedule.action import Kind, Schedule
 
 Arrival = tuple[Inbox, int, tuple[Link, ...]]
+Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A shared parameter: its owner, and the stages that contribute gradients, later ones first."""
+    """A shared parameter. routes: per contributing stage, the stage that its sum is sent to."""
 
     link: Link
     owner: int
-    holders: tuple[int, ...]
+    routes: Mapping[int, int]
     attribute: Mapping[int, str]
 
 
 def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
     """The trainable parameters that several training stages hold, sorted by name."""
+    names: dict[str, dict[int, str]] = {}
     found: dict[str, Shared] = {}
+    reached = flows_from(spec)
     for stage in spec.stages:
         for state in stage.state:
-            if state.name not in spec.ties or not state.requires_grad:
-                continue
-            holders = [
-                s
-                for s in sorted(spec.ties[state.name], reverse=True)
-                if s != state.owner and trains(spec, spec.stages[s])
-            ]
-            link = Link(
-                state.name, 0, 0, 0, 0, torch_dtype(state.dtype), tuple(state.shape), True
-            )  # fmt: skip
-            before = found.get(state.name)
-            names = {**(before.attribute if before else {}), stage.index: state.attribute}
-            found[state.name] = Shared(link, state.owner, tuple(holders), names)
+            if state.name in spec.ties and state.requires_grad:
+                held = names.setdefault(state.name, {})
+                held[stage.index] = state.attribute
+                link = Link(
+                    state.name, 0, 0, 0, 0, torch_dtype(state.dtype), tuple(state.shape), True
+                )
+                active = [
+                    s for s in sorted(held) if s == state.owner or trains(spec, spec.stages[s])
+                ]
+                routes = {
+                    later: before if later in reached[before] else state.owner
+                    for before, later in zip(active, active[1:], strict=False)
+                }
+                found[state.name] = Shared(link, state.owner, routes, held)
     return tuple(found[name] for name in sorted(found))
+
+
+def flows_from(spec: ProgramSpec) -> dict[int, set[int]]:
+    """Per stage the stages whose backward always comes before its own: its gradients' sources."""
+    reached: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
+    for edge in sorted(edges(spec), key=lambda e: e.source, reverse=True):
+        if edge.backward:
+            reached[edge.source] |= {edge.target} | reached[edge.target]
+    return reached
+
+
+def summed_in_order(spec: ProgramSpec) -> bool:
+    """Whether every shared gradient is added up in the order of one process."""
+    reached = flows_from(spec)
+    return all(
+        source in reached[target] and list(item.routes.values()).count(target) == 1
+        for item in shared(spec)
+        for source, target in item.routes.items()
+    )
 
 
 class TieSums:
@@ -76,177 +101,155 @@ class TieSums:
         self._device = device
         self._stage_rank = schedule.stage_rank
         self._shared = shared(spec)
-        self._after = _reached(spec)
+        self._reached = flows_from(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
-            (item.link.name, stage): attrgetter(name)(modules[stage])
+            (item.link.name, stage): getattr(modules[stage], name)
             for item in self._shared
             for stage, name in item.attribute.items()
             if stage in modules
         }
-        self._local: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._local: dict[tuple[str, Key], torch.Tensor] = {}
         self._waiting: list[tuple[int, int, dict[str, torch.Tensor | None]]] = []
         self._totals: dict[str, torch.Tensor | None] = {}
-        self._sending: deque[object] = deque()
-        # As many as the owner can lag behind: memory stays bounded, and waiting is never in vain.
-        self._window = len(spec.stages) + 2
-        self.inboxes: list[Inbox] = []
+        self._sending: list[object] = []
+        self._inboxes: list[Inbox] = []
         self._arrivals = self._make_inboxes(schedule)
 
-    def _make_inboxes(self, schedule: Schedule) -> dict[tuple[int, int, int], Arrival]:
-        """Per (holder, owner, microbatch) the message from another rank, in the order of sends."""
-        where: dict[tuple[int, int, int], Arrival] = {}
+    def _make_inboxes(self, schedule: Schedule) -> dict[Key, Arrival]:
+        """Per message from another rank where it arrives, in the order of the sends."""
+        where: dict[Key, Arrival] = {}
         for source, actions in enumerate(schedule.ranks):
             if source == self._rank:
                 continue
-            mine: list[tuple[tuple[int, int, int], tuple[Link, ...]]] = []
-            for action in actions:
-                if action.kind is Kind.B:
-                    for owner, items in self._sent(action.stage).items():
-                        if self._stage_rank[owner] == self._rank:
-                            key = (action.stage, owner, action.microbatch)
-                            mine.append((key, tuple(item.link for item in items)))
+            mine: list[tuple[Key, tuple[Link, ...]]] = [
+                ((action.stage, target, action.microbatch), tuple(item.link for item in items))
+                for action in actions
+                if action.kind is Kind.B
+                for target, items in self._sent(action.stage).items()
+                if self._stage_rank[target] == self._rank
+            ]
             if mine:
                 messages = [Message(links, key[2]) for key, links in mine]
-                inbox = Inbox(
-                    self._transport, source, self._rank, STATE, self._device, messages
-                )  # fmt: skip
-                self.inboxes.append(inbox)
+                inbox = Inbox(self._transport, source, self._rank, STATE, self._device, messages)
+                self._inboxes.append(inbox)
                 where |= {key: (inbox, i, links) for i, (key, links) in enumerate(mine)}
         return where
 
     def _sent(self, stage: int) -> dict[int, list[Shared]]:
-        """What a stage contributes after a backward, by owner in ascending order."""
+        """What a stage sends after a backward, by receiving stage in ascending order."""
         found: dict[int, list[Shared]] = {}
         for item in self._shared:
-            if stage in item.holders:
-                found.setdefault(item.owner, []).append(item)
+            if stage in item.routes:
+                found.setdefault(item.routes[stage], []).append(item)
         return dict(sorted(found.items()))
 
-    def _owned(self, stage: int) -> list[Shared]:
-        return [item for item in self._shared if item.owner == stage and item.holders]
-
-    def arrivals(self, stage: int, microbatch: int, *, late: bool = False) -> tuple[Arrival, ...]:
-        """Contributions from other ranks that a backward of the owner ``stage`` can wait for.
-
-        A holder whose backward comes before the owner's by the flow of gradients is waited for at
-        once, another one (a branch beside it) at the end of the step (``late``).
-        """
-        holders = {h for item in self._owned(stage) for h in item.holders}
-        return tuple(
-            self._arrivals[h, stage, microbatch]
-            for h in sorted(holders, reverse=True)
-            if self._is_late(stage) == late and (h, stage, microbatch) in self._arrivals
-        )
-
-    def _is_late(self, stage: int) -> bool:
-        """Whether some holder of what the stage owns may run its backward after it."""
-        return any(h not in self._after[stage] for i in self._owned(stage) for h in i.holders)
+    def _sources(self, stage: int, *, late: bool) -> dict[int, list[str]]:
+        """The stages that send sums to a stage, later ones first, and the names that they send."""
+        found: dict[int, list[str]] = {}
+        for item in self._shared:
+            for source, target in item.routes.items():
+                if target == stage and (source not in self._reached[stage]) == late:
+                    found.setdefault(source, []).append(item.link.name)
+        return dict(sorted(found.items(), reverse=True))
 
     def involves(self, stage: int) -> bool:
-        """Whether the stage holds a shared parameter."""
-        return bool(self._owned(stage) or self._sent(stage))
+        """Whether the stage takes part in a shared sum."""
+        sources = {**self._sources(stage, late=False), **self._sources(stage, late=True)}
+        return bool(sources or self._sent(stage))
+
+    def arrivals(self, stage: int, microbatch: int, *, late: bool = False) -> tuple[Arrival, ...]:
+        """Messages from other ranks that a backward waits for, or (``late``) the step's end."""
+        keys = [(source, stage, microbatch) for source in self._sources(stage, late=late)]
+        return tuple(self._arrivals[key] for key in keys if key in self._arrivals)
 
     def begin(self, sizes: Sequence[Mapping[str, int]]) -> None:
         """Start a step: post the first receives."""
         self._local.clear()
         self._waiting.clear()
-        for inbox in self.inboxes:
+        for inbox in self._inboxes:
             inbox.begin(sizes)
 
-    def before(self, stage: int) -> None:
-        """Put aside what the owner has summed so far, so that the backward's part stands alone."""
-        for item in self._owned(stage):
-            copy = self._copies[item.link.name, stage]
-            self._totals[item.link.name], copy.grad = copy.grad, None
+    def before(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Sums of later holders, as roots of the stage's backward: (parameter, gradient so far)."""
         for items in self._sent(stage).values():
             for item in items:
                 self._copies[item.link.name, stage].grad = None
+        for name in self._late_names(stage):
+            copy = self._copies[name, stage]
+            self._totals[name], copy.grad = copy.grad, None
+        entering = self._take(stage, microbatch, late=False)
+        return [(self._copies[name, stage], gradient) for name, gradient in entering.items()]
 
     def after(self, stage: int, microbatch: int) -> None:
-        """Send the stage's contributions, and add those that came for what it owns."""
-        for owner, items in self._sent(stage).items():
+        """Send the stage's sums on; keep the owner's apart if late ones have yet to come."""
+        for target, items in self._sent(stage).items():
             for item in items:
                 copy = self._copies[item.link.name, stage]
-                self._give(item, owner, stage, microbatch, _dense(copy))
+                self._give(item.link.name, (stage, target, microbatch), _dense(copy))
                 copy.grad = None
-        owned = self._owned(stage)
-        if not owned:
-            return
-        parts: dict[str, torch.Tensor | None] = {}
-        for item in owned:
-            copy = self._copies[item.link.name, stage]
-            parts[item.link.name] = None if copy.grad is None else _dense(copy)
-            copy.grad = self._totals.pop(item.link.name)
-        if self._is_late(stage):
+        names = self._late_names(stage)
+        if names:
+            parts: dict[str, torch.Tensor | None] = {}
+            for name in names:
+                copy = self._copies[name, stage]
+                parts[name], copy.grad = copy.grad, self._totals.pop(name)
             self._waiting.append((stage, microbatch, parts))
-        else:
-            self._add(stage, microbatch, parts)
 
     def skip(self, stage: int, microbatch: int) -> None:
-        """After a failure: send zeros, so that no owner waits in vain."""
-        for owner, items in self._sent(stage).items():
+        """After a failure: send zeros, so that no stage waits in vain."""
+        for target, items in self._sent(stage).items():
             for item in items:
                 zeros = torch.zeros_like(self._copies[item.link.name, stage])
-                self._give(item, owner, stage, microbatch, zeros)
+                self._give(item.link.name, (stage, target, microbatch), zeros)
+
+    def late(self) -> list[tuple[int, int]]:
+        """The (stage, microbatch) whose sums wait for the end of the step, in order."""
+        return [(stage, microbatch) for stage, microbatch, _ in self._waiting]
 
     def conclude(self) -> None:
-        """Add the contributions that were waited for until the end of the step."""
+        """Add what came late, microbatch by microbatch."""
         for stage, microbatch, parts in self._waiting:
-            self._add(stage, microbatch, parts)
+            found = self._take(stage, microbatch, late=True)
+            for name, own in parts.items():
+                total = found[name] if own is None else found[name] + own
+                copy = self._copies[name, stage]
+                if copy.grad is None:
+                    copy.grad = total
+                else:
+                    copy.grad.add_(total)
         self._waiting.clear()
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        while self._sending:
-            self._transport.wait(self._sending.popleft())
+        for handle in self._sending:
+            self._transport.wait(handle)
+        self._sending.clear()
 
-    def _give(
-        self, item: Shared, owner: int, stage: int, microbatch: int, gradient: torch.Tensor
-    ) -> None:
-        target = self._stage_rank[owner]
+    def _late_names(self, stage: int) -> list[str]:
+        late = self._sources(stage, late=True)
+        return sorted({name for names in late.values() for name in names})
+
+    def _give(self, name: str, key: Key, gradient: torch.Tensor) -> None:
+        target = self._stage_rank[key[1]]
         if target == self._rank:
-            self._local[item.link.name, stage, microbatch] = gradient
+            self._local[name, key] = gradient
         else:
-            while len(self._sending) >= self._window * len(self._shared):
-                self._transport.wait(self._sending.popleft())
-            sent = self._transport.send(self._rank, target, STATE, gradient.contiguous())
-            self._sending.append(sent)
+            message = gradient.contiguous()
+            self._sending.append(self._transport.send(self._rank, target, STATE, message))
 
-    def _add(self, stage: int, microbatch: int, parts: dict[str, torch.Tensor | None]) -> None:
-        """Later uses first, the owner's own last; then onto the gradient so far."""
-        sums: dict[str, torch.Tensor | None] = dict.fromkeys(parts)
-        holders = sorted({h for i in self._owned(stage) for h in i.holders}, reverse=True)
-        for holder in holders:
-            arrival = self._arrivals.get((holder, stage, microbatch))
-            if arrival is not None:
-                inbox, place, links = arrival
-                found = dict(zip([x.name for x in links], inbox.take(place), strict=True))
+    def _take(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
+        """The sums that were sent to a stage, by name; several for one name later ones first."""
+        found: dict[str, torch.Tensor] = {}
+        for source, names in self._sources(stage, late=late).items():
+            key = (source, stage, microbatch)
+            if key in self._arrivals:
+                inbox, place, links = self._arrivals[key]
+                tensors = dict(zip([x.name for x in links], inbox.take(place), strict=True))
             else:
-                names = [i.link.name for i in self._owned(stage) if holder in i.holders]
-                found = {n: self._local.pop((n, holder, microbatch)) for n in names}
-            for name, part in found.items():
-                sums[name] = _sum(sums[name], part)
-        for name, own in parts.items():
-            total, copy = _sum(sums[name], own), self._copies[name, stage]
-            if copy.grad is None:
-                copy.grad = total
-            elif total is not None:
-                copy.grad.add_(total)
-
-
-def _reached(spec: ProgramSpec) -> dict[int, set[int]]:
-    """Per stage those whose backward always comes before its own: its gradients flow from them."""
-    reached: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
-    for edge in sorted(edges(spec), key=lambda e: e.source, reverse=True):
-        if edge.backward:
-            reached[edge.source] |= {edge.target} | reached[edge.target]
-    return reached
-
-
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+                tensors = {name: self._local.pop((name, key)) for name in names}
+            for name, tensor in tensors.items():
+                found[name] = found[name] + tensor if name in found else tensor
+        return found
 
 
 def _dense(copy: torch.Tensor) -> torch.Tensor:

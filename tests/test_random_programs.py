@@ -1,0 +1,107 @@
+"""Random models x random valid splits, trained by the runtime: plan, schedule, numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_models import RandomModel, random_models, random_starts
+from stage_runs import captured_of, prepared
+
+from fxpart.api import Program
+from fxpart.capture.captured import Captured
+from fxpart.capture.fingerprint import fingerprint
+from fxpart.cluster import Cluster
+from fxpart.codegen import emit, split
+from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY, PassManager
+from fxpart.plan import Plan, PlanInput, PlanModel
+from fxpart.planning import make_plan, stage_edges
+from fxpart.price import price
+from fxpart.runtime.links import chained
+from fxpart.runtime.ties import summed_in_order
+from fxpart.schedule.make import make
+from fxpart.schedule.verify import check
+from fxpart.solver.objective import evaluate
+from fxpart.solver.problem import Choice, Solution
+from fxpart.verify import verify
+
+FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(FEW, max_examples=40)
+
+
+def programmed(data: Any, model: RandomModel) -> Program:
+    """The model cut at random valid places, under a random schedule, with its plan."""
+    captured = captured_of(model.build(), model.batch(), batch_size=4, batch_dims={"mask": None})
+    graph = prepared(captured)
+    starts = data.draw(random_starts(len(graph.meta[BLOCKS_KEY]), graph.meta[NO_CUT_KEY]))
+    schedule = data.draw(st.sampled_from(["1f1b", "gpipe"]))
+    microbatches = data.draw(st.integers(1, 4))
+    cluster = Cluster.local(len(starts))
+    problem, provenance = price(
+        graph, captured, cluster, batch_size=4, microbatches=microbatches,
+        schedules=("1f1b", "gpipe"), max_stages=len(starts),
+    )  # fmt: skip
+    choice = Choice(variant=0, schedule=schedule, starts=tuple(starts))
+    cost = evaluate(problem, choice).seconds
+    solution = Solution(
+        status="best found", choice=choice, objective=cost, bound=0.0, solver="random"
+    )
+    listed = ",".join(map(str, starts))
+    assigned = PassManager().run(f'assign{{starts="{listed}"}}', graph)
+    spec, stages = split(assigned, captured, 5)
+    plan = make_plan(
+        info(captured, graph), cluster, spec,
+        make(schedule, range(len(starts)), microbatches, stage_edges(spec)),
+        problem, solution,
+        batch_size=4, optimizer="adamw", provenance=provenance, constraints={},
+    )  # fmt: skip
+    sources = tuple(emit(stage) for stage in stages)
+    return Program(plan, spec, sources, captured, graph, assigned, "adamw")
+
+
+def info(captured: Captured, graph: Any) -> PlanModel:
+    return PlanModel(
+        name="random", fingerprint=fingerprint(graph), capture=captured.method,
+        batch="symbolic" if captured.symbolic else "fixed",
+        nodes=len(graph.graph.nodes), blocks=len(graph.meta[BLOCKS_KEY]),
+        parameters=0, parameter_bytes=0,
+        inputs=tuple(
+            PlanInput(name=i.name, dtype=i.dtype, shape=i.shape, batch_dim=i.batch_dim)
+            for i in captured.inputs
+        ),
+    )  # fmt: skip
+
+
+def hold(program: Program) -> None:
+    """The plan is valid and round-trips, the schedule is safe, and the numbers are one process's."""
+    plan = program.plan
+    assert plan.problems() == ()
+    assert Plan.loads(plan.dumps()) == plan
+    assert check(program.schedule(), stage_edges(program.spec)) == ()
+    found = verify(program, steps=2)
+    assert found.passed, found
+    assert found.exact == (chained(program.spec) and summed_in_order(program.spec))
+
+
+@FEW
+@given(random_models(longest=6), st.data())
+def test_random_programs(model: RandomModel, data: Any) -> None:
+    hold(programmed(data, model))
+
+
+@pytest.mark.slow
+@MANY
+@given(random_models(), st.data())
+def test_more_random_programs(model: RandomModel, data: Any) -> None:
+    hold(programmed(data, model))
+
+
+@pytest.mark.slow
+@settings(MANY, max_examples=20)
+@given(random_models(exact=True), st.data())
+def test_exact_models_are_equal_in_any_order(model: RandomModel, data: Any) -> None:
+    """Where sums do not round, every program has to agree in the first step, chained or not."""
+    found = verify(programmed(data, model), steps=1)
+    assert all(row.gradient == 0.0 for row in found.differences), found
