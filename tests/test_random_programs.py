@@ -75,7 +75,7 @@ def info(captured: Captured, graph: Any) -> PlanModel:
 
 
 def hold(program: Program) -> None:
-    """The plan is valid and round-trips, the schedule is safe, and the numbers are one process's."""
+    """The plan is valid and round-trips, the schedule is safe, the numbers are one process's."""
     plan = program.plan
     assert plan.problems() == ()
     assert Plan.loads(plan.dumps()) == plan

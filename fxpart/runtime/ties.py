@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
                 ]
                 routes = {
                     later: before if later in reached[before] else state.owner
-                    for before, later in zip(active, active[1:], strict=False)
+                    for before, later in pairwise(active)
                 }
                 found[state.name] = Shared(link, state.owner, routes, held)
     return tuple(found[name] for name in sorted(found))
