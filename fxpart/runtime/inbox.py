@@ -42,6 +42,7 @@ class Inbox:
         messages: Sequence[Message],
     ) -> None:
         """source, target: ranks. messages: all of one step, in the order in which they are sent."""
+        self.source = source
         self._transport = transport
         self._ends = (source, target, channel)
         self._device = device

@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_noticed_in_time(pool: Pool) -> None:
     results = pool.run(fail, 2, 0, "sleep", 2, 2.0, ranks=2)
     code, where, why = results[1]["problems"][0]
     assert code == "FXP503"
-    assert "rank 1, stage 1, action 1F1, microbatch 1" in where
+    assert where == "rank 1, stage 1, action 1F1, microbatch 1, waiting for rank 0 (stage 0)"
     assert "2 seconds" in why
     assert results[1]["seconds"] < 6
     assert results[0]["problems"][0][0] in ("FXP503", "FXP504")
