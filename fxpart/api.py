@@ -59,7 +59,8 @@ def compile(
     class, name, factory or instance, for memory and as the trainer's default. plan: apply this one
     (a Plan or its file) instead of solving. constraints: ``stages``, ``schedule`` ("1f1b" or
     "gpipe"), ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). seed: of all
-    random ops. batch_dims: per input name its batch dim, None for an input that every microbatch gets whole.
+    random ops. batch_dims: per input name its batch dim, None for an input that every microbatch
+    gets whole.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
