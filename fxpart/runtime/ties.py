@@ -13,9 +13,11 @@ sends its part to the owner, which adds it at the end of the step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -104,7 +106,7 @@ class TieSums:
         self._shared = shared(spec)
         self._reached = flows_from(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
-            (item.link.name, stage): getattr(modules[stage], name)
+            (item.link.name, stage): attrgetter(name)(modules[stage])
             for item in self._shared
             for stage, name in item.attribute.items()
             if stage in modules
@@ -112,7 +114,14 @@ class TieSums:
         self._local: dict[tuple[str, Key], torch.Tensor] = {}
         self._waiting: list[tuple[int, int, dict[str, torch.Tensor | None]]] = []
         self._totals: dict[str, torch.Tensor | None] = {}
-        self._sending: list[object] = []
+        self._sending: deque[object] = deque()
+        # As many microbatches as the next holder can lag behind, so that waiting is never in vain.
+        self._window = len(spec.stages) + 2
+        self._late_routes = any(
+            source not in self._reached[target]
+            for item in self._shared
+            for source, target in item.routes.items()
+        )
         self._inboxes: list[Inbox] = []
         self._arrivals = self._make_inboxes(schedule)
 
@@ -222,9 +231,8 @@ class TieSums:
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        for handle in self._sending:
-            self._transport.wait(handle)
-        self._sending.clear()
+        while self._sending:
+            self._transport.wait(self._sending.popleft())
 
     def _late_names(self, stage: int) -> list[str]:
         late = self._sources(stage, late=True)
@@ -235,6 +243,9 @@ class TieSums:
         if target == self._rank:
             self._local[name, key] = gradient
         else:
+            if not self._late_routes:  # late sums are received at the end of the step only
+                while len(self._sending) >= self._window * len(self._shared):
+                    self._transport.wait(self._sending.popleft())
             message = gradient.contiguous()
             self._sending.append(self._transport.send(self._rank, target, STATE, message))
 

@@ -150,6 +150,13 @@ def test_gloo_gives_the_bits_of_one_process(
 
 
 @pytest.mark.slow
+def test_gloo_with_more_microbatches_than_any_window(pool: Pool) -> None:
+    given = ((1, 1, 1, 1), ((40, 4),), {"microbatches": 20}, {})
+    expected = train(*given)
+    assert pool.run(train, *given, ranks=4) == [expected] * 4
+
+
+@pytest.mark.slow
 def test_gloo_with_a_frozen_stage(pool: Pool) -> None:
     given = ((1, 1, 2), SHAPES, {}, {"frozen": True})
     expected = train(*given)
