@@ -22,11 +22,14 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,models]'
 	@touch $@
 
+# Two workers that take whole files, so that what a file captures or starts is kept for all its tests.
+WORKERS := --numprocesses 2 --dist loadfile
+
 test: lint typecheck  ## everything: lint, types, all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) --durations=25
 
 quick: $(STAMP)  ## the fast tests, under a minute
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check $(TREES)
