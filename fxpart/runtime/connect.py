@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 
 import torch
@@ -62,6 +63,8 @@ def _join(found: Launch, device: str, timeout: float) -> None:
             world_size=found.world,
             timeout=timedelta(seconds=timeout),
         )
+        # A group that is left to the interpreter's end now and then aborts the process.
+        atexit.register(_leave)
     except (RuntimeError, ValueError) as cause:
         raise error(
             "FXP602",
@@ -69,6 +72,12 @@ def _join(found: Launch, device: str, timeout: float) -> None:
             why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
             fix="see that every process was started and that the address can be reached",
         ) from cause
+
+
+def _leave() -> None:
+    """Give up the default process group, if the user has not done so."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _on_one_machine() -> bool:
