@@ -35,7 +35,10 @@ def command(target: str, batch_size: int | None, as_json: bool) -> int:
 
 def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str, Any]:
     """Capture, prepare, and what there is to say about both. Raises what capture and passes do."""
+    from msgspec import to_builtins
+
     from fxpart.capture import capture
+    from fxpart.capture.doctor import describe as diagnosis
     from fxpart.passes import PREPARE
     from fxpart.pipeline import PassManager
 
@@ -49,6 +52,7 @@ def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str
         )
         graph = PassManager().run(PREPARE, captured.graph)
     inferred = workload.example is None and not workload.example_kwargs
+    known = to_builtins(diagnosis(captured))
     return {
         "model": captured.model_name,
         "method": captured.method,
@@ -66,6 +70,7 @@ def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str
         "ties": dict(captured.aliases),
         "ops": sum(node.op == "call_function" for node in graph.graph.nodes),
         "blocks": len(graph.meta["fxpart_blocks"]),
+        **{name: known[name] for name in SPECIAL},
     }
 
 
@@ -75,6 +80,17 @@ def _inputs(captured: Captured) -> list[dict[str, Any]]:
         for i in captured.inputs
     ]
 
+
+# What a capture's diagnosis adds: things that need care, and what they are called for a person.
+SPECIAL = {
+    "random": "random ops",
+    "in_place": "in-place ops",
+    "regions": "regions",
+    "buffers_written": "written",
+    "unused": "unused",
+    "frozen": "frozen",
+    "notes": "note",
+}
 
 LOSSES = {
     "given": "the one that you gave",
@@ -101,9 +117,25 @@ def describe(found: dict[str, Any]) -> list[str]:
         ("graph", f"{found['ops']} ops in {units.plural(found['blocks'], 'block')}: "
          f"up to {units.plural(found['blocks'], 'stage')}"),
     ]  # fmt: skip
+    for key, name in SPECIAL.items():
+        if found[key]:
+            rows += [(name, text) for text in _special(found[key])]
     if whole:
         rows.append(("not cut", f"every microbatch gets the whole of {', '.join(whole)}"))
     return [f"{found['model']} can be partitioned", *(f"  {k:<12}{v}" for k, v in rows)]
+
+
+def _special(value: Any) -> list[str]:
+    """A finding in words: ops with their count and first place, names, numbers or sentences."""
+    if isinstance(value, int):
+        return [f"{value} numbers without a gradient"]
+    if isinstance(value[0], dict):
+        shown = [f"{use['op']} x{use['count']}, first at {use['source']}" for use in value[:6]]
+        return shown if len(value) <= 6 else [*shown, f"and {len(value) - 6} more kinds"]
+    if " " in value[0]:
+        return list(value)
+    rest = f" and {len(value) - 4} more" if len(value) > 4 else ""
+    return [", ".join(value[:4]) + rest]
 
 
 def _input(item: dict[str, Any]) -> str:
