@@ -138,7 +138,7 @@ def describe(captured: Captured, seconds: float = 0.0) -> Diagnosis:
         random=_uses(_all_nodes(captured.graph), is_random),
         in_place=_uses(_all_nodes(captured.graph), _writes_in_place),
         regions=_uses(graph.nodes, _is_region),
-        buffers_written=tuple(sorted(changed)),
+        buffers_written=tuple(sorted(changed - set(captured.parameters))),
         tried=captured.tried,
         notes=tuple(_notes(captured)),
     )

@@ -122,7 +122,11 @@ def describe(found: dict[str, Any]) -> list[str]:
             rows += [(name, text) for text in _special(found[key])]
     if whole:
         rows.append(("not cut", f"every microbatch gets the whole of {', '.join(whole)}"))
-    return [f"{found['model']} can be partitioned", *(f"  {k:<12}{v}" for k, v in rows)]
+    return [f"{found['model']} can be partitioned", *(f"  {k:<14}{v}" for k, v in rows)]
+
+
+def _place(use: dict[str, Any]) -> str:
+    return use["source"] or use["module"] or "the top of the model"
 
 
 def _special(value: Any) -> list[str]:
@@ -130,7 +134,7 @@ def _special(value: Any) -> list[str]:
     if isinstance(value, int):
         return [f"{value} numbers without a gradient"]
     if isinstance(value[0], dict):
-        shown = [f"{use['op']} x{use['count']}, first at {use['source']}" for use in value[:6]]
+        shown = [f"{use['op']} x{use['count']}, first at {_place(use)}" for use in value[:6]]
         return shown if len(value) <= 6 else [*shown, f"and {len(value) - 6} more kinds"]
     if " " in value[0]:
         return list(value)
