@@ -21,9 +21,10 @@ from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import BLOCKS_KEY, PassManager
 from fxpart.plan import Plan, PlanInput, PlanModel
-from fxpart.planning import make_plan, stage_edges
+from fxpart.planning import make_plan
 from fxpart.price import price
 from fxpart.program import ProgramSpec
+from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
 from fxpart.solver.portfolio import explain_infeasible, solve
@@ -270,7 +271,7 @@ def _generate(
 
 
 def _schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
-    return make(name, range(len(spec.stages)), microbatches, stage_edges(spec))
+    return make(name, range(len(spec.stages)), microbatches, edges(spec))
 
 
 def _prepare(granularity: str) -> str:

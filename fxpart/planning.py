@@ -17,21 +17,11 @@ from fxpart.plan import (
     Tie,
 )
 from fxpart.program import ProgramSpec
+from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.simulate import simulate
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
-
-
-def stage_edges(spec: ProgramSpec) -> tuple[StageEdge, ...]:
-    """Which stage sends to which, once for each pair, and whether gradients come back."""
-    found: dict[tuple[int, int], bool] = {}
-    for stage in spec.stages:
-        for value, targets in zip(stage.outputs, stage.targets, strict=True):
-            for target in targets:
-                pair = (stage.index, target)
-                found[pair] = found.get(pair, False) or value.requires_grad
-    return tuple(StageEdge(a, b, backward) for (a, b), backward in sorted(found.items()))
 
 
 def make_plan(
@@ -52,7 +42,7 @@ def make_plan(
     assert choice is not None, "a plan needs a choice"
     variant = problem.variants[choice.variant]
     evaluation = evaluate(problem, choice)
-    edges = stage_edges(spec)
+    edges = edges_of(spec)
     return Plan(
         model=model,
         cluster=cluster,

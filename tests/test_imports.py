@@ -31,7 +31,17 @@ ALSO = {("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture")
 # A part and the package that holds its reading, writing and checking.
 SAME = {"cluster_io": "cluster", "plan_io": "plan"}
 # A training job needs a program and actions, not a compiler.
-RUNTIME = {"environment", "errors", "program", "rng", "schedule", "plan", "cluster", "compat"}
+RUNTIME = {
+    "environment",
+    "errors",
+    "program",
+    "rng",
+    "schedule",
+    "optimizers",
+    "plan",
+    "cluster",
+    "compat",
+}
 # Tables are the only way to a pass or a cost model.
 TABLES = ("fxpart.passes", "fxpart.costmodels")
 

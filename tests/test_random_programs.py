@@ -17,9 +17,9 @@ from fxpart.cluster import Cluster
 from fxpart.codegen import emit, split
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY, PassManager
 from fxpart.plan import Plan, PlanInput, PlanModel
-from fxpart.planning import make_plan, stage_edges
+from fxpart.planning import make_plan
 from fxpart.price import price
-from fxpart.runtime.links import chained
+from fxpart.runtime.links import chained, edges
 from fxpart.runtime.ties import summed_in_order
 from fxpart.schedule.make import make
 from fxpart.schedule.verify import check
@@ -53,7 +53,7 @@ def programmed(data: Any, model: RandomModel) -> Program:
     spec, stages = split(assigned, captured, 5)
     plan = make_plan(
         info(captured, graph), cluster, spec,
-        make(schedule, range(len(starts)), microbatches, stage_edges(spec)),
+        make(schedule, range(len(starts)), microbatches, edges(spec)),
         problem, solution,
         batch_size=4, optimizer="adamw", provenance=provenance, constraints={},
     )  # fmt: skip
@@ -79,7 +79,7 @@ def hold(program: Program) -> None:
     plan = program.plan
     assert plan.problems() == ()
     assert Plan.loads(plan.dumps()) == plan
-    assert check(program.schedule(), stage_edges(program.spec)) == ()
+    assert check(program.schedule(), edges(program.spec)) == ()
     found = verify(program, steps=2)
     assert found.passed, found
     assert found.exact == (chained(program.spec) and summed_in_order(program.spec))

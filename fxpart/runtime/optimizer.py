@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
+from fxpart.optimizers import choose
 
 _FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
@@ -27,26 +28,12 @@ def make_optimizer(given: Any, parameters: Sequence[nn.Parameter]) -> torch.opti
         mine = [nn.Parameter(torch.empty(0))]
     if isinstance(given, torch.optim.Optimizer):
         return _again(given, mine)
-    factory = _named(given) if isinstance(given, str) else given
+    factory = choose(given).make if isinstance(given, str) else given
     made = factory(mine) if callable(factory) else None
     if not isinstance(made, torch.optim.Optimizer):
         what = f"{given!r} is no optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
     return made
-
-
-def _named(name: str) -> Any:
-    """The class of torch.optim with that name, in any case."""
-    for attribute, value in vars(torch.optim).items():
-        if (
-            attribute.lower() == name.lower()
-            and isinstance(value, type)
-            and issubclass(value, torch.optim.Optimizer)
-        ):
-            return value
-    raise error(
-        "FXP109", where=f"optimizer={name!r}", why="torch.optim has no such class", fix=_FIX
-    )
 
 
 def _again(given: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
