@@ -51,16 +51,16 @@ class Distributed:
             self._groups = {channel: dist.new_group() for channel in self._groups}
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
-        self._star: Control | None = None
+        self._mesh: Control | None = None
         if one_machine and self.ranks > 1:
-            self._star = join(self.local[0], self.ranks, self.exchange_bytes, timeout)
+            self._mesh = join(self.local[0], self.ranks, self.exchange_bytes, timeout)
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Moving:
         """Start sending; the tensor is kept until the handle is dropped."""
         if tensor.numel() == 0:
             return _Moving(None, tensor)
         group = self._groups[channel]
-        return self._start(lambda: dist.isend(tensor, target, group, channel), tensor)
+        return self._mesht(lambda: dist.isend(tensor, target, group, channel), tensor)
 
     def post(
         self,
@@ -76,7 +76,7 @@ class Distributed:
         if tensor.numel() == 0:
             return _Moving(None, tensor)
         group = self._groups[channel]
-        return self._start(lambda: dist.irecv(tensor, source, group, channel), tensor)
+        return self._mesht(lambda: dist.irecv(tensor, source, group, channel), tensor)
 
     def ready(self, handle: _Moving) -> bool:
         """Always: the other rank runs by itself, so waiting is right."""
@@ -91,8 +91,8 @@ class Distributed:
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
-        if self._star is not None:
-            return self._star.begin(row)
+        if self._mesh is not None:
+            return self._mesh.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
         me, control = self.local[0], self._control
         parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
@@ -109,8 +109,8 @@ class Distributed:
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
         """Wait for all others, bounded."""
-        if self._star is not None:
-            return self._star.end(handle)
+        if self._mesh is not None:
+            return self._mesh.end(handle)
         works, parts = handle
         for work in works:
             self._finish(work)
@@ -149,10 +149,10 @@ class Distributed:
 
     def close(self) -> None:
         """Close its own connections; the process group belongs to who made it."""
-        if self._star is not None:
-            self._star.close()
+        if self._mesh is not None:
+            self._mesh.close()
 
-    def _start(self, begin: Any, tensor: torch.Tensor) -> _Moving:
+    def _mesht(self, begin: Any, tensor: torch.Tensor) -> _Moving:
         try:
             return _Moving(begin(), tensor)
         except (RuntimeError, ValueError) as cause:

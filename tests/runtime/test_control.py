@@ -1,4 +1,4 @@
-"""The star of loopback connections: order, strangers, a lost and a silent end, falling back."""
+"""Loopback connections: order, strangers, a lost and a silent end, falling back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Board:
         return give
 
 
-def star(ranks: int, work: Callable[[int, Control | None], Any], **options: Any) -> list[Any]:
+def mesh(ranks: int, work: Callable[[int, Control | None], Any], **options: Any) -> list[Any]:
     board = Board(ranks, options.pop("disturb", None))
     timeout = options.pop("timeout", 10.0)
 
@@ -61,7 +61,7 @@ def test_every_rank_gets_every_row_in_order(ranks: int) -> None:
         return [first, second]
 
     expected = [[[r, -r, 2**62 + r] for r in range(ranks)], [[100 + r] for r in range(ranks)]]
-    assert star(ranks, work) == [expected] * ranks
+    assert mesh(ranks, work) == [expected] * ranks
 
 
 def test_a_stranger_is_turned_away() -> None:
@@ -74,7 +74,7 @@ def test_a_stranger_is_turned_away() -> None:
         peer.sendall(b"\0" * 32 + struct.pack("<I", 1))
         answers.append(peer)
 
-    rows = star(2, lambda r, c: c and c.end(c.begin([r])), disturb=stranger)
+    rows = mesh(2, lambda r, c: c and c.end(c.begin([r])), disturb=stranger)
     assert rows == [[[0], [1]]] * 2
     answers[0].settimeout(10)
     assert answers[0].recv(32) == b""
@@ -91,7 +91,7 @@ def test_a_lost_end_is_noticed() -> None:
             control.end(control.begin([0]))
         return str(caught.value)
 
-    assert "rank 1 closed the connection" in star(2, work)[0]
+    assert "rank 1 closed the connection" in mesh(2, work)[0]
 
 
 def test_a_silent_end_is_noticed_in_time() -> None:
@@ -107,14 +107,14 @@ def test_a_silent_end_is_noticed_in_time() -> None:
         done.set()
         return caught.value.seconds
 
-    assert star(2, work, timeout=0.2)[0] == 0.2
+    assert mesh(2, work, timeout=0.2)[0] == 0.2
 
 
 def test_without_a_listener_all_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has no loopback to offer: no rank uses the star."""
+    """A machine that has no loopback to offer: no rank uses them."""
 
     def refuse(*args: Any, **options: Any) -> socket.socket:
         raise OSError("no loopback")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert star(3, lambda rank, control: control) == [None] * 3
+    assert mesh(3, lambda rank, control: control) == [None] * 3
