@@ -212,3 +212,20 @@ def operation_schema(target: object) -> Any:
     from torch._ops import OpOverload
 
     return target._schema if isinstance(target, OpOverload) else None
+
+
+def registering_module(operation: Any) -> str | None:
+    """The module whose import registers a custom op (``torch.library.custom_op``), if it is known.
+
+    Looks in ``torch._library.custom_ops.OPDEFS``; None for torch's own ops and where there is no
+    such table.
+    """
+    try:
+        from torch._library.custom_ops import OPDEFS
+    except ImportError:
+        return None
+    namespace, name, *_ = str(operation).split(".")
+    known = OPDEFS.get(f"{namespace}::{name}")
+    function = getattr(known, "_init_fn", None)
+    module = getattr(function, "__module__", None)
+    return module if isinstance(module, str) and not module.startswith("torch.") else None

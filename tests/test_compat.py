@@ -125,3 +125,14 @@ def test_symbolic_inputs_and_the_python_dispatcher() -> None:
         h = torch.empty(1, x.shape[0], 4)
         y = torch.ops.aten.lstm.input(x[None], [h, h], w, True, 1, 0.0, True, False, False)[0]
     assert str(y.shape[1]) == str(x.shape[0])
+
+
+def test_registering_module_of_ops() -> None:
+    from fxpart.compat import registering_module
+
+    @torch.library.custom_op("fxpart_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert registering_module(torch.ops.fxpart_tests.twice.default) == __name__
+    assert registering_module(torch.ops.aten.add.Tensor) is None

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpart import rng
 from fxpart.codegen.names import identifier, quoted
+from fxpart.compat import registering_module
 from fxpart.errors import FxpartError, error
 from fxpart.pipeline.effects import is_op
 
@@ -76,6 +77,8 @@ class Names:
             if path.startswith("builtins."):
                 return path.removeprefix("builtins.")
             self.modules.add("torch" if is_op(target) else path.partition(".")[0])
+            if is_op(target) and (home := registering_module(target)) and _importable(home):
+                self.modules.add(home)  # an op of another package exists once this is imported
             short = str(target) if is_op(target) else path.removeprefix("torch.")
             short = short.removesuffix(".default")
             alias = identifier(short, self.taken)
@@ -88,6 +91,13 @@ class Names:
         if node not in self.values:
             self.values[node] = identifier(node.name, self.taken)
         return self.values[node]
+
+
+def _importable(module: str) -> bool:
+    """Whether a module can be imported by this name in another process, and be written as code."""
+    parts = module.split(".")
+    plain = all(p.isidentifier() and p.isascii() and not keyword.iskeyword(p) for p in parts)
+    return plain and module != "__main__"
 
 
 def _path(target: Any, where: str) -> str:
