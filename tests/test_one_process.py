@@ -15,7 +15,9 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.api import Program
+from fxpart.capture.batch import take_apart
 from fxpart.optimizers import choose
+from fxpart.reference import OneProcess
 from fxpart.running import load_trainer
 from fxpart.verify import Seen
 from fxpart.verify import compare as verdict
@@ -159,6 +161,34 @@ def compare(
     seen = Seen([torch.tensor(x) for x in losses], list(steps), safetensors.torch.load(state))
     found = verdict(partition, choose("adamw").make, batch, seen)
     assert found.passed, found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+def test_clipping_is_that_of_one_process(name: str) -> None:
+    """The global norm, ties counted once, and the clipped step: torch's own, bit for bit."""
+    partition = partitioned(name, 4)
+    captured = partition.captured
+    assert captured.example is not None
+    batch = captured.example()
+    one = OneProcess(
+        captured,
+        partition.graph,
+        choose("sgd").make,
+        microbatches=partition.plan.microbatches,
+        seed=partition.plan.seed,
+    )
+    trainer = partition.trainer("sgd", clip_norm=0.01)
+    for _ in range(2):
+        trainer.step(batch)
+        one.backward(list(take_apart(batch).tensors))
+        parameters = [one.state[n] for n in captured.parameters if one.state[n].grad is not None]
+        wanted = torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+        assert trainer.last_grad_norm is not None
+        assert torch.equal(trainer.last_grad_norm, wanted)
+        assert wanted > 0.01, "nothing was clipped"
+        one.update()
+    state = trainer.state_dict()
+    assert all(torch.equal(state[n], one.state[n]) for n in captured.parameters)
 
 
 def test_differences_are_found() -> None:

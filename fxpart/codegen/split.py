@@ -68,6 +68,7 @@ def split(
         seed=seed,
         unused=tuple(name for name in captured.state if name not in held),
         model=captured.model_name,
+        parameters=tuple(captured.parameters),
     )
     return spec, built
 
