@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test quick lint format typecheck demo bench clean
+.PHONY: help test quick search lint format typecheck demo bench clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -30,6 +30,10 @@ test: lint typecheck  ## everything: lint, types, all tests
 
 quick: $(STAMP)  ## the fast tests, under a minute
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
+
+search: $(STAMP)  ## the property tests on random examples instead of the fixed ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) \
+		--hypothesis-profile search --timeout 1800 $$(grep -rl hypothesis tests --include 'test_*.py')
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check $(TREES)

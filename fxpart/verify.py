@@ -97,11 +97,11 @@ def verify(
         text = b""
         if trainer.rank == 0:
             factory = choose(program.optimizer if optimizer is None else optimizer).make
-            text = msgspec.json.encode(compare(program, factory, batch, seen))
+            text = msgspec.msgpack.encode(compare(program, factory, batch, seen))
         text = trainer.transport.exchange_bytes(text)[0]
     finally:
         trainer.close()
-    return msgspec.json.decode(text, type=Verification)
+    return msgspec.msgpack.decode(text, type=Verification)  # JSON has no inf and no NaN
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,14 @@ class _Table:
 
 
 def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """``|a - b| / |b|`` in float64, Euclidean norm; inf where one is missing or not finite."""
+    """``|a - b| / |b|`` in float64, Euclidean norm; inf where one is missing or not finite.
+
+    NaN equals NaN.
+    """
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     x, y = a.detach().double().flatten(), b.detach().double().flatten()
-    if torch.equal(x, y):
+    if torch.equal(x, y) or torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True):
         return 0.0
     norm = torch.linalg.vector_norm(y).item()
     found = torch.linalg.vector_norm(x - y).item() / (norm if norm > 0 else 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_models import RandomModel, random_models, random_starts
+from random_models import RandomModel, Step, random_models, random_starts
 from stage_runs import captured_of, prepared
 
 from fxpart.api import Program
@@ -33,11 +33,19 @@ MANY = settings(FEW, max_examples=40)
 
 def programmed(data: Any, model: RandomModel) -> Program:
     """The model cut at random valid places, under a random schedule, with its plan."""
+
+    def choose(blocks: int, closed: Any) -> tuple[list[int], str, int]:
+        starts = data.draw(random_starts(blocks, closed))
+        return starts, data.draw(st.sampled_from(["1f1b", "gpipe"])), data.draw(st.integers(1, 4))
+
+    return cut_at(model, choose)
+
+
+def cut_at(model: RandomModel, choose: Any) -> Program:
+    """The model under the starts, schedule and microbatches that ``choose`` gives for its blocks."""
     captured = captured_of(model.build(), model.batch(), batch_size=4, batch_dims={"mask": None})
     graph = prepared(captured)
-    starts = data.draw(random_starts(len(graph.meta[BLOCKS_KEY]), graph.meta[NO_CUT_KEY]))
-    schedule = data.draw(st.sampled_from(["1f1b", "gpipe"]))
-    microbatches = data.draw(st.integers(1, 4))
+    starts, schedule, microbatches = choose(len(graph.meta[BLOCKS_KEY]), graph.meta[NO_CUT_KEY])
     cluster = Cluster.local(len(starts))
     problem, provenance = price(
         graph, captured, cluster, batch_size=4, microbatches=microbatches,
@@ -89,6 +97,19 @@ def hold(program: Program) -> None:
 @given(random_models(longest=6), st.data())
 def test_random_programs(model: RandomModel, data: Any) -> None:
     hold(programmed(data, model))
+
+
+def test_owner_of_a_tie_without_gradients_of_its_own() -> None:
+    """Found by search: no path from the owner's stage to the loss, so it has no backward."""
+    steps = (
+        Step("add", 1, 1), Step("tied", 2, 0), Step("batch_norm", 3, 3), Step("relu", 2, 2),
+        Step("mul", 5, 0),
+    )  # fmt: skip
+    model = RandomModel(steps, outputs=(4,), exact=False, seed=489)
+    program = cut_at(model, lambda blocks, closed: ([0, 1], "1f1b", 2))
+    assert not any(value.requires_grad for value in program.spec.stages[0].outputs)
+    assert program.spec.ties == {"layers.step1.weight": (0, 1)}
+    hold(program)
 
 
 @pytest.mark.slow

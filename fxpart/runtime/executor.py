@@ -267,7 +267,8 @@ class Executor:
     def _prepare_backward(self, action: Action) -> _Instruction:
         stage, microbatch, ties = action.stage, action.microbatch, self._ties
         table, cells = self._tables[stage], self._cells
-        if not table.trains:
+        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
+        if not (table.trains or tied):  # an owner without gradients of its own collects others'
             return _Instruction(action, (), _nothing, _nothing)
         arrivals = self._routes.arrivals(Kind.SEND_B, stage, microbatch, table.consumers)
         own = [
@@ -275,7 +276,6 @@ class Executor:
             for consumer in table.consumers
             if self._stage_rank[consumer] == self.rank
         ]
-        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
         self._late += ties.arrivals(stage, microbatch, late=True)
 
         def do() -> None:

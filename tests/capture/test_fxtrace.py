@@ -20,10 +20,10 @@ from fxpart.pipeline import KEY
 @pytest.fixture(scope="module")
 def operator() -> Iterator[str]:
     """A custom operator without a fake kernel, as compiled extensions often are."""
-    library = torch.library.Library("fxpart_tests", "DEF")
+    library = torch.library.Library("fxpart_fxtrace", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CPU")
-    yield "fxpart_tests::twice"
+    yield "fxpart_fxtrace::twice"
     library._destroy()
 
 
@@ -40,7 +40,7 @@ class Custom(nn.Module):
         self.register_buffer("shift", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = torch.ops.fxpart_tests.twice(self.lin(x).detach())
+        y = torch.ops.fxpart_fxtrace.twice(self.lin(x).detach())
         y = self.drop(torch.relu(self.bn(self.lin(x) + y))) + self.shift
         return {"y": self.last(y).view(x.shape[0], 2, 4)}
 
