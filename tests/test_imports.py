@@ -21,7 +21,9 @@ LAYERS = (
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),
     ("passes", "costmodels", "optimizers"),
     ("pipeline", "plan", "program", "costs"),
+    ("collectives",),
     ("compat", "rng", "solver", "schedule"),
+    ("sharding",),
     ("cluster",),
     ("environment",),
     ("errors", "_version"),
@@ -41,13 +43,15 @@ RUNTIME = {
     "plan",
     "cluster",
     "compat",
+    "sharding",
+    "collectives",
 }
 # Tables are the only way to a pass or a cost model.
 TABLES = ("fxpart.passes", "fxpart.costmodels")
 
 TORCH_FREE = (
     "errors", "cluster", "cluster_io", "plan", "plan_io", "program", "costs", "schedule", "solver",
-    "report",
+    "report", "sharding",
 )  # fmt: skip
 MODULES_OF_DANGER = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
 LONGEST_FUNCTION = 60

@@ -42,7 +42,7 @@ def programmed(data: Any, model: RandomModel) -> Program:
 
 
 def cut_at(model: RandomModel, choose: Any) -> Program:
-    """The model under the starts, schedule and microbatches that ``choose`` gives for its blocks."""
+    """The model under the starts, schedule and microbatches that ``choose`` gives."""
     captured = captured_of(model.build(), model.batch(), batch_size=4, batch_dims={"mask": None})
     graph = prepared(captured)
     starts, schedule, microbatches = choose(len(graph.meta[BLOCKS_KEY]), graph.meta[NO_CUT_KEY])

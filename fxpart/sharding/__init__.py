@@ -1,0 +1,36 @@
+"""Meshes, placements and what they mean: which part of a tensor each rank of a mesh holds.
+
+No torch here: plans and programs carry these as text.
+"""
+
+from __future__ import annotations
+
+from fxpart.sharding.layout import chunk, indices, local_shape
+from fxpart.sharding.mesh import Mesh
+from fxpart.sharding.placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    format_placements,
+    parse_placements,
+)
+
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Placements",
+    "Replicate",
+    "Shard",
+    "chunk",
+    "format_placements",
+    "indices",
+    "local_shape",
+    "parse_placements",
+]

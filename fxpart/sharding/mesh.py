@@ -1,0 +1,91 @@
+"""The mesh: the ranks of one stage as a grid with named axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from fxpart.errors import error
+
+_AXIS = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with their sizes, the major axis first: lane = row-major index of a coordinate.
+
+    A lane is a rank's place in the mesh of its stage; the rank of (stage, lane) is
+    ``stage * mesh.size + lane``.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """``"dp=2,tp=4"``; the empty text is the mesh of one lane. FXP109 for anything else."""
+        axes: list[tuple[str, int]] = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, size = (p.strip() for p in part.partition("="))
+            fine = _AXIS.match(name) and size.isascii() and size.isdigit() and int(size) >= 1
+            if not fine or name in dict(axes) or len(size) > 6:
+                raise error(
+                    "FXP109",
+                    where=f"mesh {text[:80]!r}",
+                    why=f"{part[:40]!r} is not a new axis name, = and a size above 0",
+                    fix='write it as "dp=2,tp=4"',
+                )
+            axes.append((name, int(size)))
+        return cls(tuple(axes))
+
+    def __str__(self) -> str:
+        """The text that :meth:`parse` reads."""
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names, major first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes' sizes, major first."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of lanes."""
+        return math.prod(self.shape)
+
+    def index(self, axis: str) -> int:
+        """The position of an axis; FXP109 for an unknown one."""
+        if axis not in self.names:
+            raise error(
+                "FXP109",
+                where=f"axis {axis[:40]!r}",
+                why=f"the mesh has {', '.join(self.names) or 'no axes'}",
+                fix="use one of its axes, or give the mesh that axis",
+            )
+        return self.names.index(axis)
+
+    def coordinate(self, lane: int) -> tuple[int, ...]:
+        """The place of a lane on each axis."""
+        found: list[int] = []
+        for size in reversed(self.shape):
+            lane, place = divmod(lane, size)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def lane(self, coordinate: tuple[int, ...]) -> int:
+        """The lane at a coordinate."""
+        lane = 0
+        for place, size in zip(coordinate, self.shape, strict=True):
+            lane = lane * size + place
+        return lane
+
+    def group(self, lane: int, axis: str) -> tuple[int, ...]:
+        """The lanes that differ from ``lane`` on ``axis`` alone, itself included, in order."""
+        at, here = self.index(axis), self.coordinate(lane)
+        return tuple(
+            self.lane((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])
+        )

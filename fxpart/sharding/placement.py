@@ -1,0 +1,99 @@
+"""Placements: how a tensor lies along one axis of a mesh. Text: ``"dp:S(0),tp:R"``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fxpart.errors import error
+from fxpart.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along ``dim`` as torch.chunk cuts. Text ``S(dim)``, or ``S(dim,outer)``.
+
+    outer: the dim is seen as ``[outer, rest]`` and ``rest`` is cut, so that each rank holds one
+    piece of every one of the ``outer`` parts (a fused query-key-value weight: outer = 3). It counts
+    in the dim as the mesh axes before this one have left it.
+    """
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        """The text form."""
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the whole tensor. Text ``R``."""
+
+    def __str__(self) -> str:
+        """The text form."""
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The tensor is the sum of what the axis's ranks hold. Text ``P``."""
+
+    def __str__(self) -> str:
+        """The text form."""
+        return "P"
+
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+Placement: TypeAlias = Shard | Replicate | Partial
+Placements: TypeAlias = tuple[Placement | None, ...]  # one for each mesh axis; None is open
+
+_SHARD = re.compile(r"S\((\d{1,2})(?:,(\d{1,9}))?\)\Z")
+
+
+def parse_placement(text: str) -> Placement | None:
+    """One placement; ``?`` is open (None). FXP109 for anything else."""
+    if text == "R":
+        return REPLICATE
+    if text == "P":
+        return PARTIAL
+    if text == "?":
+        return None
+    found = _SHARD.match(text)
+    if found is None or found[2] in ("0", "1"):
+        raise error(
+            "FXP109",
+            where=f"placement {text[:40]!r}",
+            why="it is not S(dim), S(dim,outer), R, P or ?",
+            fix='write it as "dp:S(0),tp:R"',
+        )
+    return Shard(int(found[1]), int(found[2] or 1))
+
+
+def parse_placements(text: str, mesh: Mesh) -> Placements:
+    """``"dp:S(0),tp:R"`` in any order of axes; an axis that is not named is open. FXP109."""
+    found: list[Placement | None] = [None] * len(mesh.axes)
+    named: set[str] = set()
+    for part in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", text))):
+        axis, colon, placement = (p.strip() for p in part.partition(":"))
+        if not colon or axis in named:
+            raise error(
+                "FXP109",
+                where=f"placements {text[:80]!r}",
+                why=f"{part[:40]!r} is not a new axis, a colon and a placement",
+                fix='write them as "dp:S(0),tp:R"',
+            )
+        named.add(axis)
+        found[mesh.index(axis)] = parse_placement(placement)
+    return tuple(found)
+
+
+def format_placements(placements: Placements, mesh: Mesh) -> str:
+    """The text that :func:`parse_placements` reads; open axes are left out."""
+    return ",".join(
+        f"{name}:{placement}"
+        for name, placement in zip(mesh.names, placements, strict=True)
+        if placement is not None
+    )
