@@ -87,6 +87,36 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     random_ops: int = 0
 
 
+class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one parameter or buffer lies over the mesh of its stage.
+
+    shape: of the whole tensor. placements: text such as "tp:S(0)" (axes not named are replicated).
+    partial: the axes over which its gradient, as backward leaves it, is a sum still to be made.
+    """
+
+    shape: tuple[int, ...]
+    placements: str = ""
+    partial: tuple[str, ...] = ()
+
+
+class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the stages' ranks share the work. Without one, a stage is one rank.
+
+    mesh: "dp=2,tp=2", the same for every stage; rank = stage * lanes + lane. The program that holds
+    this is that of one lane: its shapes and state are local. inputs: the user's tensors as the
+    user gives them, whole. placements: per input name, those of its microbatches. state: by
+    original name, every parameter and buffer that any stage holds. zero: 0, 1 (optimizer state
+    sharded over the axis ``zero_axis``) or 2 (gradients too); ZeRO-3 is a placement of the weights.
+    """
+
+    mesh: str
+    inputs: tuple[InputSpec, ...]
+    placements: dict[str, str]
+    state: dict[str, StateSharding]
+    zero: int = 0
+    zero_axis: str = ""
+
+
 class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole program, the same on every rank.
 
@@ -107,6 +137,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     parameters: tuple[str, ...] = ()  # main names in the model's own order (global-norm clipping)
     unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
     model: str = ""
+    sharding: ShardingSpec | None = None
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import sympy
 
+from fxpart.sharding import Placements
+
 
 class Level(IntEnum):
     """How far a graph has come; a pass names the level it needs and the one it leaves."""
@@ -26,6 +28,7 @@ LEVEL_KEY = "fxpart_level"
 BLOCKS_KEY = "fxpart_blocks"
 NO_CUT_KEY = "fxpart_no_cut"
 RNG_KEY = "rng_key"
+MESH_KEY = "fxpart_mesh"  # a graph that is being sharded: its Mesh
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class NodeSharding:
+    """How a node is sharded over the graph's mesh; every tuple is per axis or holds such tuples.
+
+    strategy: the factor of the op's rule that the axis cuts, "" for none, "+0" for a linear set of
+    partial operands (see fxpart.passes.rules); None while it is open. results: placements of each
+    tensor that the node gives (of the value itself for inputs and state), None where open. origins:
+    per axis where the placement came from, for a person.
+    """
+
+    strategy: tuple[str | None, ...]
+    results: tuple[Placements, ...]
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Annotation:
     """What fxpart knows of one node, frozen; change it with ``dataclasses.replace``.
 
@@ -71,3 +89,4 @@ class Annotation:
     block: int | None = None
     stage: int | None = None
     saved: tuple[Saved, ...] = ()
+    sharding: NodeSharding | None = None
