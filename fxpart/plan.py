@@ -14,7 +14,7 @@ import msgspec
 from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError, Problem
 
-VERSION = 1
+VERSION = 2
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +51,11 @@ class PlanModel(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Stage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: blocks [first, last] (inclusive) on the given ranks, one rank for each replica."""
+    """One stage: blocks [first, last] (inclusive) on the given ranks, one for each lane.
+
+    data_parallel: how many parts the batch is cut into; tensor_parallel: the ranks that share each
+    of these parts, so that the product is the number of ranks. parameters: elements, whole.
+    """
 
     index: int
     first: int
@@ -137,6 +141,40 @@ class Certificate(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     over: str
 
 
+class Placed(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Inputs, parameters and buffers, or ops that are sharded in one way for one reason.
+
+    kind: "input", "state" or "op". names: of the model's inputs, of state (its main name), of the
+    graph's nodes. placements: "dp:S(0),tp:R" of the value itself; of an op's results, one after
+    another with "; " between, only where they are not what the op's rule says. strategy: for ops,
+    the factor of the rule that each axis cuts, "dp:b,tp:h". origins: by axis, where that came from.
+    """
+
+    kind: Literal["input", "state", "op"]
+    names: tuple[str, ...]
+    placements: str = ""
+    strategy: str = ""
+    origins: dict[str, str] = {}
+
+
+class PlanSharding(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the ranks of each stage share its work.
+
+    mesh: "dp=2,tp=2", the same for every stage: rank = stage * lanes + lane, lanes counted with the
+    first axis major. zero: 0, or what is cut over ``zero_axis``: 1 optimizer state, 2 gradients
+    too, 3 parameters too. placed: what is not replicated on every axis. unruled: ops without a
+    rule, which every rank computes whole, with their number. certificate: of the choice of what
+    annotations left open; None where nothing was chosen.
+    """
+
+    mesh: str
+    zero: int = 0
+    zero_axis: str = ""
+    placed: tuple[Placed, ...] = ()
+    unruled: dict[str, int] = {}
+    certificate: Certificate | None = None
+
+
 class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rejected choice: its cost (None if it does not fit) and why it lost."""
 
@@ -151,6 +189,8 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     edges: (source stage, target stage, whether gradients come back) for each pair of stages that
     exchanges values every microbatch, skips included; empty where each stage feeds the next.
+    mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor", both 1,
+    where a stage is one rank). sharding: None where a stage is one rank.
     """
 
     format: Literal["fxpart-plan"] = "fxpart-plan"
@@ -173,6 +213,7 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     alternatives: tuple[Alternative, ...]
     constraints: dict[str, int | float | str | bool]
     edges: tuple[tuple[int, int, bool], ...] = ()
+    sharding: PlanSharding | None = None
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -11,6 +11,7 @@ import msgspec
 
 from fxpart.errors import Problem
 from fxpart.plan import Certificate, Plan, RankPrediction
+from fxpart.plan_io.check_sharding import Faults, sharding
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
@@ -20,16 +21,17 @@ _FIX = "make the plan again with `fxpart plan`, or correct this place"
 def problems(plan: Plan) -> tuple[Problem, ...]:
     """Every FXP303 of the plan, at most MAX_PROBLEMS."""
     found: list[Problem] = []
-    for check in (_numbers, _cluster, _model, _stages, _mesh, _edges, _ties, _counts, _prediction):
+    for check in _CHECKS:
         for where, why in check(plan):
             found.append(Problem("FXP303", where, why, _FIX))
             if len(found) >= MAX_PROBLEMS:
                 return tuple(found)
-    found += [Problem("FXP303", w, y, _FIX) for w, y in _certificate(plan.certificate)]
+    certificates = {"certificate": plan.certificate}
+    if plan.sharding is not None and plan.sharding.certificate is not None:
+        certificates["sharding.certificate"] = plan.sharding.certificate
+    for where, given in certificates.items():
+        found += [Problem("FXP303", w, y, _FIX) for w, y in _certificate(given, where)]
     return tuple(found)
-
-
-Faults = Iterator[tuple[str, str]]
 
 
 def _numbers(plan: Plan) -> Faults:
@@ -195,14 +197,19 @@ def _rank(plan: Plan, entry: RankPrediction, stage: int | None, where: str) -> F
         yield f"{where}.memory_limit", f"the device has {device.memory} bytes"
 
 
-def _certificate(given: Certificate) -> Faults:
+def _certificate(given: Certificate, where: str) -> Faults:
     objective, bound = given.objective, given.lower_bound
     if not all(math.isfinite(x) for x in (objective, bound, given.gap)):
         return  # said already
     if bound > objective * (1 + 1e-9):
-        yield "certificate.lower_bound", f"{bound} is above the objective {objective}"
+        yield f"{where}.lower_bound", f"{bound} is above the objective {objective}"
     gap = (objective - bound) / objective if objective > 0 else 0.0
     if abs(given.gap - max(gap, 0.0)) > 1e-6:
-        yield "certificate.gap", f"it is {given.gap}, the objective and bound give {gap:.6g}"
+        yield f"{where}.gap", f"it is {given.gap}, the objective and bound give {gap:.6g}"
     if given.status == "optimal" and gap > 1e-6:
-        yield "certificate.status", f"it says optimal with a gap of {gap:.6g}"
+        yield f"{where}.status", f"it says optimal with a gap of {gap:.6g}"
+
+
+_CHECKS = (
+    _numbers, _cluster, _model, _stages, _mesh, _edges, _ties, _counts, _prediction, sharding,
+)  # fmt: skip

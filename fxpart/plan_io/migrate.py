@@ -10,8 +10,14 @@ from fxpart.plan import VERSION
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
+
+def _one(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 can say how the ranks of a stage share its work; in version 1 a stage is one."""
+    return raw
+
+
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {}
+MIGRATIONS: dict[int, Step] = {1: _one}
 
 
 def upgrade(
