@@ -7,12 +7,14 @@ in which stages run, nor a restart changes a single number.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _MASK = (1 << 64) - 1
+_LOCK = threading.RLock()  # one generator serves all threads
 
 
 def mix(*words: int) -> int:
@@ -37,12 +39,13 @@ def seeded(key: int, index: int, op: Callable[..., Any], *args: Any, **kwargs: A
     key: the microbatch's key. index: the op's number among the graph's random ops.
     """
     generator = _generator(args, kwargs)
-    state = generator.get_state()
-    generator.manual_seed(mix(key, index))
-    try:
-        return op(*args, **kwargs)
-    finally:
-        generator.set_state(state)
+    with _LOCK:
+        state = generator.get_state()
+        generator.manual_seed(mix(key, index))
+        try:
+            return op(*args, **kwargs)
+        finally:
+            generator.set_state(state)
 
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
