@@ -27,6 +27,7 @@ Localise: TypeAlias = Callable[
 
 REPLICATED = ""  # the strategy that cuts nothing
 PASS = "+"  # "+0": the operands of rule.linear[0] are Partial, and so are the results
+PARTS = "/"  # "n/3": factor n seen as [3, rest], and rest is cut (a fused query-key-value weight)
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,14 @@ def _column(
         inside: list[Placement] = [PARTIAL if i in summed else REPLICATE for i in range(count)]
         back: list[Placement] = [REPLICATE if i in summed else PARTIAL for i in range(count)]
         return inside, [PARTIAL] * given, back
-    if name in rule.whole or name not in rule.sizes:
+    name, inner = factor_of(name)
+    if name in rule.whole or name not in rule.sizes or (inner > 1 and name in rule.forms):
         return None
-    into, out = [_shard(d, name, left) for d in rule.operands], []
+    into, out = [_shard(d, name, left, inner) for d in rule.operands], []
     for index, dims in enumerate(rule.results):
         told = rule.results_of.get(name, ())
         fixed = told[index] if index < len(told) else None
-        out.append(fixed if fixed is not None else _shard(dims, name, left) or PARTIAL)
+        out.append(fixed if fixed is not None else _shard(dims, name, left, inner) or PARTIAL)
     summed = rule.additive if PARTIAL in out else frozenset()
     if any(place is _IMPOSSIBLE for place in (*into, *out)):
         return None
@@ -168,11 +170,17 @@ def _column(
 _IMPOSSIBLE = Shard(-1)
 
 
-def _shard(dims: Dims, name: str, left: Mapping[str, Size]) -> Shard | None:
-    """Where a factor lies in a tensor: None where it does not."""
+def factor_of(strategy: str) -> tuple[str, int]:
+    """``"n"`` is (n, 1), ``"n/3"`` is (n, 3)."""
+    name, _, parts = strategy.partition(PARTS)
+    return name, int(parts or 1)
+
+
+def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> Shard | None:
+    """Where a factor, seen as [inner, rest], lies in a tensor: None where it does not."""
     for index, factors in enumerate(dims):
         if name in factors:
-            outer = 1
+            outer = inner
             for before in factors[: factors.index(name)]:
                 size = left[before]
                 if not isinstance(size, int):
@@ -186,10 +194,14 @@ def _cut(rule: Rule, name: str, parts: int, left: dict[str, Size]) -> bool:
     """Whether ``parts`` pieces can be cut of the factor; notes what is left of it."""
     if name == REPLICATED or name.startswith(PASS):
         return True
+    name, inner = factor_of(name)
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
-        return True
+        return inner == 1
+    if inner > 1:
+        left[name] = size // parts
+        return size % (inner * parts) == 0
     alone = all(
         dim == (name,) for dims in (*rule.operands, *rule.results) for dim in dims if name in dim
     )
