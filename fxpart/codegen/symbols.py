@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from fxpart.codegen.sizes import expression, fold
+from fxpart.pipeline.symbols import fold, readable, solvable
+
+__all__ = ["SizeBuilder", "readable", "solvable"]
 
 
 class SizeBuilder:
@@ -57,36 +59,3 @@ class SizeBuilder:
         if key not in self._built:
             self._built[key] = self.graph.call_function(function, (left, right))
         return self._built[key]
-
-
-def solvable(expr: sympy.Expr) -> sympy.Symbol | None:
-    """The symbol that a dim determines: the dim is ``symbol`` or ``a*symbol + b`` with integers."""
-    free = expr.free_symbols
-    if len(free) != 1:
-        return None
-    (symbol,) = free
-    factor = expr.coeff(symbol)
-    offset = expr.subs(symbol, 0)
-    linear = factor.is_Integer and factor > 0 and offset.is_Integer
-    return symbol if linear and sympy.expand(factor * symbol + offset - expr) == 0 else None
-
-
-def readable(
-    tensors: Iterable[tuple[Any, Any]],
-) -> dict[sympy.Symbol, tuple[Any, int, sympy.Expr]]:
-    """Per symbol, the first of (key, fake tensor) pairs with a dim that gives it.
-
-    Plain dims are preferred to linear ones. Returns key, dim and the dim's expression.
-    """
-    plain: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}
-    linear: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}
-    for key, value in tensors:
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, int):
-                continue
-            expr = expression(size)
-            if expr.is_Symbol:
-                plain.setdefault(expr, (key, dim, expr))
-            elif (symbol := solvable(expr)) is not None:
-                linear.setdefault(symbol, (key, dim, expr))
-    return linear | plain
