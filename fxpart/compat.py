@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -101,6 +102,25 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint)
     return int(size)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Failing fake kernels raise as ever, but torch does not also log a stack trace for each.
+
+    For a first try that another follows. Filters the private logger ``torch._subclasses.
+    fake_tensor``; where that is gone there is nothing to filter.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def without_traces(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger.addFilter(without_traces)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without_traces)
 
 
 @contextmanager
@@ -229,3 +249,13 @@ def registering_module(operation: Any) -> str | None:
     function = getattr(known, "_init_fn", None)
     module = getattr(function, "__module__", None)
     return module if isinstance(module, str) and not module.startswith("torch.") else None
+
+
+def floor_division(expression: Any, divisor: int) -> Any:
+    """``expression // divisor`` as torch writes it in symbolic sizes.
+
+    Uses ``torch.utils._sympy.functions.FloorDiv``.
+    """
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(expression, divisor)
