@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.modules import transformer
@@ -136,3 +137,17 @@ def test_registering_module_of_ops() -> None:
 
     assert registering_module(torch.ops.fxpart_tests.twice.default) == __name__
     assert registering_module(torch.ops.aten.add.Tensor) is None
+
+
+def test_failing_fakes_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    with compat.fake_mode():
+        x = torch.ones(4, 3)
+
+        def attempt() -> str:
+            with pytest.raises(RuntimeError):
+                torch.mm(x, x)
+            return caplog.text
+
+        with compat.quiet_fakes():
+            assert attempt() == ""
+        assert "failed while attempting" in attempt()

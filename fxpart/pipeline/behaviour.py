@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpart.compat import guards_off, python_dispatcher
+from fxpart.compat import guards_off, python_dispatcher, quiet_fakes
 from fxpart.errors import error
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
@@ -204,7 +204,8 @@ class Walk:
 def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:
     """The op's result; ops whose C++ body wants numbers go through their Python decomposition."""
     try:
-        return call()
+        with quiet_fakes():
+            return call()
     except RuntimeError as first:
         packed.clear()
         try:
