@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from fxpart.capture import Captured, capture
-from fxpart.capture.fingerprint import fingerprint
 from fxpart.cluster import Cluster
-from fxpart.codegen import emit, split
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
-from fxpart.environment import launch
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
-from fxpart.pipeline import BLOCKS_KEY, PassManager
-from fxpart.plan import Plan, PlanInput, PlanModel
-from fxpart.planning import make_plan
+from fxpart.pipeline import PassManager
+from fxpart.plan import Plan, PlanModel
+from fxpart.planning import difference, make_plan, model_info
 from fxpart.price import price
 from fxpart.program import ProgramSpec
+from fxpart.requests import DATA_AXIS, Request, check_counts, find_cluster, make_request
 from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
+from fxpart.sharded import Lanes, Sharded, assign, generate, restore, shard
 from fxpart.solver.portfolio import explain_infeasible, solve
 
 if TYPE_CHECKING:
@@ -59,29 +58,27 @@ def compile(
     by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
     class, name, factory or instance, for memory and as the trainer's default. plan: apply this one
     (a Plan or its file) instead of solving. constraints: ``stages``, ``schedule`` ("1f1b" or
-    "gpipe"), ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). seed: of all
-    random ops. batch_dims: per input name its batch dim, None for an input that every microbatch
-    gets whole.
+    "gpipe"), ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds); and to share
+    each stage among several ranks ``mesh`` ("dp=2,tp=2": an axis named dp cuts the batch),
+    ``annotations`` (a file or text beside those of :func:`fxpart.annotate`), ``zero`` (0 to 3) over
+    ``zero_axis``, ``placements`` ("solver", or "annotated" to replicate what propagation leaves
+    open). seed: of all random ops. batch_dims: per input name its batch dim, None for an input
+    that every microbatch gets whole.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    request = _Request(
-        _cluster(cluster, chosen),
-        optimizer if optimizer is not None else "adamw",
-        cost_model,
-        _checked(constraints or {}),
-        seed,
+    check_counts(batch_size, microbatches)
+    request = make_request(
+        find_cluster(cluster, chosen), optimizer, cost_model, constraints or {}, seed
     )
-    _check_counts(batch_size, microbatches)
-    wanted = microbatches if chosen is None else chosen.microbatches
     captured = _capture(
         model,
         example_inputs,
         example_kwargs,
-        microbatches=wanted,
-        ranks=len(request.cluster.devices),
+        microbatches=microbatches if chosen is None else chosen.microbatches,
+        request=request,
         loss=loss,
         batch_size=batch_size if chosen is None else chosen.batch_size,
         batch_dims=batch_dims,
@@ -90,30 +87,20 @@ def compile(
     if chosen is not None:
         granularity = str(chosen.constraints.get("granularity", "block"))
     graph = PassManager().run(_prepare(granularity), captured.graph)
-    info = _model_info(captured, graph)
+    info = model_info(captured, graph)
     if chosen is not None:
         return _apply(request, captured, graph, info, chosen)
     return _solve(request, captured, graph, info, microbatches)
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What compile() was asked, parsed."""
-
-    cluster: Cluster
-    optimizer: Any
-    cost_model: str
-    constraints: dict[str, int | float | str | bool]
-    seed: int
-
-
-@dataclass(frozen=True)
 class Program:
     """A compiled model: the plan, and a stage module for each rank.
 
-    captured: what the model became. prepared: its graph with blocks; graph: with stages too. spec:
-    the stages as data. sources: per stage the text of its module. optimizer: the default for
-    trainers.
+    captured: what the model became. prepared: its graph with blocks; graph: with stages too, whole
+    however its ops are sharded. spec: the stages as data; sources: per stage the text of its
+    module; where a stage is several ranks, those of its first lane. optimizer: the default for
+    trainers. lanes: the programs of all lanes, None where a stage is one rank.
     """
 
     plan: Plan
@@ -123,6 +110,14 @@ class Program:
     prepared: fx.GraphModule
     graph: fx.GraphModule
     optimizer: Any = None
+    lanes: Lanes | None = None
+
+    def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+        """The program of one lane of every stage, and the text of its stages; made when asked."""
+        if self.lanes is None:
+            assert index == 0, "a stage of one rank has one lane"
+            return self.spec, self.sources
+        return self.lanes.program(index)
 
     def replan(
         self,
@@ -136,11 +131,11 @@ class Program:
 
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
-        checked = _checked(constraints or {})
+        checked = dict(constraints or {})
         if "granularity" in self.plan.constraints:
             checked["granularity"] = self.plan.constraints["granularity"]
         chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
-        request = _Request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
+        request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         return _solve(request, self.captured, self.prepared, self.plan.model, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -196,20 +191,17 @@ class Program:
 
 
 def _solve(
-    request: _Request,
+    request: Request,
     captured: Captured,
     graph: fx.GraphModule,
     info: PlanModel,
     microbatches: int | None,
 ) -> Program:
-    """Price the graph, choose, and make the program and its plan."""
+    """Price the graph, or one lane's, choose, and make the program and its plan."""
     fixed = request.constraints
-    ranks = _started_ranks()
-    least, most = 1, len(request.cluster.devices)
-    if (count := fixed.get("stages", ranks)) is not None:
-        least = most = int(count)
+    sharded = shard(graph, captured, request) if request.sharded else None
     problem, provenance = price(
-        graph,
+        graph if sharded is None else sharded.local(0),
         captured,
         request.cluster,
         cost_model=request.cost_model,
@@ -217,8 +209,9 @@ def _solve(
         microbatches=microbatches,
         optimizer=request.optimizer,
         schedules=(str(fixed.get("schedule", "1f1b")),),
-        min_stages=least,
-        max_stages=most,
+        min_stages=request.stages[0],
+        max_stages=request.stages[1],
+        sharing=None if sharded is None else sharded.sharing(),
     )
     limit = float(fixed.get("time_limit", 30.0))
     solution = solve(
@@ -227,7 +220,8 @@ def _solve(
     if solution.choice is None:
         raise FxpartError(explain_infeasible(problem))
     starts = solution.choice.starts
-    assigned, spec, sources = _generate(captured, graph, starts, request.seed)
+    made = _generate(captured, graph, sharded, starts, request.seed)
+    spec = made["spec"]
     count = problem.variants[solution.choice.variant].microbatches
     plan = make_plan(
         info,
@@ -240,34 +234,43 @@ def _solve(
         optimizer=choose(request.optimizer).name,
         provenance=provenance,
         constraints=fixed,
+        shared=None if sharded is None else sharded.described(problem),
     )
-    return Program(plan, spec, sources, captured, graph, assigned, request.optimizer)
+    return Program(plan=plan, optimizer=request.optimizer, **made)
 
 
 def _apply(
-    request: _Request, captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan
+    request: Request, captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan
 ) -> Program:
     """Make the program that a given plan describes; FXP304 where it is another model's."""
     if plan.model.fingerprint != info.fingerprint:
         raise error(
             "FXP304",
             where=f"plan for {plan.model.name}",
-            why=_difference(plan.model, info),
+            why=difference(plan.model, info),
             fix="plan again for this model: fxpart plan TARGET -o plan.json",
         )
+    sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
     starts = tuple(stage.first for stage in plan.stages)
-    assigned, spec, sources = _generate(captured, graph, starts, plan.seed)
-    return Program(plan, spec, sources, captured, graph, assigned, request.optimizer)
+    made = _generate(captured, graph, sharded, starts, plan.seed)
+    return Program(plan=plan, optimizer=request.optimizer, **made)
 
 
 def _generate(
-    captured: Captured, graph: fx.GraphModule, starts: Sequence[int], seed: int
-) -> tuple[fx.GraphModule, ProgramSpec, tuple[str, ...]]:
-    """The graph with its stages, the program's description, and each stage's text."""
-    listed = ",".join(map(str, starts))
-    assigned = PassManager().run(f'assign{{starts="{listed}"}}', graph)
-    spec, stages = split(assigned, captured, seed)
-    return assigned, spec, tuple(emit(stage) for stage in stages)
+    captured: Captured,
+    graph: fx.GraphModule,
+    sharded: Sharded | None,
+    starts: Sequence[int],
+    seed: int,
+) -> dict[str, Any]:
+    """The fields of a Program that follow from the first block of each stage."""
+    assigned = assign(graph, starts)
+    lanes = None if sharded is None else Lanes(sharded, captured, tuple(starts), seed)
+    spec, sources = generate(assigned, captured, seed) if lanes is None else lanes.program(0)
+    return {
+        "captured": captured, "prepared": graph, "graph": assigned, "spec": spec,
+        "sources": sources, "lanes": lanes,
+    }  # fmt: skip
 
 
 def _schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
@@ -281,105 +284,19 @@ def _prepare(granularity: str) -> str:
     return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
 
 
-def _model_info(captured: Captured, graph: fx.GraphModule) -> PlanModel:
-    parameters = [captured.state[name] for name in captured.parameters]
-    return PlanModel(
-        name=captured.model_name,
-        fingerprint=fingerprint(graph),
-        capture=captured.method,
-        batch="symbolic" if captured.symbolic else "fixed",
-        nodes=sum(n.op.startswith("call") for n in graph.graph.nodes),
-        blocks=len(graph.meta[BLOCKS_KEY]),
-        parameters=sum(t.numel() for t in parameters),
-        parameter_bytes=sum(t.numel() * t.element_size() for t in parameters),
-        inputs=tuple(
-            PlanInput(name=i.name, dtype=i.dtype, shape=i.shape, batch_dim=i.batch_dim)
-            for i in captured.inputs
-        ),
-    )
-
-
-def _started_ranks() -> int | None:
-    """How many processes torchrun started, each of which then gets a stage; None outside of it."""
-    found = launch()
-    return None if found is None else found.world
-
-
-def _checked(
-    constraints: Mapping[str, int | float | str | bool],
-) -> dict[str, int | float | str | bool]:
-    """The constraints, each known and of the right kind; FXP109 lists every other one."""
-    allowed: dict[str, tuple[type, tuple[str, ...]]] = {
-        "stages": (int, ()),
-        "schedule": (str, ("1f1b", "gpipe")),
-        "granularity": (str, ("block", "op")),
-        "solver": (str, ("auto", "dp", "cp-sat", "brute")),
-        "time_limit": (float, ()),
-    }
-    problems = []
-    for key, value in constraints.items():
-        where = f"constraint {key}={value!r}"
-        if key not in allowed:
-            fix = f"one of {', '.join(allowed)}"
-            problems.append(Problem("FXP109", where, "it is not a constraint", fix))
-            continue
-        kind, choices = allowed[key]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if choices and value not in choices:
-            problems.append(Problem("FXP109", where, "it is not a choice", " or ".join(choices)))
-        elif kind is int and not (number and isinstance(value, int) and value >= 1):
-            problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
-        elif kind is float and not (number and float(value) > 0):
-            problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
-    if problems:
-        raise FxpartError(problems)
-    return dict(constraints)
-
-
-def _check_counts(batch_size: int | None, microbatches: int | None) -> None:
-    """batch_size and microbatches, where given, are whole and above 0; FXP109."""
-    problems = [
-        Problem("FXP109", f"{name}={value!r}", "it must be a whole number above 0", "")
-        for name, value in (("batch_size", batch_size), ("microbatches", microbatches))
-        if value is not None
-        and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
-    ]
-    if not problems and batch_size is not None and microbatches is not None:
-        if microbatches > batch_size:
-            why = f"a batch of {batch_size} cannot be cut into {microbatches} microbatches"
-            problems.append(Problem("FXP109", "microbatches", why, f"at most {batch_size}"))
-    if problems:
-        raise FxpartError(problems)
-
-
-def _cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
-    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named."""
-    if plan is not None and given == "auto":
-        return plan.cluster
-    found = given if isinstance(given, Cluster) else Cluster.parse(str(given))
-    if plan is not None and found.hash != plan.cluster_hash:
-        raise error(
-            "FXP305",
-            where=f"plan for {plan.cluster.name}, {len(plan.cluster.devices)} devices",
-            why=f"the cluster given is {found.name}, {len(found.devices)} devices, and differs in "
-            "its devices or links",
-            fix='leave cluster="auto" to run the plan as it is, or plan again for this cluster',
-        )
-    return found
-
-
 def _capture(
     model: nn.Module,
     inputs: Any,
     kwargs: Mapping[str, Any] | None,
     *,
     microbatches: int | None,
-    ranks: int,
+    request: Request,
     **options: Any,
 ) -> Captured:
     """Capture; where the batch cannot be symbolic, at the size of one microbatch.
 
-    Without a wish that size is a divisor of the batch that makes about two microbatches a rank.
+    Without a wish that size is a divisor of the batch that makes about two microbatches a stage,
+    each of which the ranks of the data axis can share.
     """
     captured = capture(model, inputs, kwargs, **options)
     if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
@@ -387,7 +304,10 @@ def _capture(
     batch = captured.batch_size
     count = microbatches
     if count is None:
-        count = max(m for m in range(1, min(batch, 2 * ranks) + 1) if batch % m == 0)
+        shares = dict(request.mesh.axes).get(DATA_AXIS, 1)
+        most = min(batch, 2 * len(request.cluster.devices) // request.mesh.size)
+        divides = [m for m in range(1, most + 1) if batch % m == 0]
+        count = max((m for m in divides if batch // m % shares == 0), default=1)
     if batch % count:
         raise error(
             "FXP109",
@@ -399,13 +319,3 @@ def _capture(
     if count == 1:
         return captured
     return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
-
-
-def _difference(planned: PlanModel, found: PlanModel) -> str:
-    """What distinguishes the plan's model from the one at hand, in words."""
-    rows = [
-        f"{field}: planned {getattr(planned, field)}, found {getattr(found, field)}"
-        for field in ("name", "capture", "batch", "nodes", "blocks", "parameters", "inputs")
-        if getattr(planned, field) != getattr(found, field)
-    ]
-    return "\n".join(rows) or "the same counts, but other operations, shapes or arguments"

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum, prod
+from typing import TYPE_CHECKING
 
+from torch import fx
+
+from fxpart.capture.fingerprint import fingerprint
 from fxpart.cluster import Cluster
+from fxpart.pipeline import BLOCKS_KEY
 from fxpart.plan import (
     Alternative,
     Certificate,
     Memory,
     Plan,
+    PlanInput,
     PlanModel,
+    PlanSharding,
     Prediction,
     RankPrediction,
     Stage,
@@ -20,8 +29,31 @@ from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.simulate import simulate
+from fxpart.sharding import Mesh
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a plan says of stages of several ranks.
+
+    degrees: into how many parts the batch is cut, and the ranks that share each part. sums: by
+    block, the seconds of a step that gradient sums and ZeRO's collectives take, which the problem
+    counts with the optimizer's.
+    """
+
+    sharding: PlanSharding
+    degrees: tuple[int, int]
+    sums: tuple[float, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of every stage."""
+        return Mesh.parse(self.sharding.mesh)
 
 
 def make_plan(
@@ -36,28 +68,35 @@ def make_plan(
     optimizer: str,
     provenance: Mapping[str, str],
     constraints: Mapping[str, int | float | str | bool],
+    shared: Shared | None = None,
 ) -> Plan:
-    """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges."""
+    """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
+
+    shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
+    """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
     variant = problem.variants[choice.variant]
     evaluation = evaluate(problem, choice)
     edges = edges_of(spec)
+    mesh = Mesh() if shared is None else shared.mesh
+    data, tensor = (1, 1) if shared is None else shared.degrees
+    axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
     return Plan(
         model=model,
         cluster=cluster,
         cluster_hash=cluster.hash,
-        mesh={"pipeline": len(choice.starts), "data": 1, "tensor": 1},
+        mesh={"pipeline": len(choice.starts), **axes},
         stages=tuple(
             Stage(
                 index=k,
                 first=cost.first,
                 last=cost.last,
                 label=label(problem.blocks[cost.first : cost.last + 1]),
-                ranks=(k,),
-                parameters=sum(
-                    _count(s.shape) for s in spec.stages[k].state if s.kind == "parameter"
-                ),
+                ranks=tuple(range(k * mesh.size, (k + 1) * mesh.size)),
+                data_parallel=data,
+                tensor_parallel=tensor,
+                parameters=_parameters(spec, k),
             )
             for k, cost in enumerate(evaluation.stages)
         ),
@@ -67,12 +106,13 @@ def make_plan(
         schedule=choice.schedule,
         optimizer=optimizer,
         seed=spec.seed,
-        prediction=_prediction(problem, evaluation, schedule, edges),
+        prediction=_prediction(problem, evaluation, schedule, edges, cluster, shared),
         provenance=dict(provenance),
-        certificate=_certificate(problem, solution, evaluation, provenance),
+        certificate=_certificate(problem, solution, evaluation, provenance, mesh.size),
         alternatives=_alternatives(problem, solution, evaluation),
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
+        sharding=None if shared is None else shared.sharding,
     )
 
 
@@ -81,11 +121,14 @@ def label(blocks: Sequence[str]) -> str:
     return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
 
 
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _parameters(spec: ProgramSpec, stage: int) -> int:
+    """Elements of the stage's parameters, whole."""
+    whole = {} if spec.sharding is None else spec.sharding.state
+    return sum(
+        prod(whole[state.name].shape if state.name in whole else state.shape)
+        for state in spec.stages[stage].state
+        if state.kind == "parameter"
+    )
 
 
 def _ties(spec: ProgramSpec) -> tuple[Tie, ...]:
@@ -103,6 +146,8 @@ def _prediction(
     evaluation: Evaluation,
     schedule: Schedule,
     edges: Sequence[StageEdge],
+    cluster: Cluster,
+    shared: Shared | None,
 ) -> Prediction:
     """Closed form, and the simulated schedule with transfers that overlap computation.
 
@@ -110,6 +155,7 @@ def _prediction(
     once a step (tie sums, optimizer) follows the stage's last backward.
     """
     stages = evaluation.stages
+    lanes = 1 if shared is None else shared.mesh.size
     incoming = {k: sum(1 + e.backward for e in edges if e.target == k) for k in range(len(stages))}
 
     def seconds(stage: int, peer: int, kind: Kind) -> float:
@@ -134,21 +180,29 @@ def _prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=simulated,
         bubble=min(1.0, max(0.0, 1.0 - share)),
-        ranks=tuple(_rank(problem, k, cost) for k, cost in enumerate(stages)),
+        ranks=tuple(
+            _rank(cluster, k, k * lanes + lane, cost, shared)
+            for k, cost in enumerate(stages)
+            for lane in range(lanes)
+        ),
     )
 
 
-def _rank(problem: PartitionProblem, rank: int, cost: StageCost) -> RankPrediction:
+def _rank(
+    cluster: Cluster, stage: int, rank: int, cost: StageCost, shared: Shared | None
+) -> RankPrediction:
+    """One rank's share; the lanes of a stage are predicted alike, as its slowest member."""
     m = cost.memory
+    sums = 0.0 if shared is None else fsum(shared.sums[cost.first : cost.last + 1])
     return RankPrediction(
         rank=rank,
-        stage=rank,
-        device=problem.devices[cost.device].name,
+        stage=stage,
+        device=cluster.devices[rank].name,
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         transfer_seconds=cost.transfer_seconds,
-        sync_seconds=cost.sync_seconds,
-        optimizer_seconds=cost.optimizer_seconds,
+        sync_seconds=cost.sync_seconds + sums,
+        optimizer_seconds=max(0.0, cost.optimizer_seconds - sums),
         memory=Memory(
             weights=m.weights,
             gradients=m.gradients,
@@ -167,12 +221,14 @@ def _certificate(
     solution: Solution,
     evaluation: Evaluation,
     provenance: Mapping[str, str],
+    lanes: int,
 ) -> Certificate:
     objective = evaluation.seconds
     bound = min(solution.bound, objective)
     status = solution.status
     assert status in ("optimal", "within gap", "best found")
     counts = sorted({v.microbatches for v in problem.variants})
+    places = "devices" if lanes == 1 else f"groups of {lanes} devices"
     return Certificate(
         status=status,
         objective=objective,
@@ -181,7 +237,7 @@ def _certificate(
         solver=solution.solver,
         over=(
             f"contiguous stages of these {len(problem.blocks)} blocks on at most "
-            f"{problem.max_stages} of {len(problem.devices)} devices in their order, "
+            f"{problem.max_stages} of {len(problem.devices)} {places} in their order, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
             f"{', '.join(problem.schedules)}, costs by "
             f"{provenance.get('compute', 'the cost model')}"
@@ -225,3 +281,32 @@ def _why_lost(
         f"{stage.seconds * 1e3:.3g} ms a microbatch, mostly {part}; filling the pipeline is "
         f"{share:.0%} of the step"
     )
+
+
+def model_info(captured: Captured, graph: fx.GraphModule) -> PlanModel:
+    """What a plan says of its model. graph: prepared, with blocks."""
+    parameters = [captured.state[name] for name in captured.parameters]
+    return PlanModel(
+        name=captured.model_name,
+        fingerprint=fingerprint(graph),
+        capture=captured.method,
+        batch="symbolic" if captured.symbolic else "fixed",
+        nodes=sum(n.op.startswith("call") for n in graph.graph.nodes),
+        blocks=len(graph.meta[BLOCKS_KEY]),
+        parameters=sum(t.numel() for t in parameters),
+        parameter_bytes=sum(t.numel() * t.element_size() for t in parameters),
+        inputs=tuple(
+            PlanInput(name=i.name, dtype=i.dtype, shape=i.shape, batch_dim=i.batch_dim)
+            for i in captured.inputs
+        ),
+    )
+
+
+def difference(planned: PlanModel, found: PlanModel) -> str:
+    """What distinguishes the plan's model from the one at hand, in words."""
+    rows = [
+        f"{field}: planned {getattr(planned, field)}, found {getattr(found, field)}"
+        for field in ("name", "capture", "batch", "nodes", "blocks", "parameters", "inputs")
+        if getattr(planned, field) != getattr(found, field)
+    ]
+    return "\n".join(rows) or "the same counts, but other operations, shapes or arguments"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -13,11 +14,14 @@ from fxpart import costmodels
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.places import RESERVE, kinds, limits
+from fxpart.pricing.sharing import Move, Sharing, is_collective, moves
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
 from fxpart.pricing.weights import step_seconds, trained_names, weights
+from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
 
 if TYPE_CHECKING:
@@ -40,12 +44,15 @@ def price(
     schedules: Sequence[str] = ("1f1b",),
     min_stages: int = 1,
     max_stages: int | None = None,
+    sharing: Sharing | None = None,
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """The partition problem of an annotated graph on a cluster, and where its numbers come from.
 
     graph: with blocks and what autograd saves (level ANNOTATED). batch_size: rows of one step.
     microbatches: a number, or None to let the solver choose. optimizer: as
     :func:`fxpart.optimizers.choose` takes it. max_stages: None for as many as there are devices.
+    sharing: where a stage is several ranks; then the graph is that of one of them, and the devices
+    of the problem are groups of consecutive devices of the cluster.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
@@ -60,24 +67,48 @@ def price(
     choice = choose(optimizer)
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
-    devices, _ = kinds(cluster)
-    most = min(len(cluster.devices), len(blocks), max_stages or len(cluster.devices))
-    cuts = variants(captured, batch_size, microbatches, most)
-    state = weights(graph.graph, captured, trained, choice)
-    pricer = _Pricer(graph.graph, specs, model, devices, state, len(blocks))
+    shared = sharing or Sharing(Mesh())
+    places = grouped(cluster, shared.mesh.size)
+    rings = Rings(cluster, shared.mesh)
+    devices, _ = kinds(places)
+    most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
+    cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
+    whole = weights(graph.graph, captured, trained, choice)
+    state = tuple(map(shared.divided, whole))
+    pricer = _Pricer(graph.graph, specs, model, devices, whole, len(blocks), shared.mesh, rings)
+    sums = shared.sums(whole, len(blocks), model, rings)
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
-        devices=tuple(limits(cluster, model)),
+        devices=tuple(limits(places, model)),
         values=pricer.values,
         weights=state,
-        variants=tuple(pricer.variant(split, Sizes(captured, split)) for split in cuts),
-        step=tuple(step_seconds(state, len(blocks), device) for device in devices),
+        variants=tuple(
+            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
+        ),
+        step=tuple(
+            tuple(map(add, step_seconds(state, len(blocks), device), sums)) for device in devices
+        ),
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         schedules=_schedules(schedules),
         min_stages=min_stages,
         max_stages=max(most, 1),
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
+
+
+def _rows(captured: Captured, batch: int, sharing: Sharing) -> int:
+    """Rows of a step that one rank has; FXP105 where the ranks cannot share them evenly.
+
+    A graph with a fixed batch keeps all: its sizes are one rank's already.
+    """
+    if batch % sharing.rows:
+        raise error(
+            "FXP105",
+            where=f"batch of {batch}, mesh {sharing.mesh}",
+            why=f"{sharing.rows} ranks take equal parts of every microbatch",
+            fix=f"give a batch that {sharing.rows} divides, or another mesh",
+        )
+    return batch // sharing.rows if captured.symbolic else batch
 
 
 def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
@@ -104,6 +135,8 @@ class _Pricer:
         devices: Sequence[Device],
         state: Sequence[Weight],
         blocks: int,
+        mesh: Mesh,
+        rings: Rings,
     ) -> None:
         self.model, self.devices, self.blocks = model, devices, blocks
         self.sources: set[str] = set()
@@ -111,8 +144,12 @@ class _Pricer:
         self._ops: dict[OpSpec, int] = {}
         self._node_op: list[int] = []
         self._node_block: list[int] = []
+        self._rings = rings
+        self._moves: list[tuple[int, tuple[Move, ...], tuple[Move, ...]]] = []
         for node in graph.nodes:
             block = annotation(node).block
+            if block is not None and is_collective(node):
+                self._moves.append((block, *moves(node, specs, mesh)))
             op = specs.op(node) if block is not None else None
             if op is not None and block is not None:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))
@@ -150,9 +187,18 @@ class _Pricer:
         ]
         self.sources |= {cost.source for row in costs for cost in row}
         forward, backward = (self._by_block([cost.seconds for cost in row]) for row in costs)
+        for block, ahead, back in self._moves:
+            forward[block] += sum(self._move(move, sizes) for move in ahead)
+            backward[block] += sum(self._move(move, sizes) for move in back)
         if accumulate:
             backward = backward + self._accumulated / device.bandwidth
         return tuple(map(float, forward)), tuple(map(float, backward))
+
+    def _move(self, move: Move, sizes: Sizes) -> float:
+        size, ring = float(sizes.number(move.size)), self._rings(*move.axes)
+        cost = self.model.reshard(move.source, move.target, size, ring)
+        self.sources.add(cost.source)
+        return cost.seconds
 
     def _by_block(self, seconds: list[float]) -> NDArray[np.float64]:
         each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)

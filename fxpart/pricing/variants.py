@@ -98,10 +98,18 @@ def captured_rows(captured: Captured) -> int:
 class Sizes:
     """Sizes as numbers at one microbatch size; every expression is evaluated once."""
 
-    def __init__(self, captured: Captured, split: Split) -> None:
-        """Batch symbols take the microbatch size, others their size at capture."""
+    def __init__(
+        self, captured: Captured, split: Split, parts: Mapping[str, int] | None = None
+    ) -> None:
+        """Batch symbols take the microbatch size, others their size at capture.
+
+        parts: symbol -> into how many parts several ranks cut the dim that it is read from.
+        """
         dims = {spec.name: spec.batch_dim for spec in captured.inputs}
-        self._values: dict[str, int] = dict(captured.hints)
+        given = parts or {}
+        self._values: dict[str, int] = {
+            symbol: -(-size // given.get(symbol, 1)) for symbol, size in captured.hints.items()
+        }
         for symbol, (name, dim) in captured.symbols.items():
             if dims.get(name) == dim and captured.symbolic:
                 self._values[symbol] = split.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from fxpart.optimizers import OptimizerChoice, state_bytes
@@ -23,17 +24,19 @@ def weights(
     Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes.
     """
     users: dict[str, set[int]] = {}
+    held: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
             users.setdefault(str(node.target), set()).update(_blocks(node))
+            held[str(node.target)] = _held(node, captured)
     used = [name for name, blocks in users.items() if blocks]
     learnt = [name for name in used if name in trained]
-    shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in learnt]
+    shapes = [(tuple(held[n].shape), held[n].dtype) for n in learnt]
     state = dict(zip(learnt, state_bytes(optimizer, shapes), strict=True))
     parameters = frozenset(captured.parameters)
     result = []
     for name in used:
-        tensor = captured.state[name]
+        tensor = held[name]
         size = tensor.numel() * tensor.element_size()
         result.append(
             Weight(
@@ -46,6 +49,12 @@ def weights(
             )
         )
     return tuple(sorted(result, key=lambda weight: (weight.blocks, weight.name)))
+
+
+def _held(node: fx.Node, captured: Captured) -> torch.Tensor:
+    """What the graph holds under a name: the model's tensor, or a rank's part of it."""
+    found = node.meta.get("val")
+    return found if isinstance(found, torch.Tensor) else captured.state[str(node.target)]
 
 
 def _blocks(node: fx.Node) -> set[int]:

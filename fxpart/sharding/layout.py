@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from fxpart.sharding.mesh import Mesh
 from fxpart.sharding.placement import Placements, Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -28,6 +30,8 @@ def indices(
     Axes apply one after another, the major one first. A partial or replicated axis (and an open
     one) leaves all.
     """
+    import numpy as np  # here, because plans are read without it
+
     held = [np.arange(size, dtype=np.int64) for size in shape]
     for placement, parts, place in zip(placements, mesh.shape, mesh.coordinate(lane), strict=True):
         if isinstance(placement, Shard):

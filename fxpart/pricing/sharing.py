@@ -1,0 +1,177 @@
+"""What several ranks of a stage pay for sharing its work: collectives, in a block and each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.pricing.specs import Specs
+from fxpart.sharding import Mesh
+from fxpart.solver.problem import Weight
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel, Size
+    from fxpart.pricing.groups import Rings
+
+PACKAGE = "fxpart.collectives"
+_BUCKET = 25 << 20  # bytes of gradients that are summed at once
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of every stage share its work.
+
+    rows: into how many parts each microbatch is cut. parts: symbol -> into how many parts the dim
+    that it is read from is cut. partial: per parameter the axes over which its gradient is summed
+    at the end of a step. zero: 1 cuts optimizer state over ``zero_axis``, 2 gradients too.
+    """
+
+    mesh: Mesh
+    rows: int = 1
+    parts: Mapping[str, int] = field(default_factory=dict)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    zero: int = 0
+    zero_axis: str = ""
+    cut: frozenset[str] = frozenset()  # state that lies in parts over zero_axis already
+
+    def divided(self, weight: Weight) -> Weight:
+        """A parameter's bytes on one rank under ZeRO: state, and from 2 on the gradient, in parts.
+
+        The weight's gradient stays whole while a block's backward makes it; with 2 it is kept only
+        until the step's sums, which is what is counted here as divided.
+        """
+        if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
+            return weight
+        parts = self.mesh.shape[self.mesh.index(self.zero_axis)]
+        return msgspec.structs.replace(
+            weight,
+            optimizer=-(-weight.optimizer // parts),
+            gradient=weight.gradient if self.zero == 1 else -(-weight.gradient // parts),
+        )
+
+    def sums(
+        self, weights: Sequence[Weight], blocks: int, model: CostModel, rings: Rings
+    ) -> tuple[float, ...]:
+        """By block, the seconds a step that sums of gradients and ZeRO's collectives take.
+
+        Gradients of one block travel together (in buckets); a tied weight counts for its first
+        block. weights: as they are without ZeRO.
+        """
+        bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
+        for weight in weights:
+            if not weight.gradient:
+                continue
+            block, axes = weight.blocks[0], self.partial.get(weight.name, ())
+            if self.zero in (1, 2) and weight.name not in self.cut:
+                zero = (self.zero_axis,)
+                bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
+                if self.zero_axis in axes:
+                    bytes_of[block, "partial", "shard(0)", zero] += weight.gradient
+                axes = tuple(axis for axis in axes if axis != self.zero_axis)
+            for axis in axes:
+                bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
+        seconds = [0.0] * blocks
+        for (block, source, target, axes), size in bytes_of.items():
+            ring = rings(*axes)
+            full, rest = divmod(size, _BUCKET)
+            pieces = [(_BUCKET, full), (rest, 1)]
+            seconds[block] += sum(
+                count * model.reshard(source, target, float(piece), ring).seconds
+                for piece, count in pieces
+                if count and piece
+            )
+        return tuple(seconds)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective: the change of placement, the bytes of the whole tensor, and its axes."""
+
+    source: str
+    target: str
+    size: Size
+    axes: tuple[str, ...]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node calls a function of the collectives package."""
+    module = getattr(node.target, "__module__", "") or ""
+    return node.op == "call_function" and module.startswith(PACKAGE)
+
+
+def moves(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    """What a collective node moves in its forward and in its backward.
+
+    A local form of an op (an embedding whose rows are cut) that makes results without a cut dim
+    leaves sums to explicit nodes; where it sums inside, that is small (a loss, statistics) and
+    counted as the sum of its results over its axes.
+    """
+    name = getattr(node.target, "__name__", "")
+    if name not in _KINDS and name not in _SILENT:
+        return _form(node, specs, mesh)
+    if name in _SILENT:
+        return (), ()
+    axis = node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else None)
+    axes = (axis,) if isinstance(axis, str) else tuple(axis or ())  # type: ignore[arg-type]
+    kind = str(node.kwargs.get("gradient", "R"))
+    whole = max((_bytes(n, specs) for n in (node, *node.all_input_nodes)), key=_rank)
+    if name == "all_to_all":
+        whole = _bytes(node, specs) * _count(axes, mesh)
+    forward, back = _KINDS[name][0], _KINDS[name][1].get(kind)
+    return (
+        (Move(*forward, whole, axes),) if forward else (),
+        (Move(*back, whole, axes),) if back else (),
+    )
+
+
+def _form(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    axes = node.args[0] if node.args else ()
+    if not isinstance(axes, tuple | list) or not all(a in mesh.names for a in axes) or not axes:
+        return (), ()
+    if getattr(node.target, "__name__", "") not in _SUMMING:
+        return (), ()
+    size = sum((tensor_bytes(t) for t in specs.tensors(node)[-1:]), start=0)
+    move = Move("partial", "replicate", size, tuple(map(str, axes)))
+    return (move, move), (move,)
+
+
+_SUMMING = frozenset({"cross_entropy_classes", "cross_entropy_rows", "softmax_cut"})
+_REDUCE, _GATHER = ("partial", "replicate"), ("shard(0)", "replicate")
+_SCATTER, _TURN = ("partial", "shard(0)"), ("shard(0)", "shard(1)")
+# name -> forward, and by what the users leave for gradients (R or P) the backward.
+_KINDS: dict[str, tuple[tuple[str, str] | None, dict[str, tuple[str, str] | None]]] = {
+    "slice_shard": (None, {"R": _GATHER, "P": None}),
+    "all_gather": (_GATHER, {"R": None, "P": _SCATTER}),
+    "all_reduce": (_REDUCE, {"R": None, "P": _REDUCE}),
+    "reduce_scatter": (_SCATTER, {"R": _GATHER}),
+    "all_to_all": (_TURN, {"R": _TURN}),
+    "enter": (None, {"R": _REDUCE}),
+}
+_SILENT = frozenset({"leave", "first_only", "random_shard"})
+
+
+def _bytes(node: fx.Node, specs: Specs) -> Size:
+    total: Size = 0
+    for tensor in specs.tensors(node):
+        total = total + tensor_bytes(tensor)
+    return total
+
+
+def _rank(size: Size) -> float:
+    """Sizes in symbols, compared as if every symbol were 64."""
+    return float(
+        size if isinstance(size, int) else size.xreplace(dict.fromkeys(size.free_symbols, 64))
+    )
+
+
+def _count(axes: Sequence[str], mesh: Mesh) -> int:
+    total = 1
+    for axis in axes:
+        total *= mesh.shape[mesh.index(axis)]
+    return total

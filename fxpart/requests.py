@@ -1,0 +1,196 @@
+"""What compile() was asked: every argument and constraint checked, all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fxpart.cluster import Cluster
+from fxpart.environment import launch
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan import Plan
+from fxpart.sharding import Mesh
+
+Constraints: TypeAlias = Mapping[str, int | float | str | bool]
+
+# The kind of each constraint, and the words to choose from.
+ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
+    "stages": (int, ()),
+    "schedule": (str, ("1f1b", "gpipe")),
+    "granularity": (str, ("block", "op")),
+    "solver": (str, ("auto", "dp", "cp-sat", "brute")),
+    "time_limit": (float, ()),
+    "mesh": (str, ()),
+    "annotations": (str, ()),
+    "placements": (str, ("solver", "annotated")),
+    "zero": (int, ()),
+    "zero_axis": (str, ()),
+}
+SHARDING = ("annotations", "placements", "zero", "zero_axis")  # they need a mesh
+DATA_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is wanted, checked.
+
+    mesh: the lanes of every stage, one lane without a mesh. zero: 0 to 3. zero_axis: along which
+    axis optimizer state (1), gradients (2) or parameters (3) are cut. stages: least and most.
+    """
+
+    cluster: Cluster
+    optimizer: Any
+    cost_model: str
+    constraints: dict[str, int | float | str | bool]
+    seed: int
+    mesh: Mesh = field(default_factory=Mesh)
+    zero: int = 0
+    zero_axis: str = ""
+    stages: tuple[int, int] = (1, 1)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a stage is more than one rank."""
+        return self.mesh.size > 1
+
+
+def make_request(
+    cluster: Cluster, optimizer: Any, cost_model: str, constraints: Constraints, seed: int
+) -> Request:
+    """The request; raises FXP109 and FXP202 with everything that is wrong or does not fit."""
+    problems = list(_faults(constraints))
+    mesh = Mesh()
+    if isinstance(text := constraints.get("mesh", ""), str):
+        try:
+            mesh = Mesh.parse(text)
+        except FxpartError as fault:
+            problems += fault.problems
+    zero, axis = _zero(constraints, mesh, problems)
+    stages = _stages(constraints, mesh, cluster, problems)
+    if problems:
+        raise FxpartError(problems)
+    chosen = optimizer if optimizer is not None else "adamw"
+    return Request(cluster, chosen, cost_model, dict(constraints), seed, mesh, zero, axis, stages)
+
+
+def check_counts(batch_size: int | None, microbatches: int | None) -> None:
+    """batch_size and microbatches, where given, are whole and above 0; FXP109."""
+    problems = [
+        Problem("FXP109", f"{name}={value!r}", "it must be a whole number above 0", "")
+        for name, value in (("batch_size", batch_size), ("microbatches", microbatches))
+        if value is not None
+        and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+    ]
+    if not problems and batch_size is not None and microbatches is not None:
+        if microbatches > batch_size:
+            why = f"a batch of {batch_size} cannot be cut into {microbatches} microbatches"
+            problems.append(Problem("FXP109", "microbatches", why, f"at most {batch_size}"))
+    if problems:
+        raise FxpartError(problems)
+
+
+def find_cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
+    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named."""
+    if plan is not None and given == "auto":
+        return plan.cluster
+    found = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+    if plan is not None and found.hash != plan.cluster_hash:
+        raise error(
+            "FXP305",
+            where=f"plan for {plan.cluster.name}, {len(plan.cluster.devices)} devices",
+            why=f"the cluster given is {found.name}, {len(found.devices)} devices, and differs in "
+            "its devices or links",
+            fix='leave cluster="auto" to run the plan as it is, or plan again for this cluster',
+        )
+    return found
+
+
+def _faults(constraints: Constraints) -> list[Problem]:
+    """One problem for each constraint that is not known or not of the right kind."""
+    problems = []
+    for key, value in constraints.items():
+        where = f"constraint {key}={str(value)[:80]!r}"
+        if key not in ALLOWED:
+            fix = f"one of {', '.join(ALLOWED)}"
+            problems.append(Problem("FXP109", where, "it is not a constraint", fix))
+            continue
+        kind, choices = ALLOWED[key]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if choices and value not in choices:
+            problems.append(Problem("FXP109", where, "it is not a choice", " or ".join(choices)))
+        elif kind is str and not isinstance(value, str):
+            problems.append(Problem("FXP109", where, "it is not a text", ""))
+        elif key == "zero" and not (number and value in (0, 1, 2, 3)):
+            problems.append(Problem("FXP109", where, "it is not a choice", "0, 1, 2 or 3"))
+        elif key == "stages" and not (number and isinstance(value, int) and value >= 1):
+            problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
+        elif kind is float and not (number and float(value) > 0):
+            problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
+    if not constraints.get("mesh"):
+        fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
+        problems += [
+            Problem("FXP109", f"constraint {key}={value!r}", "it says nothing without a mesh", fix)
+            for key in SHARDING
+            if (value := constraints.get(key))
+        ]
+    return problems
+
+
+def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tuple[int, str]:
+    """ZeRO's level and axis; the axis is dp, or the mesh's only one, where it is not named."""
+    level, axis = constraints.get("zero", 0), constraints.get("zero_axis", "")
+    if not isinstance(level, int) or not isinstance(axis, str) or (not level and not axis):
+        return 0, ""
+    names = mesh.names
+    if not axis:
+        axis = DATA_AXIS if DATA_AXIS in names else names[0] if len(names) == 1 else ""
+    if axis not in names and names:
+        why = f"the mesh has the axes {', '.join(names)}"
+        where = f"zero_axis={axis!r}" if axis else f"zero={level}"
+        fix = 'name one of them in "zero_axis"'
+        problems.append(Problem("FXP109", where, why, fix))
+    return (level, axis) if level else (0, "")
+
+
+def _stages(
+    constraints: Constraints, mesh: Mesh, cluster: Cluster, problems: list[Problem]
+) -> tuple[int, int]:
+    """The least and most stages: as wished, as torchrun started ranks, or as devices allow."""
+    lanes, devices = mesh.size, len(cluster.devices)
+    wish = constraints.get("stages")
+    wish = wish if isinstance(wish, int) and not isinstance(wish, bool) and wish >= 1 else None
+    if lanes > devices:
+        problems.append(Problem(
+            "FXP202",
+            f"mesh {mesh}",
+            f"a stage has {lanes} ranks, and {cluster.name} has {devices} devices",
+            f"a cluster of {lanes} devices or more, or a smaller mesh",
+        ))  # fmt: skip
+        return 1, 1
+    found = launch()
+    if found is not None and not constraints.get("stages"):
+        if found.world % lanes:
+            why = f"each stage has {lanes} ranks, and {found.world} processes were started"
+            fix = f"start a multiple of {lanes} processes, or change the mesh"
+            problems.append(Problem("FXP502", f"mesh {mesh}", why, fix))
+            return 1, 1
+        wish = found.world // lanes
+    elif found is not None and wish is not None and lanes > 1 and wish * lanes != found.world:
+        problems.append(
+            Problem(
+                "FXP502",
+                f"{found.world} processes",
+                f"the constraints ask for {wish} stages of {lanes} ranks",
+                f"torchrun --nproc-per-node {wish * lanes}, or other stages or mesh",
+            )
+        )
+    if wish is not None and lanes > 1 and wish * lanes > devices:
+        problems.append(Problem(
+            "FXP202",
+            f"stages={wish}, mesh {mesh}",
+            f"they need {wish * lanes} devices, and {cluster.name} has {devices}",
+            f"at most {devices // lanes} stages of {lanes} ranks",
+        ))  # fmt: skip
+    return (wish, wish) if wish is not None else (1, devices // lanes)
