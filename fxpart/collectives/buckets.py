@@ -1,0 +1,230 @@
+"""Collectives over many tensors at once: packed into flat buckets, started early, waited for late.
+
+For gradients and for optimizer state that is cut over an axis. Tensors of one dtype and device
+share buckets of about 25 MiB, in the order given (that of PyTorch's data-parallel buckets).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxpart.collectives.communicator import Axis, Communicator, Handle
+from fxpart.collectives.pieces import lengths, part, resized, take
+
+BUCKET = 25 << 20  # bytes
+
+
+class Pending:
+    """Collectives over many tensors under way; the inputs may not change until ``wait`` is done."""
+
+    def __init__(self, steps: Sequence[Callable[[], None]], results: list[torch.Tensor]) -> None:
+        """steps: what finishes each bucket and fills the results."""
+        self._steps = list(steps)
+        self._results = results
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results, in the order of the inputs; TransferTimeoutError, PeerLostError."""
+        with torch.no_grad():
+            while self._steps:
+                self._steps.pop(0)()
+        return self._results
+
+
+def start_sum(
+    mesh: Communicator, tensors: Sequence[torch.Tensor], axes: Axis, *, bucket: int = BUCKET
+) -> Pending:
+    """Sum every tensor over the lanes of the axes, in place: the results are the tensors."""
+    results = list(tensors)
+    if mesh.size(axes) == 1:
+        return Pending([], results)
+    steps = [
+        _sum_bucket(mesh, [results[i] for i in group], axes) for group in _buckets(results, bucket)
+    ]
+    return Pending(steps, results)
+
+
+def start_reduce_scatter(
+    mesh: Communicator,
+    tensors: Sequence[torch.Tensor],
+    axis: Axis,
+    *,
+    dims: Sequence[int] | None = None,
+    bucket: int = BUCKET,
+) -> Pending:
+    """Sum every tensor over the axis; the results are this lane's pieces of them, new tensors.
+
+    dims: per tensor, which one has at least one dim, the dim that is cut (the first by default).
+    """
+    cuts = [0] * len(tensors) if dims is None else list(dims)
+    results = [
+        take(t, dim, 1, mesh.size(axis), mesh.place(axis)) if mesh.size(axis) == 1 else t
+        for t, dim in zip(tensors, cuts, strict=True)
+    ]
+    if mesh.size(axis) == 1:
+        return Pending([], results)
+    steps = [
+        _scatter_bucket(mesh, results, group, cuts, axis) for group in _buckets(tensors, bucket)
+    ]
+    return Pending(steps, results)
+
+
+def start_all_gather(
+    mesh: Communicator,
+    pieces: Sequence[torch.Tensor],
+    axis: Axis,
+    into: Sequence[torch.Tensor],
+    *,
+    dims: Sequence[int] | None = None,
+    bucket: int = BUCKET,
+) -> Pending:
+    """Fill each tensor of ``into`` with the pieces of all lanes; the results are those tensors.
+
+    dims: per tensor the dim that is cut (the first by default).
+    """
+    cuts = [0] * len(pieces) if dims is None else list(dims)
+    results = list(into)
+    if mesh.size(axis) == 1:
+        with torch.no_grad():
+            for whole, piece in zip(results, pieces, strict=True):
+                if whole is not piece:
+                    whole.copy_(piece)
+        return Pending([], results)
+    steps = [
+        _gather_bucket(mesh, pieces, results, group, cuts, axis)
+        for group in _buckets(results, bucket)
+    ]
+    return Pending(steps, results)
+
+
+def all_reduce_many(
+    mesh: Communicator, tensors: Sequence[torch.Tensor], axes: Axis, *, bucket: int = BUCKET
+) -> list[torch.Tensor]:
+    """:func:`start_sum`, waited for."""
+    return start_sum(mesh, tensors, axes, bucket=bucket).wait()
+
+
+def reduce_scatter_many(
+    mesh: Communicator,
+    tensors: Sequence[torch.Tensor],
+    axis: Axis,
+    *,
+    dims: Sequence[int] | None = None,
+    bucket: int = BUCKET,
+) -> list[torch.Tensor]:
+    """:func:`start_reduce_scatter`, waited for."""
+    return start_reduce_scatter(mesh, tensors, axis, dims=dims, bucket=bucket).wait()
+
+
+def all_gather_many(
+    mesh: Communicator,
+    pieces: Sequence[torch.Tensor],
+    axis: Axis,
+    into: Sequence[torch.Tensor],
+    *,
+    dims: Sequence[int] | None = None,
+    bucket: int = BUCKET,
+) -> list[torch.Tensor]:
+    """:func:`start_all_gather`, waited for."""
+    return start_all_gather(mesh, pieces, axis, into, dims=dims, bucket=bucket).wait()
+
+
+def _buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Positions that share a bucket; by order, dtype and device, so the same on every lane."""
+    done: list[list[int]] = []
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.itemsize
+        group, held = open_.get(key, ([], 0))
+        if group and held + size > limit:
+            done.append(group)
+            group, held = [], 0
+        open_[key] = [*group, index], held + size
+    return done + [group for group, _ in open_.values()]
+
+
+def _totals(
+    tensors: list[torch.Tensor], cuts: list[int], sizes: list[list[int]], parts: int
+) -> list[int]:
+    """Per lane the elements of its pieces of all tensors."""
+    found = [0] * parts
+    for tensor, dim, size in zip(tensors, cuts, sizes, strict=True):
+        each = tensor.numel() // max(tensor.shape[dim], 1)
+        found = [have + each * length for have, length in zip(found, size, strict=True)]
+    return found
+
+
+def _sum_bucket(mesh: Communicator, tensors: list[torch.Tensor], axes: Axis) -> Callable[[], None]:
+    """Start one bucket; a tensor alone in its bucket needs no packing."""
+    alone = len(tensors) == 1
+    flat = tensors[0].detach() if alone else torch.cat([t.detach().reshape(-1) for t in tensors])
+    handle = mesh.start_all_reduce(flat, axes, reuse=True)
+
+    def finish() -> None:
+        found = handle.wait()
+        if alone:
+            if found.data_ptr() != tensors[0].data_ptr() or not tensors[0].is_contiguous():
+                tensors[0].detach().copy_(found)
+            return
+        for tensor, part_ in zip(tensors, found.split([t.numel() for t in tensors]), strict=True):
+            tensor.detach().copy_(part_.view(tensor.shape))
+
+    return finish
+
+
+def _scatter_bucket(
+    mesh: Communicator, results: list[torch.Tensor], group: list[int], cuts: list[int], axis: Axis
+) -> Callable[[], None]:
+    """Start one bucket: lane after lane, and for each lane its pieces of all tensors."""
+    parts, place = mesh.size(axis), mesh.place(axis)
+    tensors = [results[i].detach() for i in group]
+    cut = [cuts[i] for i in group]
+    sizes = [lengths(t.shape[d], parts) for t, d in zip(tensors, cut, strict=True)]
+    counts = _totals(tensors, cut, sizes, parts)
+    flat = tensors[0].new_empty(sum(counts))
+    at = 0
+    for lane in range(parts):
+        for tensor, dim, size in zip(tensors, cut, sizes, strict=True):
+            piece = part(tensor, dim, 1, size, lane)
+            flat.narrow(0, at, piece.numel()).view(piece.shape).copy_(piece)
+            at += piece.numel()
+    handle: Handle = mesh.start_reduce_scatter(flat, axis, counts)
+
+    def finish() -> None:
+        found, at = handle.wait(), 0
+        for index, tensor, dim, size in zip(group, tensors, cut, sizes, strict=True):
+            shape = resized(tensor.shape, dim, size[place])
+            count = tensor.numel() // max(tensor.shape[dim], 1) * size[place]
+            results[index] = found.narrow(0, at, count).view(shape)  # type: ignore[arg-type]
+            at += count  # type: ignore[assignment]
+
+    return finish
+
+
+def _gather_bucket(
+    mesh: Communicator,
+    pieces: Sequence[torch.Tensor],
+    wholes: list[torch.Tensor],
+    group: list[int],
+    cuts: list[int],
+    axis: Axis,
+) -> Callable[[], None]:
+    """Start one bucket: this lane's pieces of all tensors, one after another."""
+    parts = mesh.size(axis)
+    targets = [wholes[i].detach() for i in group]
+    cut = [cuts[i] for i in group]
+    sizes = [lengths(t.shape[d], parts) for t, d in zip(targets, cut, strict=True)]
+    counts = _totals(targets, cut, sizes, parts)
+    flat = torch.cat([pieces[i].detach().reshape(-1) for i in group])
+    handle = mesh.start_all_gather(flat, axis, counts)
+
+    def finish() -> None:
+        found, at = handle.wait(), 0
+        for lane in range(parts):
+            for target, dim, size in zip(targets, cut, sizes, strict=True):
+                place = part(target, dim, 1, size, lane)
+                place.copy_(found.narrow(0, at, place.numel()).view(place.shape))
+                at += place.numel()
+
+    return finish

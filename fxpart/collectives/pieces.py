@@ -1,0 +1,107 @@
+"""Packing what is cut into one buffer and back, with one copy at most.
+
+A dim that is cut is seen as ``[outer, rest]`` and ``rest`` is cut as torch.chunk cuts. Symbolic
+sizes are taken to divide evenly (the runtime sees to the batch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fxpart.collectives.communicator import Size
+from fxpart.sharding import chunk
+
+
+def lengths(size: Size, parts: int, outer: int = 1) -> list[Size]:
+    """How much of ``rest`` each part holds, of a whole dim of ``size``."""
+    if not isinstance(size, int):
+        return [size // (outer * parts)] * parts
+    rest = size // outer
+    assert rest * outer == size, f"a dim of {size} is not {outer} equal parts"
+    return [stop - start for start, stop in (chunk(rest, parts, i) for i in range(parts))]
+
+
+def resized(shape: Sequence[Size], dim: int, size: Size) -> list[Size]:
+    """The shape with another size of one dim."""
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def apart(tensor: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """The view whose dims ``dim, dim + 1`` are ``[outer, rest]``."""
+    size = tensor.shape[dim]
+    return tensor.unflatten(dim, (outer, size // outer))
+
+
+def part(
+    tensor: torch.Tensor, dim: int, outer: int, sizes: Sequence[Size], index: int
+) -> torch.Tensor:
+    """Piece ``index`` of a whole tensor, as a view of dims ``[.., outer, sizes[index], ..]``."""
+    start = sum(sizes[:index])
+    return apart(tensor, dim, outer).narrow(dim + 1, start, sizes[index])  # type: ignore[arg-type]
+
+
+def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> torch.Tensor:
+    """Piece ``index`` of a whole tensor, contiguous; no copy where it already is."""
+    sizes = lengths(tensor.shape[dim], parts, outer)
+    start, length = sum(sizes[:index]), sizes[index]
+    if outer == 1:
+        return tensor.narrow(dim, start, length).contiguous()  # type: ignore[arg-type]
+    piece = apart(tensor, dim, outer).narrow(dim + 1, start, length)  # type: ignore[arg-type]
+    return piece.reshape(resized(tensor.shape, dim, outer * length)).contiguous()
+
+
+def spread(
+    piece: torch.Tensor, dim: int, outer: int, parts: int, index: int, size: Size
+) -> torch.Tensor:
+    """A whole tensor of zeros but for piece ``index``."""
+    whole = piece.new_zeros(resized(piece.shape, dim, size))
+    sizes = lengths(size, parts, outer)
+    part(whole, dim, outer, sizes, index).copy_(apart(piece, dim, outer))
+    return whole
+
+
+def pack(tensor: torch.Tensor, dim: int, outer: int, parts: int) -> tuple[torch.Tensor, list[int]]:
+    """All pieces of a whole tensor one after another, 1-D, and their numbers of elements."""
+    sizes = lengths(tensor.shape[dim], parts, outer)
+    each = tensor.numel() // max(tensor.shape[dim], 1) * outer
+    counts = [int(each * length) for length in sizes]
+    if _leading(tensor.shape, dim, outer):
+        return tensor.reshape(-1), counts
+    flat = tensor.new_empty(tensor.numel())
+    at = 0
+    for index, count in enumerate(counts):
+        piece = part(tensor, dim, outer, sizes, index)
+        flat.narrow(0, at, count).view(piece.shape).copy_(piece)
+        at += count
+    return flat, counts
+
+
+def unpack(
+    flat: torch.Tensor, shape: Sequence[int], dim: int, outer: int, parts: int
+) -> torch.Tensor:
+    """The whole tensor of ``shape`` from all of its pieces one after another."""
+    if _leading(shape, dim, outer):
+        return flat.view(shape)
+    whole = flat.new_empty(shape)
+    sizes = lengths(shape[dim], parts, outer)
+    at = 0
+    for index in range(parts):
+        place = part(whole, dim, outer, sizes, index)
+        count = place.numel()
+        place.copy_(flat.narrow(0, at, count).view(place.shape))
+        at += count
+    return whole
+
+
+def piece_counts(shape: Sequence[int], dim: int, outer: int, parts: int) -> list[int]:
+    """The number of elements of each piece of a whole tensor."""
+    each = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :]) * outer
+    return [each * int(length) for length in lengths(shape[dim], parts, outer)]
+
+
+def _leading(shape: Sequence[int], dim: int, outer: int) -> bool:
+    """Whether the pieces lie one after another in the whole tensor."""
+    return outer == 1 and math.prod(shape[:dim]) == 1

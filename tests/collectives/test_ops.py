@@ -1,0 +1,224 @@
+"""Collective ops against the whole tensor, forward and gradient, over threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpart import collectives as C
+from fxpart.sharding import Mesh, Shard, indices
+
+
+def part(whole: torch.Tensor, shard: Shard, mesh: Mesh, lane: int, axis: str) -> torch.Tensor:
+    """What a lane holds of a tensor that is cut along one axis."""
+    placements = tuple(shard if name == axis else None for name in mesh.names)
+    held = indices(whole.shape, placements, mesh, lane)
+    for dim, index in enumerate(held):
+        whole = whole.index_select(dim, torch.from_numpy(index))
+    return whole
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Mesh, str, torch.Tensor, Shard, Shard]:
+    """A mesh, one of its axes, a whole tensor and two cuts of different dims."""
+    mesh = Mesh.parse(draw(st.sampled_from(["a=2", "a=3", "a=2,b=2", "a=1,b=3", "a=4"])))
+    axis = draw(st.sampled_from(mesh.names))
+    rank = draw(st.integers(2, 4))
+    dims = draw(st.permutations(range(rank)))[:2]
+    outers = [draw(st.sampled_from([1, 1, 2, 3])) for _ in dims]
+    shape = [draw(st.integers(1, 5)) for _ in range(rank)]
+    for dim, outer in zip(dims, outers, strict=True):
+        shape[dim] = outer * draw(st.integers(1, 7))
+    whole = torch.randn(shape, dtype=torch.float64)
+    if draw(st.booleans()):
+        whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    first, second = (Shard(d, o) for d, o in zip(dims, outers, strict=True))
+    return mesh, axis, whole, first, second
+
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def lanes_of(
+    mesh: Mesh,
+    start: Callable[[int], torch.Tensor],
+    op: Callable[[C.Communicator, torch.Tensor], torch.Tensor],
+    grad: Callable[[int], torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per lane the op's result and the gradient of its input."""
+
+    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = start(comm.lane).detach().clone().requires_grad_()
+        y = op(comm, x)
+        (g,) = torch.autograd.grad(y, x, grad(comm.lane))
+        fake = C.FakeCommunicator(mesh, comm.lane)
+        with torch.no_grad():
+            assert op(fake, x).shape == y.shape
+        assert fake.counts.calls.keys() <= comm.counts.calls.keys()
+        return y.detach(), g
+
+    return C.InProcessHub(mesh, timeout=20).run(lane)
+
+
+def sums(values: list[torch.Tensor], mesh: Mesh, lane: int, axis: str) -> torch.Tensor:
+    """The sum over a lane's group."""
+    return torch.stack([values[other] for other in mesh.group(lane, axis)]).sum(0)
+
+
+@given(cases(), st.booleans())
+def test_slice_and_gather(
+    case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: bool
+) -> None:
+    mesh, axis, whole, cut, _ = case
+    kind = "P" if partial else "R"
+    gradients = [torch.randn_like(whole) for _ in range(mesh.size)]
+    if not partial:
+        gradients = [gradients[0]] * mesh.size
+    pieces = [part(whole, cut, mesh, lane, axis) for lane in range(mesh.size)]
+    found = lanes_of(
+        mesh,
+        lambda lane: whole,
+        lambda c, x: C.slice_shard(c, x, axis, cut.dim, cut.outer, kind),
+        lambda lane: part(gradients[0], cut, mesh, lane, axis),
+    )
+    for lane, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, pieces[lane])
+        assert y.is_contiguous() or mesh.size == 1 or len(mesh.group(lane, axis)) == 1
+        total = sums([g for _, g in found], mesh, lane, axis) if partial else g
+        torch.testing.assert_close(total, gradients[0])
+    found = lanes_of(
+        mesh,
+        lambda lane: pieces[lane],
+        lambda c, x: C.all_gather(c, x, axis, cut.dim, whole.shape[cut.dim], cut.outer, kind),
+        lambda lane: gradients[lane],
+    )
+    for lane, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, whole)
+        full = sums(gradients, mesh, lane, axis) if partial else gradients[lane]
+        torch.testing.assert_close(g, part(full, cut, mesh, lane, axis))
+
+
+@given(cases(), st.booleans())
+def test_reduce(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: bool) -> None:
+    mesh, axis, whole, cut, _ = case
+    terms = [torch.randn_like(whole) for _ in range(mesh.size)]
+    gradients = [torch.randn_like(whole) for _ in range(mesh.size)]
+    found = lanes_of(
+        mesh,
+        terms.__getitem__,
+        lambda c, x: C.all_reduce(c, x, axis, "P" if partial else "R"),
+        gradients.__getitem__,
+    )
+    for lane, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, sums(terms, mesh, lane, axis))
+        want = sums(gradients, mesh, lane, axis) if partial else gradients[lane]
+        torch.testing.assert_close(g, want)
+    found = lanes_of(
+        mesh,
+        terms.__getitem__,
+        lambda c, x: C.reduce_scatter(c, x, axis, cut.dim, cut.outer),
+        lambda lane: part(gradients[0], cut, mesh, lane, axis),
+    )
+    for lane, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, part(sums(terms, mesh, lane, axis), cut, mesh, lane, axis))
+        torch.testing.assert_close(g, gradients[0])
+
+
+@given(cases(), st.booleans())
+def test_turn(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], within: bool) -> None:
+    mesh, axis, whole, source, target = case
+    if within:
+        target = Shard(source.dim)
+    gradient = torch.randn_like(whole)
+    found = lanes_of(
+        mesh,
+        lambda lane: part(whole, source, mesh, lane, axis),
+        lambda c, x: C.all_to_all(
+            c, x, axis, source.dim, target.dim, whole.shape[source.dim], source.outer, target.outer
+        ),
+        lambda lane: part(gradient, target, mesh, lane, axis),
+    )
+    for lane, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, part(whole, target, mesh, lane, axis))
+        torch.testing.assert_close(g, part(gradient, source, mesh, lane, axis))
+
+
+@given(cases())
+def test_enter_leave_first(case: tuple[Mesh, str, torch.Tensor, Shard, Shard]) -> None:
+    mesh, axis, whole, _, _ = case
+    gradients = [torch.randn_like(whole) for _ in range(mesh.size)]
+    head = [mesh.group(lane, axis)[0] == lane for lane in range(mesh.size)]
+    for op in (C.enter, C.leave, C.first_only):
+        found = lanes_of(
+            mesh, lambda lane: whole, lambda c, x, op=op: op(c, x, axis), gradients.__getitem__
+        )
+        for lane, (y, g) in enumerate(found):
+            kept = torch.zeros_like(whole)
+            value = whole if op is not C.first_only or head[lane] else kept
+            torch.testing.assert_close(y, value)
+            summed = sums(gradients, mesh, lane, axis)
+            own = gradients[lane] if head[lane] else kept
+            want = {C.enter: summed, C.leave: own, C.first_only: gradients[lane]}[op]
+            torch.testing.assert_close(g, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_dtypes_without_gradient(dtype: torch.dtype) -> None:
+    mesh = Mesh.parse("a=2")
+    whole = torch.arange(10).view(5, 2).to(dtype)
+
+    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        piece = C.slice_shard(comm, whole, "a", 0)
+        return C.all_gather(comm, piece, "a", 0, 5), C.all_to_all(comm, piece, "a", 0, 1, 5)
+
+    for place, (full, column) in enumerate(C.InProcessHub(mesh).run(lane)):
+        assert torch.equal(full, whole) and not full.requires_grad
+        assert torch.equal(column, whole[:, place : place + 1])
+
+
+def test_counts_are_of_what_the_collective_is_about() -> None:
+    mesh = Mesh.parse("a=2,b=1")
+
+    def lane(comm: C.Communicator) -> C.Counts:
+        x = torch.ones(4, 6, requires_grad=True)
+        y = C.enter(comm, x, "a")
+        y = C.all_reduce(comm, C.all_reduce(comm, y * 2, "a"), "b")
+        C.all_gather(comm, C.reduce_scatter(comm, y, "a", 0), "a", 0, 4).sum().backward()
+        return comm.counts
+
+    for counts in C.InProcessHub(mesh).run(lane):
+        # the reduce-scatter's gradient is an all-gather, the entry's an all-reduce
+        assert counts.calls == {
+            ("all_reduce", "a"): 2, ("reduce_scatter", "a"): 1, ("all_gather", "a"): 2,
+        }  # fmt: skip
+        assert counts.bytes == {
+            ("all_reduce", "a"): 192, ("reduce_scatter", "a"): 96, ("all_gather", "a"): 192,
+        }  # fmt: skip
+
+
+def test_symbolic_sizes() -> None:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    with FakeTensorMode(shape_env=env) as mode:
+        x = mode.from_tensor(torch.ones(6, 4), symbolic_context=context)
+        assert isinstance(x.shape[0], torch.SymInt)
+        x.requires_grad_()
+        comm = C.FakeCommunicator(Mesh.parse("a=2"), 1)
+        whole = C.all_gather(comm, x, "a", 0, x.shape[0] * 2)
+        column = C.all_to_all(comm, x, "a", 0, 1, x.shape[0] * 2)
+        back = C.all_to_all(comm, column, "a", 1, 0, 4)
+        half = C.reduce_scatter(comm, x, "a", 1)
+        assert str(whole.shape) == str((x * torch.ones(2, 1, 1)).reshape(-1, 4).shape)
+        assert column.shape[1] == 2 and half.shape[1] == 2
+        assert str(column.shape[0]) == str(whole.shape[0]) and back.shape[1] == 4
+        piece = C.slice_shard(comm, whole, "a", 0)
+        (g,) = torch.autograd.grad(piece.sum() + back.sum() + half.sum() + column.sum(), x)
+        assert str(g.shape) == str(x.shape)
+    assert not env.guards
