@@ -28,6 +28,8 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP108": ("an operation is not supported", EXIT_INPUT),
     "FXP109": ("an argument is wrong", EXIT_INPUT),
     "FXP110": ("the weights cannot be loaded", EXIT_INPUT),
+    "FXP111": ("an annotation is wrong", EXIT_INPUT),
+    "FXP112": ("annotations contradict each other", EXIT_INPUT),
     # 2xx: planning
     "FXP201": ("the stages cannot be formed", EXIT_INFEASIBLE),
     "FXP202": ("the constraints cannot hold together", EXIT_INFEASIBLE),
