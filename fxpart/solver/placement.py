@@ -1,0 +1,194 @@
+"""Placements inside a stage: the one entrance, whichever solver, with a proven bound.
+
+Variable elimination with a price on memory gives the bound and, where memory does not bind, the
+optimum; a dynamic programme over layers gives the plan under a tight limit; HiGHS takes what is
+small or too wide for elimination. Local search repairs where nothing else has a choice.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.solver.placement_brute import solve_brute
+from fxpart.solver.placement_descent import descend
+from fxpart.solver.placement_elimination import Elimination, TooWideError
+from fxpart.solver.placement_layers import refine
+from fxpart.solver.placement_multiplier import Bound, Record, multiplier_bound
+from fxpart.solver.placement_problem import (
+    Edge,
+    Evaluation,
+    Kind,
+    Numbers,
+    PlacementProblem,
+    PlacementSolution,
+    check,
+    evaluate,
+)
+
+__all__ = [
+    "Edge",
+    "Evaluation",
+    "Kind",
+    "PlacementProblem",
+    "PlacementSolution",
+    "check",
+    "evaluate",
+    "load_problem",
+    "problem_from_json",
+    "problem_to_json",
+    "save_problem",
+    "solve_placement",
+]
+
+PROVEN = 1e-6  # a proven gap up to this is "optimal"
+CLOSE = 0.005  # and up to this "within gap"
+SMALL = 60_000  # variables that HiGHS is given of its own accord
+Solver = Literal["auto", "elimination", "highs", "brute"]
+
+
+def solve_placement(
+    problem: PlacementProblem, *, time_limit: float = 30.0, solver: str = "auto"
+) -> PlacementSolution:
+    """The best choice found within ``time_limit`` seconds, and its proven bound.
+
+    "auto" picks; "elimination" (with layers) and "highs" solve the same problem independently,
+    "brute" enumerates. Equal problems give equal answers as long as the limit is not reached.
+    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    """
+    deadline = time.monotonic() + time_limit
+    if solver not in get_args(Solver) or not time_limit >= 0:
+        raise error(
+            "FXP109",
+            where=f"solve_placement(solver={solver!r}, time_limit={time_limit!r})",
+            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
+            fix="solver 'auto', 'elimination', 'highs' or 'brute'; a limit of at least 0 seconds",
+        )
+    check(problem)
+    if solver == "brute":
+        return solve_brute(problem)
+    numbers = Numbers(problem)
+    record = Record(numbers)
+    cheap = Bound(_cheap(numbers), 0.0, (), _least(numbers))
+    if solver == "highs":
+        return solution(record, _highs(numbers, record, cheap, deadline))
+    bound = _eliminate(numbers, record, cheap, deadline)
+    if bound.seconds == inf:
+        return solution(record, bound)
+    if _open(record, bound, PROVEN):
+        descend(numbers, record, deadline)
+    if solver == "auto" and _open(record, bound, PROVEN) and _worth(numbers, record, bound):
+        bound = _highs(numbers, record, bound, deadline)
+    return solution(record, bound)
+
+
+def _eliminate(numbers: Numbers, record: Record, cheap: Bound, deadline: float) -> Bound:
+    """The bound by elimination and the plan by layers; the cheap bound where it is too wide."""
+    try:
+        bound = multiplier_bound(numbers, Elimination(numbers), record, deadline)
+    except TooWideError:
+        return cheap
+    if bound.seconds < inf and _open(record, bound, PROVEN):
+        refine(numbers, record, bound, deadline)
+    return bound
+
+
+def _worth(numbers: Numbers, record: Record, bound: Bound) -> bool:
+    """Whether HiGHS may close the gap: small ones always, larger ones while it is wide."""
+    from fxpart.solver.placement_ilp import entries  # OR-Tools is slow to import
+
+    size = entries(numbers)
+    return size <= SMALL or (size <= 10 * SMALL and _open(record, bound, CLOSE))
+
+
+def _highs(numbers: Numbers, record: Record, bound: Bound, deadline: float) -> Bound:
+    from fxpart.solver.placement_ilp import solve_highs
+
+    proven = solve_highs(numbers, record, deadline)
+    return Bound(max(bound.seconds, proven), bound.price, bound.prices, bound.least)
+
+
+def _open(record: Record, bound: Bound, gap: float) -> bool:
+    return record.seconds == inf or bound.seconds < record.seconds * (1 - gap)
+
+
+def _cheap(numbers: Numbers) -> float:
+    """Each node and each edge at its own least."""
+    nodes = sum(float(numbers.seconds[k].min()) for k in numbers.problem.nodes)
+    return nodes + sum(float(numbers.matrices[e.matrix].min()) for e in numbers.problem.edges)
+
+
+def _least(numbers: Numbers) -> float:
+    """Bytes with each node at its own least."""
+    standing = sum(float(numbers.standing[k].min()) for k in numbers.problem.nodes)
+    return standing + numbers.reserve()
+
+
+def solution(record: Record, bound: Bound) -> PlacementSolution:
+    """What ``record`` and a proven lower bound amount to."""
+    proven = min(bound.seconds, record.seconds)
+    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
+    if record.seconds == inf:
+        status = "infeasible" if bound.seconds == inf else "unknown"
+    elif proven >= record.seconds * (1 - PROVEN):
+        status = "optimal"
+    else:
+        status = "within gap" if proven >= record.seconds * (1 - CLOSE) else "best found"
+    return PlacementSolution(
+        status=status,
+        choice=record.choice,
+        seconds=record.seconds,
+        bytes=record.bytes,
+        bound=proven,
+        least=bound.least,
+        solver=record.solver,
+    )
+
+
+def problem_to_json(problem: PlacementProblem) -> bytes:
+    """The problem as canonical JSON: sorted keys, equal bytes for equal problems."""
+    return msgspec.json.encode(problem, order="sorted") + b"\n"
+
+
+def problem_from_json(data: bytes | str, where: str = "problem") -> PlacementProblem:
+    """The problem that :func:`problem_to_json` wrote; ``where`` names its source in errors.
+
+    Raises FXP206 for text that is no problem, with every fault of its numbers.
+    """
+    try:
+        problem = msgspec.json.decode(data, type=PlacementProblem)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as failure:
+        raise error(
+            "FXP206", where=where, why=str(failure), fix="archive the problem again"
+        ) from None
+    check(problem)
+    return problem
+
+
+def save_problem(problem: PlacementProblem, path: str | Path) -> None:
+    """Write the problem as JSON; raises FXP603 if the file cannot be written."""
+    try:
+        Path(path).write_bytes(problem_to_json(problem))
+    except OSError as failure:
+        raise error(
+            "FXP603",
+            where=str(path),
+            why=failure.strerror or str(failure),
+            fix="choose another path",
+        ) from None
+
+
+def load_problem(path: str | Path) -> PlacementProblem:
+    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as failure:
+        raise error(
+            "FXP206", where=str(path), why=failure.strerror or str(failure), fix="check the path"
+        ) from None
+    return problem_from_json(data, str(path))
