@@ -9,7 +9,11 @@ import msgspec
 import pytest
 import sample_plans
 
+from fxpart.errors import FxpartError
 from fxpart.plan import Certificate, Placed, Plan, PlanSharding
+from fxpart.report.explain import explain
+from fxpart.report.html import report_html
+from fxpart.report.sharding import why
 
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
@@ -125,3 +129,23 @@ def test_ranks_stand_by_stage_and_lane() -> None:
         ),
     )
     assert any("are not 0 to 3" in p.why for p in swapped.problems())
+
+
+def test_the_report_shows_mesh_ranks_and_placements() -> None:
+    whole = plan()
+    for text in (explain(whole), report_html(whole)):
+        for words in ("0-3", "4-7", "dp=2,tp=2", "ZeRO 1 over dp", "h.0.up.weight", "aten.foo"):
+            assert words in text, words
+
+
+def test_why_says_where_a_placement_is_from() -> None:
+    whole = plan()
+    assert why(whole, whole.model.inputs[0].name).splitlines() == [
+        "input input_ids: dp:S(0)",
+        "  dp  the axis dp cuts the batch",
+    ]
+    with pytest.raises(FxpartError) as caught:
+        why(whole, "linaer")
+    assert "linear" in caught.value.problems[0].fix
+    with pytest.raises(FxpartError):
+        why(sample_plans.plan(), "linear")

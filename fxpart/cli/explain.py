@@ -17,10 +17,12 @@ PAGES = ("glossary", "how_it_chooses", "one_process")
 
 @click.command()
 @click.argument("subject")
+@click.argument("name", required=False)
 @json_option
-def command(subject: str, as_json: bool) -> int:
+def command(subject: str, name: str | None, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
+    With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
     Pages: `glossary`, `how_it_chooses`, `one_process`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
@@ -29,12 +31,26 @@ def command(subject: str, as_json: bool) -> int:
         _page({"subject": subject}, f"{subject}.md", as_json)
         return 0
     plan = Plan.load(subject)
+    if name is not None:
+        return _why(plan, name, as_json)
     if as_json:
         output.data(plan)
         return 0
     from fxpart.report.explain import explain
 
     output.text(explain(plan).rstrip("\n"))
+    return 0
+
+
+def _why(plan: Plan, name: str, as_json: bool) -> int:
+    from fxpart.report.sharding import why
+
+    words = why(plan, name)
+    if as_json:
+        assert plan.sharding is not None, "else there was an error"
+        output.data([entry for entry in plan.sharding.placed if name in entry.names])
+    else:
+        output.text(words)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -34,12 +34,43 @@ class Request:
     constraint: tuple[str, ...]
     seed: int
     plan: str | None = None
+    mesh: str | None = None
+    annotations: str | None = None
+    zero: int | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
         from fxpart.target import load_target
 
         return load_target(self.target)
+
+    @property
+    def constraints(self) -> dict[str, int | float | str | bool]:
+        """What is fixed, by --constraint and by the options for sharding."""
+        own = {"mesh": self.mesh, "annotations": self.annotations, "zero": self.zero}
+        given = {key: value for key, value in own.items() if value is not None}
+        return {**(parse_constraints(self.constraint) or {}), **given}
+
+    @property
+    def lanes(self) -> int:
+        """Ranks of each stage. FXP109 for a mesh that is none."""
+        from fxpart.sharding.mesh import Mesh
+
+        return Mesh.parse(str(self.constraints.get("mesh", ""))).size
+
+    def on_ranks(self, ranks: int, option: str) -> Request:
+        """The same with as many stages as make ``ranks``; FXP502 where the mesh does not fit."""
+        if ranks % self.lanes:
+            raise error(
+                "FXP502",
+                where=f"{option} {ranks}",
+                why=f"each stage has {self.lanes} ranks",
+                fix=f"give a multiple of {self.lanes}, or another --mesh",
+            )
+        items = tuple(c for c in self.constraint if not c.startswith("stages="))
+        cluster = f"local:{ranks}" if self.cluster == "auto" else self.cluster
+        stages = f"stages={ranks // self.lanes}"
+        return replace(self, cluster=cluster, constraint=(*items, stages))
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
         """The workload, compiled as the options say; quiet: without a word meanwhile."""
@@ -58,7 +89,7 @@ class Request:
                 optimizer=self.optimizer or workload.optimizer,
                 cost_model=self.cost_model,
                 plan=self.plan,
-                constraints=parse_constraints(self.constraint),
+                constraints=self.constraints,
                 seed=self.seed,
             )
 
@@ -79,6 +110,18 @@ def compile_options(command: Command) -> Command:
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
                 help="Fix a decision, such as stages=3; may be repeated.",
+            ),
+            click.option(
+                "--mesh", metavar="AXES",
+                help="Ranks of each stage, such as dp=2,tp=2; the axis dp cuts the batch.",
+            ),
+            click.option(
+                "--annotations", type=click.Path(),
+                help="A TOML or JSON file that says how weights and inputs are sharded.",
+            ),
+            click.option(
+                "--zero", type=click.IntRange(0, 3),
+                help="Cut optimizer state (1), gradients too (2), parameters too (3) over dp.",
             ),
             click.option("--seed", type=int, default=0, show_default=True),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from fxpart.cli import output
@@ -42,15 +41,8 @@ def run_on(
         return _torchrun(processes, arguments)
 
 
-def plan_cluster(request: Request, processes: int) -> str:
-    """The cluster to plan for: this host's processes, unless one was named."""
-    return f"local:{processes}" if request.cluster == "auto" else request.cluster
-
-
 def _plan(request: Request, processes: int) -> Plan:
-    items = tuple(c for c in request.constraint if not c.startswith("stages="))
-    constraint = (*items, f"stages={processes}")
-    whole = replace(request, cluster=plan_cluster(request, processes), constraint=constraint)
+    whole = request.on_ranks(processes, "--nproc")
     return whole.compile(whole.workload()).plan
 
 

@@ -37,11 +37,12 @@ def command(
         f"{timeline.name}: {units.seconds(step)}, bubble {units.percent(timeline.bubble)} "
         "(without gradient sums and optimizer)"
     )
-    for rank, busy in enumerate(timeline.busy):
+    for stage, busy in zip(loaded.stages, timeline.busy, strict=True):
         share = busy / step if step else 0.0
-        flying = [timeline.in_flight[s.index] for s in loaded.stages if rank in s.ranks]
+        flying = [timeline.in_flight[stage.index]]
+        ranks = f"rank {stage.ranks[0]}" + (f"-{stage.ranks[-1]}" if stage.ranks[1:] else "")
         output.text(
-            f"  rank {rank}: computes {units.seconds(busy)} ({units.percent(share)}), "
+            f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "
             f"{units.plural(max(flying, default=0), 'microbatch')} in flight"
         )
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,8 +28,8 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
     """Train TARGET partitioned and whole, and compare losses, gradients and parameters.
 
     All ranks run in this process, or with --nproc each in its own. Exit status 1 where the numbers
-    differ by more than is promised: not at all, or 1e-6 relative where a gradient has to be added
-    up over stages in another order than in one process.
+    differ by more than is promised: not at all, or 1e-6 relative where a sum is added up over ranks
+    in another order than in one process.
     """
     from fxpart.environment import launch
 
@@ -41,9 +40,7 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
 
         return run_on(request, nproc, "verify", {"--steps": steps}, as_json)
     if ranks is not None:
-        where = f"local:{ranks}" if request.cluster == "auto" else request.cluster
-        fixed = (*request.constraint, f"stages={ranks}")
-        request = replace(request, cluster=where, constraint=fixed)
+        request = request.on_ranks(ranks, "--ranks")
     workload = request.workload()
     first = started is None or started.rank == 0
     program = request.compile(workload, quiet=started is not None)
@@ -93,7 +90,7 @@ def _verdict(found: Verification) -> list[str]:
     elif found.passed:
         lines.append(
             f"equal within {found.tolerance:g} relative (largest {found.largest:.1e}), as promised "
-            "where a gradient is added up over stages in another order"
+            "where a sum is added up over ranks in another order"
         )
     else:
         allowed = "no difference" if found.exact else f"{found.tolerance:g}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
+import msgspec
+
 from fxpart.plan import Alternative, Plan, PlanInput, RankPrediction
-from fxpart.report import units
+from fxpart.report import sharding, units
 from fxpart.report.table import shortened, table
 
 
@@ -15,6 +17,7 @@ def explain(plan: Plan) -> str:
         _summary(plan),
         _stages(plan),
         _memory(plan),
+        sharding.lines(plan),
         ["How good it is", *(wrapped for line in certificate(plan) for wrapped in _wrapped(line))],
         _rejected(plan),
         _ties(plan),
@@ -40,6 +43,7 @@ def _summary(plan: Plan) -> list[str]:
         f"  step       {units.seconds(prediction.step_seconds)} predicted "
         f"({units.seconds(prediction.simulated_seconds)} by simulation), {rate:.4g} samples/s, "
         f"bubble {units.percent(prediction.bubble)}",
+        *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
     ]
 
 
@@ -52,11 +56,11 @@ def _input(item: PlanInput) -> str:
 def _stages(plan: Plan) -> list[str]:
     heads = ("stage", "blocks", "rank", "device", "holds", "params", "F", "B", "transfer", "step")
     rows = []
-    for entry in plan.prediction.ranks:
+    for ranks, entry in alike(plan):
         stage = plan.stages[entry.stage]
         rows.append(
             (
-                str(entry.stage), f"{stage.first}-{stage.last}", str(entry.rank),
+                str(entry.stage), f"{stage.first}-{stage.last}", ranks,
                 shortened(entry.device, 20), _label(stage.label),
                 units.count(stage.parameters), units.seconds(entry.forward_seconds),
                 units.seconds(entry.backward_seconds), units.seconds(entry.transfer_seconds),
@@ -72,17 +76,34 @@ def _stages(plan: Plan) -> list[str]:
     ]
 
 
+def alike(plan: Plan) -> list[tuple[str, RankPrediction]]:
+    """The ranks' predictions, those of one stage that are alike once: "4-7" and the first's."""
+    found: list[list[RankPrediction]] = []
+    for entry in plan.prediction.ranks:
+        if found and _same(found[-1][-1], entry):
+            found[-1].append(entry)
+        else:
+            found.append([entry])
+    return [(str(g[0].rank) if len(g) == 1 else f"{g[0].rank}-{g[-1].rank}", g[0]) for g in found]
+
+
+def _same(one: RankPrediction, next_: RankPrediction) -> bool:
+    """Whether a rank is predicted like the one before it in the same stage."""
+    moved = msgspec.structs.replace(one, rank=next_.rank, device=next_.device)
+    return one.rank + 1 == next_.rank and moved == next_
+
+
 def _memory(plan: Plan) -> list[str]:
     heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
              "transfers", "in flight")  # fmt: skip
     rows = []
-    for entry in plan.prediction.ranks:
+    for ranks, entry in alike(plan):
         memory = entry.memory
         used = memory.total / entry.memory_limit if entry.memory_limit else 0.0
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations,
                  memory.buffers, memory.transfers)  # fmt: skip
         rows.append(
-            (str(entry.rank), units.size(memory.total), units.size(entry.memory_limit),
+            (ranks, units.size(memory.total), units.size(entry.memory_limit),
              units.percent(used), *map(units.size, parts), str(entry.in_flight))
         )  # fmt: skip
     return ["Peak memory by rank", *_indented(table(heads, ">" * len(heads), rows))]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from fxpart.plan import Plan
-from fxpart.report import units
-from fxpart.report.explain import alternative, balance, certificate
+from fxpart.report import sharding, units
+from fxpart.report.explain import alike, alternative, balance, certificate
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
@@ -23,7 +23,7 @@ def report_html(plan: Plan) -> str:
     body = "\n".join(
         (
             _head(plan), _cards(plan), _timeline(plan), _memory(plan), _stages(plan),
-            _certificate(plan), _rejected(plan), _ties(plan),
+            _sharding(plan), _certificate(plan), _rejected(plan), _ties(plan),
             _pairs("Where the costs come from", plan.provenance),
             _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
         )
@@ -111,18 +111,33 @@ def _stages(plan: Plan) -> str:
     heads = ("stage", "blocks", "holds", "rank", "device", "parameters", "forward", "backward",
              "transfer", "once a step", "in flight")  # fmt: skip
     rows = []
-    for entry in plan.prediction.ranks:
+    for ranks, entry in alike(plan):
         stage = plan.stages[entry.stage]
         once = units.seconds(entry.sync_seconds + entry.optimizer_seconds)
         rows.append(
             (
                 str(stage.index), f"{stage.first}-{stage.last}", shortened(stage.label, 80),
-                str(entry.rank), shortened(entry.device, 40), units.count(stage.parameters),
+                ranks, shortened(entry.device, 40), units.count(stage.parameters),
                 units.seconds(entry.forward_seconds), units.seconds(entry.backward_seconds),
                 units.seconds(entry.transfer_seconds), once, str(entry.in_flight),
             )
         )  # fmt: skip
     return f"<h2>Stages</h2>\n{_table(heads, rows, left={2, 4})}"
+
+
+def _sharding(plan: Plan) -> str:
+    given = plan.sharding
+    if given is None:
+        return ""
+    words = [sharding.headline(plan)]
+    if given.unruled:
+        listed = ", ".join(f"{name} ({count})" for name, count in sorted(given.unruled.items()))
+        words.append(f"Computed whole by every rank, for want of a rule: {listed}")
+    if given.certificate is not None:
+        words.append(sharding.chosen(given.certificate))
+    text = "".join(f"<p>{escape(word)}</p>" for word in words)
+    heads = ("what", "how", "number", "names")
+    return f"<h2>Sharding</h2>\n{text}{_table(heads, sharding.rows(given)[:DRAWN], left={0, 1, 3})}"
 
 
 def _certificate(plan: Plan) -> str:
