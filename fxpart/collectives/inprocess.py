@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -124,7 +124,6 @@ class InProcessHub:
     ) -> _Awaited:
         """Bring a part to the group's next meeting; ``kind`` must be equal on all lanes."""
         with self._changed:
-            self._check(lanes)
             turn = self._turns.get((lanes, lane), 0)
             self._turns[lanes, lane] = turn + 1
             meeting = self._meetings.setdefault((lanes, turn), _Meeting())
@@ -150,9 +149,11 @@ class InProcessHub:
         if meeting.results is None:
             limit = None if self.timeout == float("inf") else self.timeout
 
+            def gone() -> list[int]:
+                return [n for n in lanes if n in self._gone and n not in meeting.parts]
+
             def over() -> bool:
-                gone = any(n in self._gone and n not in meeting.parts for n in lanes)
-                return meeting.results is not None or meeting.failed is not None or gone
+                return meeting.results is not None or meeting.failed is not None or bool(gone())
 
             with self._changed:
                 if not self._changed.wait_for(over, limit):
@@ -162,15 +163,10 @@ class InProcessHub:
                     )
                 if meeting.failed is not None:
                     raise PeerLostError(meeting.failed)
-                if meeting.results is None:
-                    self._check(lanes)
+                for lost in gone():
+                    raise PeerLostError(f"lane {lost} of the mesh {self.mesh}: {self._gone[lost]}")
         assert meeting.results is not None
         return meeting.results[lane]
-
-    def _check(self, lanes: Sequence[int]) -> None:
-        for lane in lanes:
-            if lane in self._gone:
-                raise PeerLostError(f"lane {lane} of the mesh {self.mesh}: {self._gone[lane]}")
 
 
 def _compute(
