@@ -20,6 +20,7 @@ from fxpart.errors import error
 from .assign import Assign
 from .drop_asserts import DropAsserts
 from .group_blocks import GroupBlocks
+from .group_experts import GroupExperts
 from .inline_regions import InlineRegions
 from .key_random import KeyRandom
 from .mark_gradients import MarkGradients
@@ -30,6 +31,7 @@ PASSES: dict[str, type[Any]] = {
     "assign": Assign,
     "drop_asserts": DropAsserts,
     "group_blocks": GroupBlocks,
+    "group_experts": GroupExperts,
     "inline_regions": InlineRegions,
     "key_random": KeyRandom,
     "mark_gradients": MarkGradients,

@@ -42,7 +42,10 @@ class Rule:
     forms: per factor the name of a function of :mod:`fxpart.collectives` that replaces the op where
     the factor is cut, called as ``form(mesh, axes, size, *args, **kwargs)``: axes cut the factor,
     major first; size is the whole factor's. results_of: per factor of ``forms``, what its results
-    are where that is not what the notation says (Replicate after an all-reduce inside).
+    are where that is not what the notation says (Replicate after an all-reduce inside). together:
+    strategies by which one axis cuts several factors at once, no two of one tensor: name -> the
+    factors. They have a form, called with ``sizes[name]`` (experts on the lanes that cut the
+    tokens).
     """
 
     operands: tuple[Dims, ...]
@@ -54,6 +57,7 @@ class Rule:
     localise: Localise | None = None
     forms: Mapping[str, str] = field(default_factory=dict)
     results_of: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -152,13 +156,16 @@ def _column(
         back: list[Placement] = [REPLICATE if i in summed else PARTIAL for i in range(count)]
         return inside, [PARTIAL] * given, back
     name, inner = factor_of(name)
-    if name in rule.whole or name not in rule.sizes or (inner > 1 and name in rule.forms):
+    cut = rule.together.get(name, (name,))
+    if any(f in rule.whole or f not in rule.sizes for f in cut):
         return None
-    into, out = [_shard(d, name, left, inner) for d in rule.operands], []
+    if inner > 1 and name in rule.forms:
+        return None
+    into, out = [_shards(d, cut, left, inner) for d in rule.operands], []
     for index, dims in enumerate(rule.results):
         told = rule.results_of.get(name, ())
         fixed = told[index] if index < len(told) else None
-        out.append(fixed if fixed is not None else _shard(dims, name, left, inner) or PARTIAL)
+        out.append(fixed if fixed is not None else _shards(dims, cut, left, inner) or PARTIAL)
     summed = rule.additive if PARTIAL in out else frozenset()
     if any(place is _IMPOSSIBLE for place in (*into, *out)):
         return None
@@ -174,6 +181,11 @@ def factor_of(strategy: str) -> tuple[str, int]:
     """``"n"`` is (n, 1), ``"n/3"`` is (n, 3)."""
     name, _, parts = strategy.partition(PARTS)
     return name, int(parts or 1)
+
+
+def _shards(dims: Dims, names: Sequence[str], left: Mapping[str, Size], inner: int) -> Shard | None:
+    """Where the one of the factors that a tensor has lies in it."""
+    return next((s for name in names if (s := _shard(dims, name, left, inner))), None)
 
 
 def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> Shard | None:
@@ -195,6 +207,8 @@ def _cut(rule: Rule, name: str, parts: int, left: dict[str, Size]) -> bool:
     if name == REPLICATED or name.startswith(PASS):
         return True
     name, inner = factor_of(name)
+    if name in rule.together:
+        return all(_cut(rule, each, parts, left) for each in rule.together[name])
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
@@ -212,6 +226,7 @@ def _cut(rule: Rule, name: str, parts: int, left: dict[str, Size]) -> bool:
 
 
 def choices(rule: Rule) -> tuple[str, ...]:
-    """Every strategy for one axis: none, each factor that may be cut, each linear set."""
+    """Every strategy for one axis: none, factors that may be cut, some together, linear sets."""
     cut = tuple(f for f in rule.factors if f not in rule.whole)
-    return (REPLICATED, *cut, *(f"{PASS}{i}" for i in range(len(rule.linear))))
+    both = tuple(name for name, each in rule.together.items() if rule.whole.isdisjoint(each))
+    return (REPLICATED, *cut, *both, *(f"{PASS}{i}" for i in range(len(rule.linear))))
