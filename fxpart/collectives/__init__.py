@@ -13,6 +13,7 @@ from fxpart.collectives.buckets import (
     start_sum,
 )
 from fxpart.collectives.communicator import Axis, Communicator, Counts, Handle
+from fxpart.collectives.expert_forms import experts_cut, experts_dispatched
 from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 from fxpart.collectives.fake import FakeCommunicator
 from fxpart.collectives.group import GroupCommunicator
@@ -46,6 +47,8 @@ __all__ = [
     "all_reduce_many",
     "all_to_all",
     "enter",
+    "experts_cut",
+    "experts_dispatched",
     "first_only",
     "leave",
     "reduce_scatter",

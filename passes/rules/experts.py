@@ -1,0 +1,59 @@
+"""Mixtures of experts (``fxpart.experts``): cut by tokens, by experts, or by experts' inner width.
+
+``t`` tokens: every lane routes its own (data parallelism). ``e`` experts: every lane has all the
+tokens and computes what its experts add (a Partial result). ``i`` the inner width: tensor
+parallelism inside each expert. ``t&e``, the classic expert parallelism: the lanes of one axis have
+different tokens and different experts, and rows travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpart.collectives.experts import HALVES, PAIRS
+
+from .call import Call, Dim, Entry, Unruled
+from .rule import Rule
+
+TOGETHER = "t&e"
+
+
+def _experts(call: Call) -> Rule:
+    """hidden [t, h], index and weights [t, k], up [e, (2 i), h] and down [e, h, i], biases."""
+    plain, parts = call.given["plain"], call.given["parts"]
+    down = call.shape("down")
+    number, inner = down[0], down[1 if plain else 2]
+    if not isinstance(number, int) or not isinstance(inner, int):
+        raise Unruled
+    both: dict[str, Dim] = {HALVES: ("_g", "i"), PAIRS: ("i", "_g")}
+    column = both.get(parts, "i")
+    sizes = {"e": number, "i": inner, "_g": 2, "t": call.shape("hidden")[0]}
+    rule = call.rule(
+        {
+            "hidden": ["t", "_h"],
+            "index": ["t", "_k"],
+            "weights": ["t", "_k"],
+            "up": ["e", "_h", column] if plain else ["e", column, "_h"],
+            "down": ["e", "i", "_h"] if plain else ["e", "_h", "i"],
+            "up_bias": ["e", column],
+            "down_bias": ["e", "_h"],
+        },
+        [["t", "_h"]],
+        sizes=sizes,
+        additive=["down_bias"],
+        forms={"e": "experts_cut"},
+    )
+    return rule if number == 1 else _both(rule)
+
+
+def _both(rule: Rule) -> Rule:
+    """The rule with tokens and experts cut by one axis."""
+    return replace(
+        rule,
+        forms={**rule.forms, TOGETHER: "experts_dispatched"},
+        sizes={**rule.sizes, TOGETHER: rule.sizes["e"]},
+        together={TOGETHER: ("t", "e")},
+    )
+
+
+TABLE: dict[str, Entry] = {"fxpart.experts": _experts}
