@@ -39,13 +39,17 @@ class Cut:
 class Reader:
     """Reads batches for one program."""
 
-    def __init__(self, spec: ProgramSpec) -> None:
-        """spec: whose inputs, constants and symbols the batches must fit."""
-        self._inputs = spec.inputs
+    def __init__(self, spec: ProgramSpec, multiple: int = 1) -> None:
+        """spec: whose inputs, constants and symbols the batches must fit.
+
+        multiple: the rows of each microbatch are a multiple of it, where they may vary.
+        """
+        self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
+        self._multiple = multiple
         self._constants = {c.path: c.value for c in spec.constants}
-        self._dtypes = {i.name: torch_dtype(i.dtype) for i in spec.inputs}
-        self._dims = {i.name: [dim(entry) for entry in i.shape] for i in spec.inputs}
+        self._dtypes = {i.name: torch_dtype(i.dtype) for i in self._inputs}
+        self._dims = {i.name: [dim(entry) for entry in i.shape] for i in self._inputs}
 
     def read(self, batch: Any, microbatches: int) -> Cut:
         """Check and cut; at most ``microbatches`` pieces, even as torch.tensor_split makes them.
@@ -188,9 +192,19 @@ class Reader:
                 _problem(plain[0].path, "the batch is empty", "leave empty batches out")
             )
             return []
-        count = min(microbatches, rows)
-        small, more = divmod(rows, count)
-        return [small + 1] * more + [small] * (count - more)
+        multiple = self._multiple
+        if rows % multiple:
+            why = f"the batch has {rows} rows, and {multiple} ranks take equal parts of each piece"
+            fix = (
+                f"give a multiple of {multiple} (drop_last=True in a DataLoader drops a smaller "
+                "last batch)"
+            )
+            problems.append(_problem(plain[0].path, why, fix))
+            return []
+        units = rows // multiple
+        count = min(microbatches, units)
+        small, more = divmod(units, count)
+        return [(small + 1) * multiple] * more + [small * multiple] * (count - more)
 
     def _lengths(
         self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost, merge, problems_of
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.executor import Executor, Failure, Feed
+from fxpart.runtime.lanes import Lane, lane_ranks, together
 from fxpart.runtime.links import edges, torch_dtype
+from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
-from fxpart.schedule.action import Schedule
+from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.lower import lower
 
@@ -30,49 +32,49 @@ class Result:
 
 
 class Engine:
-    """Runs batches through a program on this process's ranks.
+    """Runs batches through the lanes of a program that are in this process.
 
     A failure on any rank raises the same FXP504 on every rank, and the transport stays usable; a
-    failed transfer raises FXP503 or FXP504 and the engine can no longer be used.
+    failed transfer raises FXP503 or FXP504 and the engine can no longer be used. Where the lanes of
+    a stage are several processes, a stage that fails on one lane alone leaves the others in a
+    collective until their timeout: that, too, is a failed transfer.
     """
 
     def __init__(
         self,
-        spec: ProgramSpec,
-        modules: Mapping[int, nn.Module],
+        lanes: Sequence[Lane],
         ranks: Sequence[int],
         transport: Transport,
         devices: Mapping[int, torch.device],
         *,
         schedule: str,
+        meshes: Meshes | None = None,
+        after_backward: Callable[[int, int], None] | None = None,
     ) -> None:
-        """modules: by stage, for the stages of this process. ranks: the rank of each stage."""
-        self.spec = spec
-        self._modules = modules
+        """lanes: those of this process. ranks: of each stage, the rank of its first lane.
+
+        meshes: what connects the lanes. after_backward: called with lane and stage.
+        """
+        self.spec = lanes[0].spec
+        self._lanes = tuple(lanes)
         self._ranks = tuple(ranks)
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
-        self._edges = edges(spec)
-        self._executors: dict[tuple[int, bool], list[Executor]] = {}
+        self._meshes = meshes
+        self._after_backward = after_backward
+        self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
-            stage.index for stage in spec.stages if spec.loss in [v.name for v in stage.outputs]
+            stage.index
+            for stage in self.spec.stages
+            if self.spec.loss in [v.name for v in stage.outputs]
         ]
-        self._used = {
-            rank: {
-                value.name
-                for stage in spec.stages
-                if self._ranks[stage.index] == rank
-                for value, source in zip(stage.inputs, stage.sources, strict=True)
-                if source < 0
-            }
-            for rank in transport.local
-        }
+        self._used = {rank: used_inputs(lanes, ranks, rank) for rank in transport.local}
         self.broken: str | None = None
 
     def run(
         self,
-        cut: Cut,
+        cuts: Sequence[Cut],
         keys: Sequence[int],
         *,
         train: bool,
@@ -81,7 +83,8 @@ class Engine:
     ) -> Result:
         """Forward all microbatches and, to train, backward; gradients add up in the parameters.
 
-        gate: returns once all ranks are known to run the same step, or raises.
+        cuts: the part of each lane of this process. gate: returns once all ranks are known to run
+        the same step, or raises.
         """
         if self.broken is not None:
             raise error(
@@ -90,10 +93,15 @@ class Engine:
                 why=f"an earlier failure ended the connection: {self.broken}",
                 fix="start the job again",
             )
-        executors = self._get(len(cut.rows), train, keep_outputs)
+        lanes = self._get(len(cuts[0].rows), train, keep_outputs)
+        executors = [executor for lane in lanes for executor in lane]
         try:
-            self._drive(executors, cut, keys, gate)
-            return self._conclude(executors, cut)
+            drives = {
+                lane.index: partial(self._drive, mine, cut, keys, gate)
+                for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
+            }
+            together(drives, self._leave)
+            return self._conclude(executors, cuts[0])
         except FxpartError as cause:
             if any(executor.lost for executor in executors):
                 self.broken = cause.problems[0].why
@@ -104,32 +112,53 @@ class Engine:
         except BaseException as cause:
             self.broken = type(cause).__name__
             raise
+        finally:
+            if self._meshes is not None:
+                self._meshes.recover()
 
-    def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[Executor]:
+    def _leave(self, lane: int, cause: BaseException | str) -> None:
+        """Lanes of this process that wait for one that has failed go on, and fail too."""
+        if self._meshes is not None:
+            self._meshes.leave(lane, cause)
+
+    def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[Executor]]:
+        """Per lane its executors, one for each stage of this process."""
         key = (microbatches, keep_outputs)
         if key not in self._executors:
-            schedule = place(
-                self._schedule if train else "forward", self.spec, self._ranks, microbatches
-            )
             self._executors[key] = [
-                Executor(
-                    self.spec,
-                    {s: m for s, m in self._modules.items() if self._ranks[s] == rank},
-                    schedule,
-                    rank,
-                    self._transport,
-                    self._devices[rank],
-                    train=train,
-                    keep_outputs=keep_outputs,
-                )
-                for rank in self._transport.local
+                self._make(lane, microbatches, train, keep_outputs) for lane in self._lanes
             ]
         return self._executors[key]
+
+    def _make(
+        self, lane: Lane, microbatches: int, train: bool, keep_outputs: bool
+    ) -> list[Executor]:
+        ranks = lane_ranks(self._ranks, lane.index)
+        name = self._schedule if train else "forward"
+        schedule = place(name, lane.spec, ranks, microbatches, self._transport.ranks)
+        after = self._after_backward
+        return [
+            Executor(
+                lane.spec,
+                {s: m for s, m in lane.modules.items() if ranks[s] == rank},
+                schedule,
+                rank,
+                self._transport,
+                self._devices[rank],
+                train=train,
+                keep_outputs=keep_outputs,
+                on_failure=partial(self._leave, lane.index),
+                threads=self._meshes is not None and self._meshes.threads,
+                after_backward=None if after is None else partial(after, lane.index),
+            )
+            for rank in self._transport.local
+            if rank in ranks
+        ]
 
     def _drive(
         self, executors: list[Executor], cut: Cut, keys: Sequence[int], gate: Callable[[], None]
     ) -> None:
-        """Step the local ranks in turn until all are through."""
+        """Step the local ranks of one lane in turn until all are through."""
         runs = {e: e.run(self._feed(e.rank, cut, keys), gate) for e in executors}
         done = object()
         while runs:
@@ -154,6 +183,8 @@ class Engine:
     def _conclude(self, executors: list[Executor], cut: Cut) -> Result:
         """Tell every process the loss and whether all went well."""
         failures = [e.failure for e in executors if e.failure is not None]
+        # Lanes that were only told to stop say nothing new.
+        failures = [f for f in failures if not isinstance(f.cause, PeerLostError)] or failures
         loss = None if failures else self._weighted_loss(executors, cut)
         bits = 0
         if loss is not None and loss.device.type == "cpu":
@@ -200,16 +231,36 @@ class Engine:
         raise FxpartError(problems) from (failures[0].cause if failures else None)
 
 
-def place(name: str, spec: ProgramSpec, ranks: Sequence[int], microbatches: int) -> Schedule:
+def used_inputs(lanes: Sequence[Lane], ranks: Sequence[int], rank: int) -> set[str]:
+    """The user's inputs that a rank's stages take."""
+    return {
+        value.name
+        for lane in lanes
+        for stage in lane.spec.stages
+        if lane_ranks(ranks, lane.index)[stage.index] == rank
+        for value, source in zip(stage.inputs, stage.sources, strict=True)
+        if source < 0
+    }
+
+
+def place(
+    name: str,
+    spec: ProgramSpec,
+    ranks: Sequence[int],
+    microbatches: int,
+    world: int | None = None,
+) -> Schedule:
     """The named schedule for the program's stages on their ranks, with transfers.
 
+    world: how many ranks there are, by default as many as stages; those of other lanes do nothing.
     Raises FXP109 for an unknown name and for a rank with several stages or none.
     """
     if name not in BUILDERS:
         known = ", ".join(sorted(BUILDERS))
         raise error("FXP109", where=f"schedule={name!r}", why="not known", fix=f"one of {known}")
     stages = len(spec.stages)
-    if sorted(ranks) != list(range(stages)):
+    world = stages if world is None else world
+    if len(ranks) != stages or len(set(ranks) & set(range(world))) != stages:
         raise error(
             "FXP109",
             where=f"ranks={tuple(ranks)}",
@@ -218,9 +269,10 @@ def place(name: str, spec: ProgramSpec, ranks: Sequence[int], microbatches: int)
         )
     found = edges(spec)
     schedule = BUILDERS[name](stages, microbatches, found)
-    by_stage = dict(zip(schedule.stage_rank, schedule.ranks, strict=True))
-    lists = tuple(by_stage[stage] for stage in sorted(range(stages), key=lambda s: ranks[s]))
-    moved = Schedule(schedule.name, stages, microbatches, lists, tuple(ranks))
+    lists: list[tuple[Action, ...]] = [()] * world
+    for stage, actions in zip(schedule.stage_rank, schedule.ranks, strict=True):
+        lists[ranks[stage]] = actions
+    moved = Schedule(schedule.name, stages, microbatches, tuple(lists), tuple(ranks))
     return lower(moved, found)
 
 

@@ -89,9 +89,20 @@ class Executor:
         *,
         train: bool,
         keep_outputs: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+        after_backward: Callable[[int], None] | None = None,
+        threads: bool = False,
     ) -> None:
-        """modules: the rank's own stage modules by stage index."""
+        """modules: the rank's own stage modules by stage index.
+
+        on_failure: called when a stage has raised. after_backward: called with the stage.
+        threads: the stage's other lanes are in this process: one that is missed has failed there,
+        and no connection is lost.
+        """
         self.rank = rank
+        self._on_failure = on_failure
+        self._after_backward = after_backward
+        self._threads = threads
         self._transport = transport
         self._device = device
         self._train = train
@@ -170,11 +181,13 @@ class Executor:
             try:
                 instruction.do()
                 return
-            except (TransferTimeoutError, PeerLostError):
-                raise
             except Exception as cause:
+                if isinstance(cause, (TransferTimeoutError, PeerLostError)) and not self._threads:
+                    raise
                 self.failure = Failure(self.rank, instruction.action, cause)
                 self._cells.clear()
+                if self._on_failure is not None:
+                    self._on_failure(cause)
         instruction.drain()
 
     def finish(self) -> None:
@@ -293,6 +306,8 @@ class Executor:
             cell.backward(roots)
             if tied:
                 ties.after(stage, microbatch)
+            if self._after_backward is not None:
+                self._after_backward(stage)
 
         drop = _dropper((*arrivals, *awaited))
 

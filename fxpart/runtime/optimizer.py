@@ -54,3 +54,32 @@ def _again(given: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torc
 
 def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
     return error("FXP109", where=f"optimizer {type(given).__name__}", why=why, fix=_FIX)
+
+
+# Each number of a parameter is updated by its own gradient and state alone.
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
+    "Rprop",
+)  # fmt: skip
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, cut: Sequence[str]) -> None:
+    """FXP109 if parameters are cut and the optimizer may not be run on parts of them.
+
+    cut: names of parameters of which a lane updates a part only. An optimizer of the user's own
+    says with a class attribute ``elementwise = True`` that it may.
+    """
+    kind = type(optimizer)
+    if not cut or getattr(kind, "elementwise", False):
+        return
+    if any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE):
+        return
+    shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
+    raise error(
+        "FXP109",
+        where=f"optimizer {kind.__name__}",
+        why=f"each rank updates only a part of {shown}, and it is not known to work number by "
+        "number (Adafactor, LBFGS and Muon look at whole matrices)",
+        fix=f"use one of {', '.join(_ELEMENTWISE)}; shard neither these parameters nor the "
+        "optimizer's state; or set elementwise = True in the class of an optimizer that does",
+    )

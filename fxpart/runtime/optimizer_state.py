@@ -9,20 +9,26 @@ import msgspec
 import torch
 
 from fxpart.errors import FxpartError, Problem
+from fxpart.runtime.held import Held
 from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
 
 
 class _Slot(msgspec.Struct, frozen=True):
-    """One value of one parameter's state: a tensor's dtype and shape, or a plain value."""
+    """One value of one parameter's state: a tensor's dtype and shape, or a plain value.
+
+    part: it has a number for each number that the lane's optimizer holds of the parameter.
+    """
 
     name: str
     key: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    on_cpu: bool = False
     value: Any = None
+    lane: int = 0
+    part: bool = False
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -34,14 +40,15 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 def gather_optimizer(
-    state: ModelState, optimizer: torch.optim.Optimizer, *, first_only: bool
+    state: ModelState, held: Held, optimizer: torch.optim.Optimizer, *, first_only: bool
 ) -> dict[str, Any]:
     """``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
 
     The same on every rank, or on rank 0 only (elsewhere empty). A tie's state is its owner's.
+    Tensors are whole, whatever each lane's optimizer holds of them.
     """
     transport = state.transport
-    report, tensors = _report(state, optimizer)
+    report, tensors = _report(state, held, optimizer)
     messages = transport.exchange_bytes(msgspec.json.encode(report))
     reports = [msgspec.json.decode(message, type=_Report) for message in messages]
     found: dict[str, dict[str, Any]] = {}
@@ -51,7 +58,15 @@ def gather_optimizer(
             value = slot.value
             if slot.dtype:
                 value = _spread(transport, slot, process, next(mine, None))
-            found.setdefault(slot.name, {})[slot.key] = value
+            slots, pieces = found.setdefault(slot.name, {}), held.pieces(slot.name)
+            if slot.part and len(pieces.sources) > 1:
+                if slot.key not in slots:
+                    slots[slot.key] = torch.empty(
+                        pieces.shape, dtype=value.dtype, device=value.device
+                    )
+                pieces.put(slots[slot.key], slot.lane, value)
+            else:
+                slots[slot.key] = value
     if first_only and 0 not in transport.local:
         return {}
     order = [name for name in state.entries if name in found]
@@ -59,10 +74,15 @@ def gather_optimizer(
 
 
 def load_optimizer(
-    state: ModelState, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
+    state: ModelState, held: Held, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
 ) -> None:
     """Put gathered state back; FXP110 for parameters it does not know."""
-    names = {id(parameter): name for name, parameter in state.parameters()}
+    holders = {
+        id(held.of(tensor)): (name, lane)
+        for name, entry in state.entries.items()
+        if entry.trainable
+        for (_, lane), tensor in entry.copies.items()
+    }
     groups = given["param_groups"]
     place = {name: group for group in groups for name in group["params"]}
     current = optimizer.state_dict()
@@ -71,7 +91,7 @@ def load_optimizer(
     number = 0
     for group, target in zip(optimizer.param_groups, current["param_groups"], strict=True):
         for parameter in group["params"]:
-            name = names.get(id(parameter))
+            name, lane = holders.get(id(parameter), (None, 0))
             if name is not None and name not in place:
                 problems.append(
                     Problem("FXP110", name, "the optimizer state does not hold it",
@@ -81,8 +101,9 @@ def load_optimizer(
                 options = {k: _option(target.get(k), v) for k, v in place[name].items()}
                 target.update({k: v for k, v in options.items() if k != "params"})
                 if name in given["state"]:
+                    pieces = held.pieces(name)
                     wanted[number] = {
-                        k: v.clone() if isinstance(v, torch.Tensor) else v
+                        k: _mine(pieces, lane, v) if isinstance(v, torch.Tensor) else v
                         for k, v in given["state"][name].items()
                     }
             number += 1
@@ -92,28 +113,34 @@ def load_optimizer(
 
 
 def _report(
-    state: ModelState, optimizer: torch.optim.Optimizer
+    state: ModelState, held: Held, optimizer: torch.optim.Optimizer
 ) -> tuple[_Report, list[torch.Tensor]]:
-    """What this process's optimizer holds for the parameters that it owns."""
+    """What this process's optimizer holds for the parameters that it owns, each element once."""
     owned = {
-        id(entry.copies[entry.spec.owner]): name
+        id(held.of(tensor)): (name, lane)
         for name, entry in state.entries.items()
-        if entry.trainable and entry.spec.owner in entry.copies
+        if entry.trainable
+        for lane, tensor in entry.owned().items()
+        if lane in held.pieces(name).sources
     }
     slots: list[_Slot] = []
     tensors: list[torch.Tensor] = []
     names: list[tuple[str, ...]] = []
     for group in optimizer.param_groups:
         mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
-        names.append(tuple(name for name, _ in mine))
-        for name, parameter in mine:
+        names.append(tuple(dict.fromkeys(name for (name, _), _ in mine)))
+        for (name, lane), parameter in mine:
+            first = lane == held.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    on_cpu = value.device.type == "cpu"
-                    dtype = str(value.dtype)[6:]
-                    slots.append(_Slot(name, key, dtype, tuple(value.shape), on_cpu))
-                    tensors.append(value)
-                else:
+                    shape = tuple(value.shape)
+                    part = bool(shape) and shape == tuple(parameter.shape)
+                    if part or first:
+                        slots.append(
+                            _Slot(name, key, str(value.dtype)[6:], shape, None, lane, part)
+                        )
+                        tensors.append(value)
+                elif first:
                     slots.append(_Slot(name, key, value=value))
     options = tuple(
         {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -140,10 +167,18 @@ def _groups(reports: list[_Report], state: ModelState) -> list[dict[str, Any]]:
         for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
             if index == len(merged):
                 merged.append({**options, "params": []})
-            merged[index]["params"].extend(names)
+            known = [*merged[index]["params"], *names]
+            merged[index]["params"] = list(dict.fromkeys(known))
     for group in merged:
         group["params"].sort(key=place.__getitem__)
     return merged
+
+
+def _mine(pieces: Pieces, lane: int, value: torch.Tensor) -> torch.Tensor:
+    """A copy of what the lane's optimizer keeps of one value."""
+    if value.dim() and tuple(value.shape) == pieces.shape:
+        value = pieces.part(value, lane)
+    return value.clone()
 
 
 def _option(current: Any, value: Any) -> Any:

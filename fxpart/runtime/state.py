@@ -10,23 +10,38 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program import ProgramSpec, StateSpec
+from fxpart.program import StateSpec
+from fxpart.runtime.lanes import Lane
 from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.transport import STATE, Transport
+
+Place = tuple[int, int]  # stage, lane
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One named tensor of the model: what it is, who owns it, and the copies of this process."""
+    """One named tensor of the model.
+
+    spec: what it is, and who owns it; its shape is one lane's. stages: the holders. copies: what
+    this process holds, by stage and lane. pieces: which part each lane holds. partial: the axes
+    over which its gradient is a sum still to be made when the backward passes are over.
+    """
 
     spec: StateSpec
     stages: tuple[int, ...]
-    copies: dict[int, torch.Tensor]
+    copies: dict[Place, torch.Tensor]
+    pieces: Pieces
+    partial: tuple[str, ...] = ()
 
     @property
     def trainable(self) -> bool:
         """Whether it is a parameter that gets a gradient."""
         return self.spec.kind == "parameter" and self.spec.requires_grad
+
+    def owned(self) -> dict[int, torch.Tensor]:
+        """The owner's tensors in this process, by lane."""
+        return {lane: t for (stage, lane), t in self.copies.items() if stage == self.spec.owner}
 
 
 class ModelState:
@@ -34,13 +49,14 @@ class ModelState:
 
     def __init__(
         self,
-        spec: ProgramSpec,
-        modules: Mapping[int, nn.Module],
+        lanes: Sequence[Lane],
         ranks: Sequence[int],
         transport: Transport,
         devices: Mapping[int, torch.device],
     ) -> None:
-        """modules: the stage modules of this process. ranks: the rank of each stage."""
+        """lanes: those of this process. ranks: of each stage, the rank of its first lane."""
+        spec = lanes[0].spec
+        self.lanes = tuple(lanes)
         self.ranks = tuple(ranks)
         self.transport = transport
         self._device = devices[transport.local[0]]
@@ -52,14 +68,20 @@ class ModelState:
                 found.setdefault(state.name, []).append((stage.index, state))
         for name, holders in found.items():
             if holders:
-                stages = tuple(index for index, _ in holders)
-                copies = {
-                    index: _tensor(modules[index], state.attribute)
-                    for index, state in holders
-                    if index in modules
-                }
-                first = holders[0][1]
-                self.entries[name] = Entry(first, stages, copies)
+                self.entries[name] = self._entry(name, holders)
+
+    def _entry(self, name: str, holders: list[tuple[int, StateSpec]]) -> Entry:
+        copies = {
+            (index, lane.index): _tensor(lane.modules[index], state.attribute)
+            for lane in self.lanes
+            for index, state in holders
+            if index in lane.modules
+        }
+        first, sharding = holders[0][1], self.lanes[0].spec.sharding
+        pieces = Pieces.of(sharding, name, first.shape)
+        held = None if sharding is None else sharding.state.get(name)
+        stages = tuple(index for index, _ in holders)
+        return Entry(first, stages, copies, pieces, () if held is None else held.partial)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This process's trainable parameters by name, each object once; a tie may have several."""
@@ -70,9 +92,9 @@ class ModelState:
                     found.setdefault(id(tensor), (name, tensor))
         return list(found.values())
 
-    def owner_rank(self, entry: Entry) -> int:
-        """The rank of the stage that owns an entry."""
-        return self.ranks[entry.spec.owner]
+    def rank(self, stage: int, lane: int) -> int:
+        """The rank that runs a lane of a stage."""
+        return self.ranks[stage] + lane
 
     def saved(self) -> Iterator[tuple[str, Entry]]:
         """Entries that a state dict holds: parameters and persistent buffers."""
@@ -82,47 +104,62 @@ class ModelState:
                 yield name, entry
 
     def gather(
-        self, wanted: Mapping[str, torch.Tensor | None], *, first_only: bool
+        self,
+        wanted: Mapping[str, Mapping[int, torch.Tensor]],
+        *,
+        first_only: bool = False,
+        flat: Mapping[str, str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Copies of the owners' tensors on every process, or on rank 0 only (elsewhere empty).
+        """Copies of whole tensors on every process, or on rank 0 only (elsewhere empty).
 
-        wanted: names in the same order on every process, with the tensor where this process's
-        stage owns it.
+        wanted: names in the same order on every process, with the parts of the owner's lanes that
+        this process runs. flat: names whose parts are cut once more, along this axis.
         """
         result: dict[str, torch.Tensor] = {}
+        keep = not first_only or 0 in self.transport.local
         for name, own in wanted.items():
             entry = self.entries[name]
-            root = self.owner_rank(entry)
-            local = self.transport.local
-            if root in local:
-                assert own is not None, "the owner has its tensor"
-                tensor = own.detach().clone().contiguous()
-            else:
-                tensor = torch.empty(
-                    entry.spec.shape, dtype=torch_dtype(entry.spec.dtype), device=self._device
-                )
-            if not first_only:
-                result[name] = self.transport.broadcast(tensor, root)
-            elif 0 in local:
-                result[name] = tensor if root in local else self._receive(root, tensor)
-            elif root in local:
-                self.transport.wait(self.transport.send(root, 0, STATE, tensor))
+            dtype = torch_dtype(entry.spec.dtype)
+            axis = (flat or {}).get(name, "")
+            pieces = cut_again(entry.pieces, axis)
+            whole = None
+            for lane in pieces.sources:
+                root = self.rank(entry.spec.owner, lane)
+                part = self._bring(root, own.get(lane), pieces.local_shape(lane), dtype, first_only)
+                if part is None or not keep:
+                    continue
+                if len(pieces.sources) == 1:
+                    whole = part
+                else:
+                    if whole is None:
+                        whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self._device)
+                    pieces.put(whole, lane, part.to(self._device))
+            if whole is not None:
+                result[name] = whole
         return result
 
-    def gather_gradients(self) -> dict[str, torch.Tensor]:
-        """Copies of the owners' gradients by name on every process, where there are any."""
-        own: dict[str, torch.Tensor | None] = {}
-        for name, entry in self.entries.items():
-            if entry.trainable:
-                held = entry.copies.get(entry.spec.owner)
-                gradient = None if held is None else held.grad
-                sparse = gradient is not None and gradient.is_sparse
-                own[name] = gradient.to_dense() if sparse and gradient is not None else gradient
-        message = bytes(gradient is not None for gradient in own.values())
-        rows = self.transport.exchange_bytes(message)
-        present = [any(column) for column in zip(*rows, strict=True)]
-        wanted = {n: g for (n, g), some in zip(own.items(), present, strict=True) if some}
-        return self.gather(wanted, first_only=False)
+    def _bring(
+        self,
+        root: int,
+        own: torch.Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        first_only: bool,
+    ) -> torch.Tensor | None:
+        """A copy of a tensor of rank ``root``, everywhere or on rank 0."""
+        local = self.transport.local
+        if root in local:
+            assert own is not None, "the owner has its tensor"
+            tensor = own.detach().clone().contiguous()
+        else:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        if not first_only:
+            return self.transport.broadcast(tensor, root)
+        if 0 in local:
+            return tensor if root in local else self._receive(root, tensor)
+        if root in local:
+            self.transport.wait(self.transport.send(root, 0, STATE, tensor))
+        return None
 
     def load(self, given: Mapping[str, torch.Tensor], *, strict: bool) -> int:
         """Copy tensors into every local copy, return how many; FXP110, with all faults, before."""
@@ -141,15 +178,16 @@ class ModelState:
             extra = set(given) - names - set(self.aliases)
             problems += [_fault(name, "the model has no such tensor") for name in sorted(extra)]
         for name, tensor in wanted.items():
-            shape = self.entries[name].spec.shape
+            shape = self.entries[name].pieces.shape
             if tuple(tensor.shape) != shape:
                 problems.append(_fault(name, f"its shape is {tuple(tensor.shape)}, not {shape}"))
         if problems:
             raise FxpartError(problems)
         with torch.no_grad():
             for name, tensor in wanted.items():
-                for copy in self.entries[name].copies.values():
-                    copy.copy_(tensor)
+                entry = self.entries[name]
+                for (_, lane), copy in entry.copies.items():
+                    copy.copy_(entry.pieces.part(tensor, lane))
         return len(wanted)
 
     def _known_as(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
@@ -161,6 +199,11 @@ class ModelState:
     def _receive(self, root: int, like: torch.Tensor) -> torch.Tensor:
         handle = self.transport.post(root, 0, STATE, like.shape, like.dtype, like.device)
         return self.transport.wait(handle)
+
+
+def cut_again(pieces: Pieces, axis: str) -> Pieces:
+    """The pieces cut once more along an axis, as flat tensors; the same if there is no axis."""
+    return Pieces(pieces.shape, pieces.placements, pieces.mesh, axis) if axis else pieces
 
 
 def _tensor(module: nn.Module, attribute: str) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-import msgspec
 import torch
 from torch import nn
 
@@ -13,15 +13,20 @@ from fxpart.errors import error
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import Pending, agree, reporting
-from fxpart.runtime.batch import Cut, Reader
+from fxpart.runtime.batch import Cut
 from fxpart.runtime.engine import Engine, place
-from fxpart.runtime.gradients import clip, share_ties
-from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.gradients import clip, gather_gradients, share_ties
+from fxpart.runtime.held import Held
+from fxpart.runtime.lane_batch import LaneFeed
+from fxpart.runtime.lanes import Lane, mesh_of, shared_text, together
+from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
 
-Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]]]
+T = TypeVar("T")
+Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
 class Trainer:
@@ -46,15 +51,19 @@ class Trainer:
         evaluation: Evaluation | None = None,
         devices: Mapping[int, torch.device] | None = None,
         unused: Mapping[str, torch.Tensor] | None = None,
+        lanes: Sequence[Lane] | None = None,
     ) -> None:
         """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+
+        lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
+        ``modules`` is not looked at); ranks: of each stage, the rank of its first lane.
 
         microbatches: into how many a batch is cut (fewer if it has fewer rows). optimizer: see
         :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients only. clip_norm:
         largest global gradient norm. seed: of random ops, by default the program's. evaluation:
-        gives the program and modules for ``eval_step`` when it is first called; they share the
-        state of ``modules``. devices: per local rank, by default where its parameters are. unused:
-        state that no stage needs, for ``state_dict``.
+        gives the program and modules (or the lanes) for ``eval_step`` when it is first called; they
+        share the state of ``modules``. devices: per local rank, by default where its parameters
+        are. unused: state that no stage needs, for ``state_dict``.
 
         Raises FXP501 on every rank where they were not given the same.
         """
@@ -68,20 +77,29 @@ class Trainer:
         self._transport = transport
         self._evaluation = evaluation
         self._unused = dict(unused or {})
-        self._devices = dict(devices) if devices else _devices(modules, self._ranks, transport)
-        self._state = ModelState(spec, modules, self._ranks, transport, self._devices)
-        self._reader = Reader(spec)
-        self._engine = Engine(
-            spec, modules, self._ranks, transport, self._devices, schedule=schedule
+        self._lanes = (Lane(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
+        agree(transport, "the programs", lambda: (True, self._describe(schedule, optimizer)))
+        place(schedule, spec, self._ranks, max(microbatches, 1), transport.ranks)
+        self._meshes: Meshes | None = None
+        if spec.sharding is not None:
+            self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
+        self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._held = Held(self._state, self._meshes)
+        self._feed = LaneFeed(self._lanes)
+        self._engine = self._make_engine(
+            self._lanes,
+            schedule,
+            after_backward=self._held.after_backward if self._held.zero == 2 else None,
         )
-        self._eval: tuple[Reader, Engine] | None = None
+        self._eval: tuple[LaneFeed, Engine] | None = None
         self._pending = 0  # batches accumulated since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
-        agree(transport, "the programs", lambda: (True, self._describe(schedule, optimizer)))
-        place(schedule, spec, self._ranks, max(microbatches, 1))
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
+            check_elementwise(self.optimizer, self._held.cut())
+            self._held.install(self.optimizer)
 
     @property
     def rank(self) -> int:
@@ -114,12 +132,13 @@ class Trainer:
             raise error(
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
-        read = self._read(self._reader, batch, "training")
+        read = self._read(self._feed, batch, "training")
         if self._stale:
             self.zero_grad()
         try:
-            cut = read.value
-            loss = self._engine.run(cut, self._keys(cut), train=True, gate=read.confirm).loss
+            cuts = self._feed.parts(read.value)
+            keys = self._keys(read.value)
+            loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
         except BaseException:
             if read.confirmed:
                 self.zero_grad()
@@ -130,7 +149,7 @@ class Trainer:
         return loss
 
     def update(self) -> None:
-        """Sum ties, clip, let the optimizer step; the next backward starts from zero.
+        """Sum over lanes, share ties, clip, let the optimizer step; then gradients start from zero.
 
         Does nothing if no batch came since the last update.
         """
@@ -144,24 +163,27 @@ class Trainer:
         if not self._pending:
             return
         with reporting(self._transport, "sharing gradients"):
-            share_ties(self._state)
+            self._each_lane(self._held.finish)
+            share_ties(self._state, self._held)
             if self.clip_norm is not None:
-                self.last_grad_norm = clip(self._state, self.clip_norm)
+                self.last_grad_norm = clip(self._state, self._held, self.clip_norm)
         self.optimizer.step()
+        with reporting(self._transport, "sharing parameters"):
+            self._each_lane(self._held.spread)
         self._stale, self._pending = True, 0
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for _, parameter in self._state.parameters():
-            parameter.grad = None
+            parameter.grad = self._held.of(parameter).grad = None
         self._stale, self._pending = False, 0
 
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
-        reader, engine = self._evaluator()
-        read = self._read(reader, batch, "evaluation")
-        cut = read.value
-        loss = engine.run(cut, self._keys(cut), train=False, gate=read.confirm).loss
+        feed, engine = self._evaluator()
+        read = self._read(feed, batch, "evaluation")
+        cuts, keys = feed.parts(read.value), self._keys(read.value)
+        loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
         if loss is None:
             raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
         return loss
@@ -173,7 +195,7 @@ class Trainer:
 
         first_only: only rank 0 gets them, the others an empty dict. Every rank must call it.
         """
-        own = {name: e.copies.get(e.spec.owner) for name, e in self._state.saved()}
+        own = {name: entry.owned() for name, entry in self._state.saved()}
         with reporting(self._transport, "gathering state"):
             found = self._state.gather(own, first_only=first_only)
         if not first_only or 0 in self._transport.local:
@@ -196,17 +218,18 @@ class Trainer:
         """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
         with reporting(self._transport, "gathering optimizer state"):
-            return gather_optimizer(self._state, self.optimizer, first_only=first_only)
+            return gather_optimizer(self._state, self._held, self.optimizer, first_only=first_only)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
         assert self.optimizer is not None, "there is no optimizer"
-        load_optimizer(self._state, self.optimizer, state)
+        load_optimizer(self._state, self._held, self.optimizer, state)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them."""
         with reporting(self._transport, "gathering gradients"):
-            return self._state.gather_gradients()
+            own = self._each_lane(partial(self._held.current, summed=self._stale))
+            return gather_gradients(self._state, self._held, own)
 
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
@@ -217,24 +240,52 @@ class Trainer:
     def _keys(self, cut: Cut) -> list[int]:
         return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
 
-    def _read(self, reader: Reader, batch: Any, mode: str) -> Pending[Cut]:
+    def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
+        """``do`` for every lane of this process, at the same time."""
+        tasks = {lane.index: partial(do, lane) for lane in self._lanes}
+        meshes = self._meshes
+        try:
+            found = together(tasks, _nobody if meshes is None else meshes.leave)
+            return dict(zip(tasks, found, strict=True))
+        finally:
+            if meshes is not None:
+                meshes.recover()
+
+    def _make_engine(
+        self,
+        lanes: Sequence[Lane],
+        schedule: str,
+        after_backward: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        return Engine(
+            lanes,
+            self._ranks,
+            self._transport,
+            self._devices,
+            schedule=schedule,
+            meshes=self._meshes,
+            after_backward=after_backward,
+        )
+
+    def _read(self, feed: LaneFeed, batch: Any, mode: str) -> Pending[Cut]:
         def read() -> tuple[Cut, str]:
-            cut = reader.read(batch, self.microbatches)
+            cut = feed.read(batch, self.microbatches)
             return cut, f"{mode} call {self.calls} {cut.describe()}"
 
         return Pending(self._transport, "the batches", read)
 
-    def _evaluator(self) -> tuple[Reader, Engine]:
+    def _evaluator(self) -> tuple[LaneFeed, Engine]:
         if self._eval is None:
             if self._evaluation is None:
                 raise error(
                     "FXP109", where="eval_step", why="the trainer has no evaluation program", fix=""
                 )
-            spec, modules = self._evaluation()
-            engine = Engine(
-                spec, modules, self._ranks, self._transport, self._devices, schedule="forward"
-            )
-            self._eval = (Reader(spec), engine)
+            made = self._evaluation()
+            lanes = [Lane(0, *made)] if isinstance(made, tuple) else list(made)
+            if self._meshes is not None:
+                for lane in lanes:
+                    self._meshes.attach(lane.index, lane.modules)
+            self._eval = (LaneFeed(lanes), self._make_engine(lanes, "forward"))
         return self._eval
 
     def _describe(self, schedule: str, optimizer: Any) -> str:
@@ -243,17 +294,22 @@ class Trainer:
         return (
             f"ranks {self._ranks} microbatches {self.microbatches} schedule {schedule} "
             f"seed {self.seed} clip {self.clip_norm} optimizer {name} "
-            f"program {msgspec.json.encode(self.spec).decode()}"
+            f"program {shared_text(self.spec)}"
         )
 
 
+def _nobody(lane: int, cause: BaseException | str) -> None:
+    """A single lane: nobody waits for it."""
+
+
 def _devices(
-    modules: Mapping[int, nn.Module], ranks: tuple[int, ...], transport: Transport
+    lanes: Sequence[Lane], ranks: tuple[int, ...], transport: Transport
 ) -> dict[int, torch.device]:
     """Where each local rank's state is; the CPU for a rank without state."""
     found = dict.fromkeys(transport.local, torch.device("cpu"))
-    for stage, module in modules.items():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            found[ranks[stage]] = tensor.device
-            break
+    for lane in lanes:
+        for stage, module in lane.modules.items():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                found[ranks[stage] + lane.index] = tensor.device
+                break
     return found

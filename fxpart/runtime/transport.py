@@ -12,24 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
+
+__all__ = ["BACKWARD", "FORWARD", "STATE", "PeerLostError", "TransferTimeoutError", "Transport"]
+
 # Transfers of one channel between two ranks arrive in the order in which they were sent.
 FORWARD = 1
 BACKWARD = 2
 STATE = 3
-
-
-class TransferTimeoutError(Exception):
-    """A wait passed its limit; ``seconds`` is the limit."""
-
-    def __init__(self, seconds: float, detail: str = "") -> None:
-        """Keep the limit and what the transport's library said."""
-        super().__init__(detail)
-        self.seconds = seconds
-        self.detail = detail
-
-
-class PeerLostError(Exception):
-    """The other end is gone: its process ended or closed the connection."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,205 @@
+"""What the optimizer holds of each parameter: all that its lane has, or the lane's piece of that.
+
+ZeRO-1 and -2 (Rajbhandari et al., SC 2020): lanes that hold equal copies of a parameter need not
+all keep its optimizer state. Each lane of ``zero_axis`` updates one piece and gives it to the
+others. The pieces are equal ranges of the flat parameter: each lane keeps 1/n of every tensor to
+the element, whatever its shape, and a piece is a view, so that it costs no memory. The optimizer is
+made with the parameters themselves, so groups that look at shapes stay right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fxpart.collectives import start_all_gather, start_reduce_scatter, start_sum
+from fxpart.runtime.lanes import Lane
+from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.state import Entry, ModelState, cut_again
+
+
+class Held:
+    """The optimizer's tensors of this process, and the sums of gradients that lead to them.
+
+    Calls with a lane are made by all lanes at once.
+    """
+
+    def __init__(self, state: ModelState, meshes: Meshes | None) -> None:
+        """meshes: None where the program is not sharded."""
+        self._state = state
+        self._meshes = meshes
+        sharding = state.lanes[0].spec.sharding
+        self.zero = 0 if sharding is None or meshes is None else sharding.zero
+        self._axis = sharding.zero_axis if sharding is not None and self.zero else ""
+        self._pieces: dict[int, nn.Parameter] = {}
+        for name, entry in state.entries.items():
+            if self.axis(name):
+                for (_, lane), copy in entry.copies.items():
+                    self._pieces.setdefault(id(copy), _piece(entry, lane, self._axis, copy))
+
+    def axis(self, name: str) -> str:
+        """The axis along which what a lane holds of a parameter is cut for the optimizer, or ""."""
+        entry = self._state.entries[name]
+        return self._axis if entry.trainable and self._axis not in entry.pieces.axes else ""
+
+    def pieces(self, name: str) -> Pieces:
+        """How the parameter lies over the optimizers of the lanes."""
+        return cut_again(self._state.entries[name].pieces, self.axis(name))
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the optimizer has in a parameter's place."""
+        return self._pieces.get(id(parameter), parameter)
+
+    def cut(self) -> list[str]:
+        """Parameters of which an optimizer of this process holds a part only."""
+        return [
+            name
+            for name, entry in self._state.entries.items()
+            if entry.trainable and entry.copies and len(self.pieces(name).sources) > 1
+        ]
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer the lanes' pieces, and what state it has already cut as they are."""
+        if not self._pieces:
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [self._take_over(optimizer, p) for p in group["params"]]
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+        held = self.of(parameter)
+        if held is not parameter and parameter in optimizer.state:
+            start = held.storage_offset() - parameter.storage_offset()
+            optimizer.state[held] = {
+                key: value.reshape(-1)[start : start + held.numel()].clone()
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel() > 1
+                else value
+                for key, value in optimizer.state.pop(parameter).items()
+            }
+        return held
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def after_backward(self, lane: int, stage: int) -> None:
+        """ZeRO-2: keep this lane's pieces of the gradients that a backward has left."""
+        mine = list(self._owned(lane, stage))
+        self._scatter(lane, stage, mine)
+
+    def finish(self, lane: Lane) -> None:
+        """Make the sums over lanes that all gradients of the owners still need."""
+        for stage in sorted(lane.modules):
+            mine = list(self._owned(lane.index, stage))
+            self._scatter(lane.index, stage, mine)
+            summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
+            for name, entry, parameter in mine:
+                held, axes = self.of(parameter), self._rest(name, entry)
+                if axes and held.grad is not None:
+                    held.grad = _dense(held.grad)
+                    summed[name] = axes, held.grad
+            self._sum(lane.index, stage, summed)
+
+    def current(self, lane: Lane, *, summed: bool) -> dict[str, torch.Tensor]:
+        """Copies of the owners' gradients as they are, or will be, after :meth:`finish`, by name.
+
+        summed: whether they have been finished. They are cut as the optimizer's tensors are where
+        those have the gradient already.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for stage in sorted(lane.modules):
+            mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
+            for name, entry, parameter in self._owned(lane.index, stage):
+                held = self.of(parameter)
+                if held.grad is not None:
+                    rest = () if summed else self._rest(name, entry)
+                    mine[name] = rest, _dense(held.grad).clone()
+                elif parameter.grad is not None:
+                    mine[name] = entry.partial, _dense(parameter.grad).clone()
+            self._sum(lane.index, stage, mine)
+            found |= {name: tensor for name, (_, tensor) in mine.items()}
+        return found
+
+    def spread(self, lane: Lane) -> None:
+        """After the optimizer's step: every lane's pieces to the others."""
+        if not self._pieces or self._meshes is None:
+            return
+        for stage in sorted(lane.modules):
+            mine = [
+                entry.copies[stage, lane.index]
+                for name, entry in self._state.entries.items()
+                if self.axis(name) and (stage, lane.index) in entry.copies
+            ]
+            start_all_gather(
+                self._meshes.of(stage, lane.index),
+                [self.of(parameter).detach() for parameter in mine],
+                self._axis,
+                [parameter.data.view(-1) for parameter in mine],
+            ).wait()
+
+    def _owned(self, lane: int, stage: int) -> Iterator[tuple[str, Entry, torch.Tensor]]:
+        for name, entry in self._state.entries.items():
+            if entry.trainable and entry.spec.owner == stage and (stage, lane) in entry.copies:
+                yield name, entry, entry.copies[stage, lane]
+
+    def _rest(self, name: str, entry: Entry) -> tuple[str, ...]:
+        """The axes over which a gradient is still a sum where the optimizer's tensor has it."""
+        return tuple(axis for axis in entry.partial if axis != self.axis(name))
+
+    def _scatter(self, lane: int, stage: int, mine: list[tuple[str, Entry, torch.Tensor]]) -> None:
+        """Move gradients from parameters to the lane's pieces of them."""
+        if self._meshes is None or not self._pieces:
+            return
+        there = [
+            (entry, parameter, self.of(parameter))
+            for _, entry, parameter in mine
+            if parameter.grad is not None and self.of(parameter) is not parameter
+        ]
+        sums = [(p, held) for entry, p, held in there if self._axis in entry.partial]
+        full = [(entry, p, held) for entry, p, held in there if self._axis not in entry.partial]
+        lines = [_dense(_gradient(p)).reshape(-1) for p, _ in sums]
+        found = start_reduce_scatter(self._meshes.of(stage, lane), lines, self._axis).wait()
+        pairs = [(held, piece) for (_, held), piece in zip(sums, found, strict=True)]
+        for entry, parameter, held in full:  # equal on all lanes of the axis: a part is enough
+            line = _dense(_gradient(parameter)).reshape(-1)
+            pieces = cut_again(entry.pieces, self._axis)
+            pairs.append((held, line[slice(*pieces.range(lane, len(line)))].clone()))
+        for held, piece in pairs:
+            held.grad = piece if held.grad is None else held.grad.add_(piece)
+        for _, parameter, _ in there:
+            parameter.grad = None
+
+    def _sum(
+        self,
+        lane: int,
+        stage: int,
+        gradients: dict[str, tuple[tuple[str, ...], torch.Tensor]],
+    ) -> None:
+        """Sum gradients in place, those over the same axes in the same buckets."""
+        if self._meshes is None:
+            return
+        groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for axes, gradient in gradients.values():
+            if axes:
+                groups.setdefault(axes, []).append(gradient)
+        mesh = self._meshes.of(stage, lane)
+        for pending in [start_sum(mesh, tensors, axes) for axes, tensors in groups.items()]:
+            pending.wait()
+
+
+def _piece(entry: Entry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
+    """A view of the lane's piece; the parameter is made contiguous first."""
+    if not parameter.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+    line = parameter.data.view(-1)
+    start, stop = cut_again(entry.pieces, axis).range(lane, len(line))
+    return nn.Parameter(line[start:stop])
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

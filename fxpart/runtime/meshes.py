@@ -1,0 +1,57 @@
+"""What connects the lanes of each stage: a communicator for every (stage, lane) of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
+from fxpart.runtime.lanes import Lane
+from fxpart.runtime.transport import Transport
+from fxpart.sharding import Mesh
+
+
+class Meshes:
+    """The communicators of this process.
+
+    threads: whether all lanes are in this process, each in a thread of its own.
+    """
+
+    def __init__(
+        self, mesh: Mesh, lanes: Sequence[Lane], ranks: Sequence[int], transport: Transport
+    ) -> None:
+        """ranks: of each stage, the rank of its first lane. Every rank must call it."""
+        self.mesh = mesh
+        self.threads = len(transport.local) == transport.ranks
+        self._hubs: list[InProcessHub] = []
+        self._ends: dict[tuple[int, int], Communicator] = {}
+        if self.threads:
+            self._hubs = [InProcessHub(mesh) for _ in ranks]
+            for stage, hub in enumerate(self._hubs):
+                self._ends |= {(stage, end.lane): end for end in hub.communicators}
+        else:
+            (lane,), (rank,) = lanes, transport.local
+            end = GroupCommunicator(mesh, len(ranks), timeout=transport.timeout)
+            self._ends = {(ranks.index(rank - lane.index), lane.index): end}
+        for lane in lanes:
+            self.attach(lane.index, lane.modules)
+
+    def of(self, stage: int, lane: int) -> Communicator:
+        """The lane's end at a stage."""
+        return self._ends[stage, lane]
+
+    def attach(self, lane: int, modules: Mapping[int, nn.Module]) -> None:
+        """Give stage modules their communicator, as ``module.mesh``."""
+        for stage, module in modules.items():
+            vars(module)["mesh"] = self._ends[stage, lane]
+
+    def leave(self, lane: int, cause: BaseException | str) -> None:
+        """The lane has ended or failed: no thread of this process waits for it any more."""
+        for hub in self._hubs:
+            hub.abort(lane, cause)
+
+    def recover(self) -> None:
+        """All lanes of this process are through: they may meet again."""
+        for hub in self._hubs:
+            hub.reset()
