@@ -139,19 +139,26 @@ class Program:
         return _solve(request, self.captured, self.prepared, self.plan.model, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
-        """Every rank's actions with transfers, for the plan's or another number of microbatches."""
+        """Every stage's actions with transfers, for the plan's or another number of microbatches.
+
+        Where a stage is several ranks, each of them has these actions, and its peers are the ranks
+        of its own lane.
+        """
         return _schedule(self.spec, self.plan.schedule, microbatches or self.plan.microbatches)
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
         """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
         schedule = self.schedule()
+        texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
+        size = len(self.plan.stages[0].ranks)
         return export(
             directory,
             plan=self.plan.dumps(),
             spec=self.spec,
             sources=self.sources,
-            actions=["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks],
+            actions=[text for text in texts for _ in range(size)],
             constants=constants_of(self.spec, self.captured.state),
+            lanes=[self.lane(index) for index in range(1, size)],
         )
 
     def trainer(

@@ -47,11 +47,16 @@ class OneProcess:
         *,
         microbatches: int,
         seed: int,
+        multiple: int = 1,
     ) -> None:
-        """optimizer: callable that takes the parameter list and returns a torch optimizer."""
+        """optimizer: callable that takes the parameter list and returns a torch optimizer.
+
+        multiple: the rows of each microbatch are a multiple of it, as ranks that share them need.
+        """
         self.captured = captured
         self.state = clone_state(captured)
         self.microbatches = microbatches
+        self.multiple = multiple
         self.seed = seed
         self.steps = 0
         self._run = WholeGraph(graph, self.state)
@@ -61,7 +66,8 @@ class OneProcess:
     def backward(self, leaves: list[Any]) -> torch.Tensor:
         """Accumulate gradients of the weighted loss over all microbatches; return that loss."""
         total: torch.Tensor | None = None
-        for index, (part, weight) in enumerate(split(self.captured, leaves, self.microbatches)):
+        pieces = split(self.captured, leaves, self.microbatches, self.multiple)
+        for index, (part, weight) in enumerate(pieces):
             key = microbatch_key(self.seed, self.steps, index)
             loss = self._run.run(key, *part)[0]
             if loss.requires_grad:
@@ -93,21 +99,34 @@ def clone_state(captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def split(
-    captured: Captured, leaves: list[Any], microbatches: int
+    captured: Captured, leaves: list[Any], microbatches: int, multiple: int = 1
 ) -> Iterator[tuple[list[Any], float]]:
-    """Cut tensors (in the order of ``captured.inputs``) into microbatches, with weights n_i/N."""
+    """Cut tensors (in the order of ``captured.inputs``) into microbatches, with weights n_i/N.
+
+    multiple: what the rows of each microbatch are a multiple of; it divides those of the batch.
+    """
     dims = [spec.batch_dim for spec in captured.inputs]
     sizes = {t.shape[d] for t, d in zip(leaves, dims, strict=True) if d is not None}
-    total = max(sizes, default=1)
-    count = min(microbatches, total)
+    total = max(sizes, default=multiple)
+    shares = total // multiple
+    count = min(microbatches, shares)
+    base, extra = divmod(shares, count)
+    rows = [(base + (1 if index < extra else 0)) * multiple for index in range(count)]
     cut = [
-        torch.tensor_split(t, count, dim=d) if d is not None else (t,) * count
+        _cut(t, d, rows if t.shape[d] == total and multiple > 1 else count)
+        if d is not None
+        else (t,) * count
         for t, d in zip(leaves, dims, strict=True)
     ]
-    base, extra = divmod(total, count)
     for index in range(count):
-        rows = base + (1 if index < extra else 0)
-        yield [parts[index] for parts in cut], rows / total
+        yield [parts[index] for parts in cut], rows[index] / total
+
+
+def _cut(tensor: torch.Tensor, dim: int, how: list[int] | int) -> tuple[torch.Tensor, ...]:
+    """Pieces of these lengths, or so many that are as even as can be."""
+    if isinstance(how, int):
+        return torch.tensor_split(tensor, how, dim=dim)
+    return torch.split(tensor, how, dim=dim)
 
 
 class KeyedRandom(TorchDispatchMode):

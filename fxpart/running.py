@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpart.codegen import emit, load_stage, split
 from fxpart.codegen.evaluation import assign_like
 from fxpart.codegen.export import load_exported
-from fxpart.codegen.materialise import constants_of, materialise
+from fxpart.codegen.materialise import Part, constants_of, materialise
 from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
 from fxpart.program import ProgramSpec, StateSpec
-from fxpart.runtime import Trainer, connect
+from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.lanes import Lane, mesh_of
+from fxpart.runtime.pieces import Pieces
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+    from fxpart.capture import Captured
 
 
 def make_trainer(
@@ -30,34 +34,95 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of :meth:`fxpart.api.Program.trainer`."""
     plan, spec = program.plan, program.spec
-    ranks = tuple(stage.ranks[0] for stage in plan.stages)
-    kind = "cuda" if _wants_gpu(plan) else "cpu"
-    transport = connect(len(ranks), device=kind, timeout=timeout)
+    places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    modules: dict[int, nn.Module] = {}
-    devices = {rank: _device(kind, rank, transport.local) for rank in transport.local}
-    for stage, rank in enumerate(ranks):
-        if rank in transport.local:
-            module = load_stage(program.sources[stage], spec.stages[stage], devices[rank])
+    lanes = []
+    for lane in places.lanes:
+        own, sources = program.lane(lane)
+        modules = {
+            stage: load_stage(sources[stage], own.stages[stage], places.device(stage, lane))
+            for stage in places.stages(lane)
+        }
+        for module in modules.values():
             materialise(
-                module, spec, state if weights is None else weights, constants=constants,
-                strict=weights is not None,
+                module, own, state if weights is None else weights, constants=constants,
+                strict=weights is not None, part=parts_of(own, lane),
             )  # fmt: skip
-            modules[stage] = module
-    return Trainer(
-        spec,
-        modules,
-        ranks=ranks,
-        transport=transport,
-        microbatches=plan.microbatches,
-        schedule=plan.schedule,
+        lanes.append(Lane(lane, own, modules))
+    return places.trainer(
+        lanes,
         optimizer=program.optimizer if optimizer is None else optimizer,
         clip_norm=clip_norm,
-        evaluation=lambda: evaluation(program, modules),
-        devices=devices,
+        evaluation=lambda: evaluation(program, lanes),
         unused=_unused(program) if weights is None else None,
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a plan's stages and lanes run, as far as they run in this process.
+
+    ranks: of each stage, the rank of its first lane. kind: "cpu" or "cuda".
+    """
+
+    plan: Plan
+    ranks: tuple[int, ...]
+    size: int
+    kind: str
+    transport: Distributed | InProcess
+
+    @classmethod
+    def of(cls, plan: Plan, spec: ProgramSpec, timeout: float) -> _Places:
+        """Connects the ranks."""
+        ranks = tuple(stage.ranks[0] for stage in plan.stages)
+        size = mesh_of(spec).size
+        kind = "cuda" if _wants_gpu(plan) else "cpu"
+        transport = connect(len(ranks) * size, device=kind, timeout=timeout)
+        return cls(plan, ranks, size, kind, transport)
+
+    @property
+    def lanes(self) -> list[int]:
+        """The lanes of this process."""
+        return [lane for lane in range(self.size) if self.stages(lane)]
+
+    def stages(self, lane: int) -> list[int]:
+        """The stages of a lane that run in this process."""
+        return [s for s, rank in enumerate(self.ranks) if rank + lane in self.transport.local]
+
+    def device(self, stage: int, lane: int) -> torch.device:
+        """The device of the rank of a stage's lane."""
+        return _device(self.kind, self.ranks[stage] + lane, self.transport.local)
+
+    def trainer(self, lanes: Sequence[Lane], **options: Any) -> Trainer:
+        """The trainer of this process's lanes by the plan."""
+        first = lanes[0]
+        return Trainer(
+            first.spec,
+            first.modules,
+            ranks=self.ranks,
+            transport=self.transport,
+            microbatches=self.plan.microbatches,
+            schedule=self.plan.schedule,
+            devices={
+                rank: _device(self.kind, rank, self.transport.local)
+                for rank in self.transport.local
+            },
+            lanes=lanes,
+            **options,
+        )
+
+
+def parts_of(spec: ProgramSpec, lane: int) -> Part | None:
+    """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
+    sharding = spec.sharding
+    if sharding is None:
+        return None
+
+    def part(name: str, whole: torch.Tensor) -> torch.Tensor:
+        return Pieces.of(sharding, name, tuple(whole.shape)).part(whole, lane)
+
+    return part
 
 
 def load_trainer(
@@ -75,59 +140,72 @@ def load_trainer(
     function (name, meta tensor) -> tensor. The rest is as for Program.trainer; there is no
     eval_step, which needs the model.
     """
-    exported = load_exported(directory)
+    exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
-    ranks = tuple(stage.ranks[0] for stage in plan.stages)
-    kind = "cuda" if _wants_gpu(plan) else "cpu"
-    transport = connect(len(ranks), device=kind, timeout=timeout)
-    devices = {rank: _device(kind, rank, transport.local) for rank in transport.local}
-    modules = {s: m for s, m in exported.modules.items() if ranks[s] in transport.local}
-    for stage, module in modules.items():
-        vars(module)["device"] = devices[ranks[stage]]
-        materialise(module, spec, weights, constants=exported.constants)
-    return Trainer(
-        spec,
-        modules,
-        ranks=ranks,
-        transport=transport,
-        microbatches=plan.microbatches,
-        schedule=plan.schedule,
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        devices=devices,
-    )
+    places = _Places.of(plan, spec, timeout)
+    lanes = []
+    for lane in places.lanes:
+        own, sources = exported.lane(lane)
+        modules = {
+            stage: load_stage(sources[stage], own.stages[stage], places.device(stage, lane))
+            for stage in places.stages(lane)
+        }
+        for module in modules.values():
+            materialise(
+                module, own, weights, constants=exported.constants, part=parts_of(own, lane)
+            )
+        lanes.append(Lane(lane, own, modules))
+    return places.trainer(lanes, optimizer=optimizer, clip_norm=clip_norm)
 
 
-def evaluation(
-    program: Program, modules: Mapping[int, nn.Module]
-) -> tuple[ProgramSpec, dict[int, nn.Module]]:
+def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
     """The program captured in evaluation mode, on the same stages and sharing their state.
 
-    modules: the training modules of this process, by stage.
+    lanes: of the training program, with the modules of this process.
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
     graph = PassManager().run(PREPARE, captured.graph)
-    spec, stages = split(assign_like(program.graph, graph), captured, program.plan.seed)
+    if program.lanes is None:
+        graphs = [assign_like(program.graph, graph)]
+    else:
+        sharded = program.lanes.sharded.like(graph, captured)
+        trained = [program.lanes.graph(lane.index) for lane in lanes]
+        graphs = [
+            assign_like(own, sharded.local(lane.index))
+            for own, lane in zip(trained, lanes, strict=True)
+        ]
+    return [_evaluated(program, captured, *pair) for pair in zip(graphs, lanes, strict=True)]
+
+
+def _evaluated(program: Program, captured: Captured, graph: fx.GraphModule, lane: Lane) -> Lane:
+    """One lane's evaluation modules out of its graph with stages."""
+    spec, stages = split(graph, captured, program.plan.seed)
+    part = parts_of(spec, lane.index)
     made: dict[int, nn.Module] = {}
-    for index, trained in modules.items():
+    for index, trained in lane.modules.items():
         stage = spec.stages[index]
         module = load_stage(emit(stages[index]), stage, _device_of(trained))
-        held = {s.name: s.attribute for s in program.spec.stages[index].state}
+        held = {s.name: s.attribute for s in lane.spec.stages[index].state}
         missing = [s for s in stage.state if s.name not in held]
         if missing:
-            _fill(module, missing, captured.state)
+            _fill(module, missing, captured.state, part)
         for state in stage.state:
             if state.name in held:
                 setattr(module, state.attribute, getattr(trained, held[state.name]))
         made[index] = module
-    return spec, made
+    return Lane(lane.index, spec, made)
 
 
-def _fill(module: nn.Module, missing: list[StateSpec], state: Mapping[str, torch.Tensor]) -> None:
+def _fill(
+    module: nn.Module,
+    missing: list[StateSpec],
+    state: Mapping[str, torch.Tensor],
+    part: Part | None,
+) -> None:
     """State that only evaluation reads (constants, fixed buffers), copied from the model."""
     for item in missing:
-        tensor = state[item.name]
+        tensor = state[item.name] if part is None else part(item.name, state[item.name])
         if item.kind == "parameter":
             raise error(
                 "FXP201",

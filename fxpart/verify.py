@@ -17,6 +17,7 @@ from fxpart.capture.batch import put_together, take_apart
 from fxpart.optimizers import choose
 from fxpart.reference import OneProcess, draws_scalars, keyed_random, split
 from fxpart.rng import microbatch_key
+from fxpart.runtime.lane_batch import row_multiple
 from fxpart.runtime.links import chained
 from fxpart.runtime.ties import summed_in_order
 
@@ -50,10 +51,10 @@ class Difference(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The comparison of a partitioned run with one process.
 
-    losses: per step (partitioned, one process). exact: whether bits had to agree (no gradient is
-    added up over stages in another order). equal: whether they did. largest: the largest relative
-    difference of a loss, gradient, parameter or buffer, without those that are noise. eager_loss,
-    eager_gradient: relative differences of the first step to the user's own module, None where it
+    losses: per step (partitioned, one process). exact: whether bits had to agree (each stage is one
+    rank, and no gradient is added up over stages in another order). equal: whether they did.
+    largest: the largest relative difference of a loss, gradient, parameter or buffer, without those
+    that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's own module, None where it
     could not be run. passed: within the promise.
     """
 
@@ -122,6 +123,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         factory,
         microbatches=program.plan.microbatches,
         seed=program.plan.seed,
+        multiple=row_multiple(program.spec),
     )
     table = _Table.of(captured.parameters)
     for loss, found in zip(seen.losses, seen.gradients, strict=True):
@@ -147,10 +149,11 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         [table.loss, *buffers, *(max(r.gradient, r.parameter) for r in rows if not r.noise)]
     )
     bits = table.loss == 0.0 and not any(buffers) and all(row.equal for row in rows)
-    exact = chained(program.spec) and summed_in_order(program.spec)
+    alone = program.spec.sharding is None
+    exact = alone and chained(program.spec) and summed_in_order(program.spec)
     eager_loss, eager_gradient = _eager(program, batch, table.losses[0][1], table.first)
     return Verification(
-        ranks=len(program.plan.stages),
+        ranks=len(program.plan.prediction.ranks),
         stages=len(program.plan.stages),
         steps=len(table.losses),
         microbatches=program.plan.microbatches,
@@ -258,7 +261,8 @@ def _eager(
         tensor.grad = None
     total, scalars = 0.0, draws_scalars(program.graph)
     try:
-        pieces = split(captured, list(parts.tensors), program.plan.microbatches)
+        rows = row_multiple(program.spec)
+        pieces = split(captured, list(parts.tensors), program.plan.microbatches, rows)
         for index, (piece, weight) in enumerate(pieces):
             with keyed_random(microbatch_key(program.plan.seed, 0, index), scalars=scalars):
                 value = captured.eager(put_together(parts.tree, piece))[0]

@@ -1,8 +1,8 @@
 """A program as files: plan, description, one module for each stage, actions, and their digests.
 
 plan.json               the plan, as given
-program.json            the ProgramSpec
-stage<k>.py             the module of stage k
+program.json            the ProgramSpec; program_lane<l>.json that of another lane, if it differs
+stage<k>.py             the module of stage k; stage<k>_lane<l>.py likewise
 rank<r>.txt             the actions of rank r
 constants.safetensors   lifted constants and buffers that no checkpoint holds
 manifest.json           a SHA-256 digest of each of the files above
@@ -46,7 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Exported:
     """A program read back: its description, stage modules (meta until materialised), and the rest.
 
-    modules: by stage index, those that were asked for. actions: the text for each rank.
+    spec, modules: of the first lane; modules by stage index, those that were asked for. actions:
+    the text for each rank. files: the bytes of every file, verified.
     """
 
     spec: ProgramSpec
@@ -54,6 +55,16 @@ class Exported:
     plan: str
     actions: tuple[str, ...]
     constants: dict[str, torch.Tensor]
+    files: Mapping[str, bytes]
+
+    def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+        """The program of a lane, and the text of its stages."""
+        own = self.files.get(f"program_lane{index}.json")
+        spec = self.spec if own is None else msgspec.json.decode(own, type=ProgramSpec)
+        stages = range(len(spec.stages))
+        names = [(f"stage{i}_lane{index}.py", f"stage{i}.py") for i in stages]
+        texts = [self.files.get(name, self.files[shared]) for name, shared in names]
+        return spec, tuple(text.decode() for text in texts)
 
 
 def export(
@@ -64,16 +75,20 @@ def export(
     sources: Sequence[str],
     actions: Sequence[str],
     constants: Mapping[str, torch.Tensor] | None = None,
+    lanes: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
 ) -> tuple[Path, ...]:
     """Write a program into a folder and return the files, the manifest last.
 
     plan: the plan's text. sources: the module text of each stage. actions: the text for each
-    rank. The files are written beside the folder, which then takes its name: a reader sees all of
-    the old program or all of the new one. The same input gives the same bytes. FXP603 if the
-    folder holds something else or cannot be written.
+    rank. lanes: where a stage is several ranks, description and texts of the other lanes. The
+    files are written beside the folder, which then takes its name: a reader sees all of the old
+    program or all of the new one. The same input gives the same bytes. FXP603 if the folder holds
+    something else or cannot be written.
     """
     target = Path(directory).absolute()
     files = _contents(plan, spec, sources, actions, constants or {})
+    for index, (own, texts) in enumerate(lanes, start=1):
+        files.update(_lane(index, own, texts, spec, sources))
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files[MANIFEST] = _json(Manifest(files=digests))
     try:
@@ -100,6 +115,21 @@ def _contents(
         # Copies, because safetensors refuses tensors that share memory.
         tensors = {n: constants[n].detach().cpu().contiguous().clone() for n in sorted(constants)}
         files["constants.safetensors"] = safetensors.torch.save(tensors)
+    return files
+
+
+def _lane(
+    index: int,
+    spec: ProgramSpec,
+    sources: Sequence[str],
+    first: ProgramSpec,
+    shared: Sequence[str],
+) -> dict[str, bytes]:
+    """What a lane has that the first one has not."""
+    pairs = enumerate(zip(sources, shared, strict=True))
+    files = {f"stage{i}_lane{index}.py": a.encode() for i, (a, b) in pairs if a != b}
+    if spec != first:
+        files[f"program_lane{index}.json"] = _json(spec)
     return files
 
 
@@ -165,7 +195,7 @@ def load_exported(
     except (KeyError, msgspec.MsgspecError, SafetensorError, UnicodeDecodeError) as cause:
         raise _changed(folder, f"its content does not fit together: {cause}") from cause
     modules = {i: load_stage(text, spec.stages[i], device) for i, text in texts.items()}
-    return Exported(spec, modules, plan, actions, constants)
+    return Exported(spec, modules, plan, actions, constants, files)
 
 
 _EMPTY = safetensors.torch.save({})

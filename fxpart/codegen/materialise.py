@@ -15,6 +15,7 @@ from fxpart.program import ProgramSpec, StageSpec, StateSpec
 
 Init = Callable[[str, torch.Tensor], torch.Tensor]
 Source = Mapping[str, torch.Tensor] | str | Path | Init
+Part = Callable[[str, torch.Tensor], torch.Tensor]  # a rank's part of a whole tensor, by name
 _SHOWN = 20
 
 
@@ -43,6 +44,7 @@ def materialise(
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
     strict: bool = True,
+    part: Part | None = None,
 ) -> None:
     """Fill the state of a stage module, on the module's device; every tensor is a copy.
 
@@ -50,15 +52,17 @@ def materialise(
     tensors are read; or a function ``(name, meta tensor) -> tensor``, which must return the same
     numbers for one name whenever it is called, because ties are filled on several stages.
     constants: tensors that no checkpoint holds (lifted constants, buffers that are not
-    persistent). strict: names that the model does not know are a fault. Floating tensors are
+    persistent). strict: names that the model does not know are a fault. part: what takes this
+    rank's part out of a whole tensor, where a stage is several ranks. Floating tensors are
     converted to the stage's dtype. Raises FXP110 with all faults at once, and then changes nothing.
     """
     index = module.INDEX
     assert isinstance(index, int)
     stage = spec.stages[index]
     constants = constants or {}
+    shapes = {state.name: _whole(spec, state) for state in stage.state}
     if callable(source) and not isinstance(source, Mapping):
-        found, problems = _called(stage, source, constants)
+        found, problems = _called(stage, source, constants, shapes)
     else:
         tensors: _Tensors = _Live(source) if isinstance(source, Mapping) else TensorFiles(source)
         found, problems = _read(stage, spec, tensors, constants)
@@ -66,11 +70,18 @@ def materialise(
             problems.extend(_unknown(stage, spec, tensors.names()))
     for state in stage.state:
         if state.name in found:
-            problems.extend(_faults(stage, state, found[state.name]))
+            problems.extend(_faults(stage, state, found[state.name], shapes[state.name]))
     if problems:
         raise FxpartError(problems)
     for state in stage.state:
-        _fill(module, state, found[state.name])
+        whole = found[state.name]
+        _fill(module, state, whole if part is None else part(state.name, whole))
+
+
+def _whole(spec: ProgramSpec, state: StateSpec) -> tuple[int, ...]:
+    """The shape of the whole tensor, which is what checkpoints hold."""
+    held = None if spec.sharding is None else spec.sharding.state.get(state.name)
+    return state.shape if held is None else held.shape
 
 
 def constants_of(spec: ProgramSpec, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,7 +91,10 @@ def constants_of(spec: ProgramSpec, state: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _called(
-    stage: StageSpec, init: Init, constants: Mapping[str, torch.Tensor]
+    stage: StageSpec,
+    init: Init,
+    constants: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, torch.Tensor], list[Problem]]:
     found: dict[str, torch.Tensor] = {}
     problems: list[Problem] = []
@@ -88,7 +102,7 @@ def _called(
         if state.name in constants:
             found[state.name] = constants[state.name]
             continue
-        meta = torch.empty(state.shape, dtype=getattr(torch, state.dtype), device="meta")
+        meta = torch.empty(shapes[state.name], dtype=getattr(torch, state.dtype), device="meta")
         value: Any = init(state.name, meta)
         if isinstance(value, torch.Tensor):
             found[state.name] = value
@@ -135,12 +149,14 @@ def _unknown(stage: StageSpec, spec: ProgramSpec, names: Iterable[str]) -> list[
     return [_problem(stage, f"{len(extra)} that the model does not have", _list(extra), fix)]
 
 
-def _faults(stage: StageSpec, state: StateSpec, tensor: torch.Tensor) -> list[Problem]:
+def _faults(
+    stage: StageSpec, state: StateSpec, tensor: torch.Tensor, shape: tuple[int, ...]
+) -> list[Problem]:
     if is_fake(tensor):
         return [_problem(stage, state.name, "it has no data (a meta tensor)", "load real weights")]
     whys = []
-    if tuple(tensor.shape) != state.shape:
-        whys.append(f"its shape is {list(tensor.shape)}, the model's is {list(state.shape)}")
+    if tuple(tensor.shape) != shape:
+        whys.append(f"its shape is {list(tensor.shape)}, the model's is {list(shape)}")
     wanted: torch.dtype = getattr(torch, state.dtype)
     if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
         whys.append(f"its dtype is {tensor.dtype}, the model's is {wanted}")
