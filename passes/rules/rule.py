@@ -130,6 +130,9 @@ def layout(rule: Rule, strategy: Sequence[str], mesh: Mesh) -> Layout | None:
     A factor that shares a dim with others must divide evenly; one alone may be cut unevenly. What
     is left of a symbolic factor is taken to divide (the runtime sees to the batch).
     """
+    formed = {f for f in (factor_of(name)[0] for name in strategy) if f in rule.forms}
+    if len(formed) > 1 and not any(formed == set(key.split()) for key in rule.forms):
+        return None  # there is no form in which both are cut
     left: dict[str, Size] = dict(rule.sizes)
     columns: list[tuple[list[Placement], list[Placement], list[Placement]]] = []
     for name, parts in zip(strategy, mesh.shape, strict=True):
