@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fxpart.collectives.experts import HALVES, PAIRS
 
-from .call import Call, Dim, Entry, Unruled
+from .call import Call, Dim, Entry, UnruledError
 from .rule import Rule
 
 TOGETHER = "t&e"
@@ -24,7 +24,7 @@ def _experts(call: Call) -> Rule:
     down = call.shape("down")
     number, inner = down[0], down[1 if plain else 2]
     if not isinstance(number, int) or not isinstance(inner, int):
-        raise Unruled
+        raise UnruledError
     both: dict[str, Dim] = {HALVES: ("_g", "i"), PAIRS: ("i", "_g")}
     column = both.get(parts, "i")
     sizes = {"e": number, "i": inner, "_g": 2, "t": call.shape("hidden")[0]}

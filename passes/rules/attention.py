@@ -1,0 +1,43 @@
+"""Attention: batch, heads, queries and the width of values; keys and the head size stay whole."""
+
+from __future__ import annotations
+
+from .call import Call, Dim, Entry, UnruledError, is_one, leading, ratio, same
+from .rule import Rule, Size
+
+
+def _attention(call: Call) -> Rule:
+    """scaled_dot_product_attention; a mask broadcasts over batch, heads and queries.
+
+    With grouped queries the query heads are [key heads, group]: either may be cut. A causal mask
+    counts queries from the first, so these stay whole then.
+    """
+    query, key = call.shape("query"), call.shape("key")
+    rank = len(query)
+    if rank != len(key) or rank < 2:
+        raise UnruledError
+    lead, shared = leading(rank - 2), leading(rank - 2)
+    sizes: dict[str, Size] = {}
+    if call.given.get("enable_gqa") and rank > 2 and not same(query[-3], key[-3]):
+        group = ratio(query[-3], key[-3])
+        if group is None:
+            raise UnruledError
+        sizes |= {"h": key[-3], "g": group}
+        lead[-1], shared[-1] = ("h", "g"), ("h",)
+    row: Dim = "_l" if call.given.get("is_causal") else "l"
+    dims: dict[str, list[Dim]] = {
+        "query": [*lead, row, "_e"],
+        "key": [*shared, "_s", "_e"],
+        "value": [*shared, "_s", "v"],
+    }
+    if call.has("attn_mask"):
+        mask = call.shape("attn_mask")
+        heads = [*lead, row, "_s"][rank - len(mask) :]
+        for i, size in enumerate(mask):
+            if is_one(size):
+                heads[i] = ""
+        dims["attn_mask"] = heads
+    return call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"])
+
+
+TABLE: dict[str, Entry] = {"aten.scaled_dot_product_attention": _attention}

@@ -1,0 +1,101 @@
+"""Embedding tables: by columns, or by rows with each rank answering for its own (a form)."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from fxpart.sharding import PARTIAL, REPLICATE
+
+from .call import Call, Dim, Entry, Size, UnruledError, ratio
+from .rule import Rule
+
+
+def _embedding(call: Call) -> Rule:
+    """Rows ``v``: each rank looks up what it holds, zeros elsewhere, and the result is Partial.
+
+    A gradient scaled by how often a row was asked for needs all indices.
+    """
+    shape = call.shape("indices")
+    where: list[Dim] = [f"{'_' if call.given['scale_grad_by_freq'] else ''}b{i}"
+                        for i in range(len(shape))]  # fmt: skip
+    forms = {} if call.given["scale_grad_by_freq"] else {"v": "embedding_rows"}
+    whole = ["v"] if call.given["scale_grad_by_freq"] else []
+    return call.rule(
+        {"weight": ["v", "d"], "indices": where},
+        [[*where, "d"]],
+        forms=forms,
+        whole=whole,
+        linear=["weight"],
+    )
+
+
+def _embedding_bag(call: Call) -> Rule:
+    """Columns plainly; rows by a form; bags where every bag has equally many indices.
+
+    mode: 0 sums, 1 means, 2 takes the maximum (whose rows stay whole).
+    """
+    mode = call.given["mode"]
+    indices, offsets = call.shape("indices"), call.shape("offsets")
+    each = _bag_length(call)
+    if len(indices) != 1 or call.given["scale_grad_by_freq"]:
+        raise UnruledError
+    bags = ratio(indices[0], each) if each is not None else None
+    sizes: dict[str, Size] = {}
+    where: Dim = "_i"
+    if each is not None and bags is not None and not call.given["include_last_offset"]:
+        sizes |= {"b": bags, "_l": each}
+        where = ("b", "_l")
+    bag: Dim = ("b",) if sizes else "_b"
+    dims: dict[str, list[Dim]] = {
+        "weight": ["v" if mode != 2 else "_v", "d" if mode != 2 else "_d"],
+        "indices": [where],
+        "offsets": [bag if len(offsets) else ""],
+        "per_sample_weights": [where],
+    }
+    others: list[list[Dim]] = [_like(shape, call, where, bag) for shape in call.results[1:]]
+    told = (REPLICATE,) * (len(call.results) - 1)
+    return call.rule(
+        dims,
+        [[bag, "d" if mode != 2 else "_d"], *others],
+        sizes=sizes,
+        forms={"b": "embedding_bag_bags", "v": "embedding_bag_rows"},
+        results_of={"d": (None, *told), "v": (PARTIAL, *told)},
+        linear=["weight"] if mode != 2 and not call.has("per_sample_weights") else [],
+    )
+
+
+def _like(shape: tuple[Size, ...], call: Call, where: Dim, bag: Dim) -> list[Dim]:
+    """Dims of what the op returns beside the bags: by index, by bag, or nothing."""
+    if len(shape) != 1 or (isinstance(shape[0], int) and shape[0] == 0):
+        return [""] * len(shape)
+    return [where if str(shape[0]) == str(call.shape("indices")[0]) else bag]
+
+
+def _bag_length(call: Call) -> Size | None:
+    """Indices of a bag where ``offsets`` is an arange over them; None where that is not seen."""
+    found = next((n for name, n in zip(_names(call), call.nodes, strict=True)
+                  if name == "offsets"), None)  # fmt: skip
+    if found is None or not str(found.target).startswith("aten.arange.start_step"):
+        return None
+    start, end, step = (_number(a) for a in found.args[:3])
+    total = call.shape("indices")[0]
+    fits = start == 0 and str(end) == str(total) and isinstance(step, int | type(total))
+    return step if fits and operator.ne(step, 0) is not False else None
+
+
+def _names(call: Call) -> list[str]:
+    return [name for name, _ in call.operands]
+
+
+def _number(value: object) -> Size:
+    held = value.meta.get("val") if isinstance(value, fx.Node) else value
+    return held  # type: ignore[return-value]
+
+
+TABLE: dict[str, Entry] = {
+    "aten.embedding": _embedding,
+    "aten.embedding_bag": _embedding_bag,
+    "aten._embedding_bag": _embedding_bag,
+}

@@ -1,0 +1,100 @@
+"""Losses: sums are Partial where rows are cut; means need the whole count (forms)."""
+
+from __future__ import annotations
+
+from fxpart.sharding import REPLICATE
+
+from .call import Call, Dim, Entry, UnruledError
+from .pointwise import broadcast
+from .reductions import shares
+from .rule import Rule
+
+NONE, MEAN, SUM = 0, 1, 2  # reduction, as ATen counts
+
+
+def _elementwise(call: Call) -> Rule:
+    """mse_loss and its like: one term for each element of the broadcast operands."""
+    ranks = [len(shape) for _, shape in call.operands]
+    rank = max(ranks)
+    dims = broadcast(call, rank)
+    names: list[Dim] = [f"d{i}" for i in range(rank)]
+    reduction = call.given["reduction"]
+    if reduction == NONE:
+        return call.rule(dims, [names])
+    used = {str(d) for each in dims for d in each}
+    form = f"{call.name.removeprefix('aten.')}_rows"
+    forms = shares(used, form) if reduction == MEAN else {}
+    return call.rule(dims, [[]], forms=forms)
+
+
+def _cross_entropy(call: Call) -> Rule:
+    """Rows ``n``, and classes ``c`` (the vocabulary), which a form keeps cut.
+
+    A class may only be cut where the target is one index for each row and all classes weigh the
+    same.
+    """
+    shape, target = call.shape("self"), call.shape("target")
+    reduction = call.given["reduction"]
+    if not 1 <= len(shape) <= 2:
+        return _places(call)
+    rows: list[Dim] = ["n"] if len(shape) == 2 else []
+    by_index = len(target) == len(rows)
+    plain = by_index and len(rows) == 1 and not call.has("weight")
+    plain = plain and not call.given["label_smoothing"]
+    kind: Dim = "c" if plain else "_c"
+    dims: dict[str, list[Dim]] = {
+        "self": [*rows, kind],
+        "target": rows if by_index else [*rows, kind],
+        "weight": [kind],
+    }
+    forms = {"c": "cross_entropy_classes"}
+    if reduction == MEAN:
+        forms |= {"n": "cross_entropy_rows", "n c": "cross_entropy_rows_classes"}
+    results = [rows if reduction == NONE else []]
+    told = {"c": (REPLICATE,)}
+    return call.rule(dims, results, forms=forms, results_of=told)
+
+
+def _places(call: Call) -> Rule:
+    """Cross-entropy of images or sequences: [n, c, places...]; places stay whole."""
+    shape, target = call.shape("self"), call.shape("target")
+    space: list[Dim] = [f"_s{i}" for i in range(len(shape) - 2)]
+    by_index = len(target) == len(shape) - 1
+    dims: dict[str, list[Dim]] = {
+        "self": ["n", "_c", *space],
+        "target": ["n", *space] if by_index else ["n", "_c", *space],
+        "weight": ["_c"],
+    }
+    reduction = call.given["reduction"]
+    results: list[list[Dim]] = [["n", *space] if reduction == NONE else []]
+    forms = {"n": "cross_entropy_rows"} if reduction == MEAN else {}
+    return call.rule(dims, results, forms=forms)
+
+
+def _nll(call: Call) -> Rule:
+    """nll_loss of log-probabilities [n, c, places...] and target indices."""
+    shape = call.shape("self")
+    rows: list[Dim] = ["n"] if len(shape) > 1 else []
+    space: list[Dim] = [f"_s{i}" for i in range(len(shape) - 2)]
+    dims: dict[str, list[Dim]] = {
+        "self": [*rows, "_c", *space],
+        "target": [*rows, *space],
+        "weight": ["_c"],
+    }
+    reduction = call.given["reduction"]
+    if len(call.results) != 1:
+        raise UnruledError
+    results: list[list[Dim]] = [[*rows, *space] if reduction == NONE else []]
+    forms = {"n": "nll_loss_rows"} if reduction == MEAN else {}
+    return call.rule(dims, results, forms=forms)
+
+
+ELEMENTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
+binary_cross_entropy_with_logits soft_margin_loss kl_div poisson_nll_loss hinge_embedding_loss
+""".split()
+
+TABLE: dict[str, Entry] = {
+    **{f"aten.{name}": _elementwise for name in ELEMENTWISE},
+    "aten.cross_entropy_loss": _cross_entropy,
+    **dict.fromkeys(("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"), _nll),
+}

@@ -1,0 +1,90 @@
+"""Norms and softmax: what is normalised over stays whole; the others are factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from .call import Call, Dim, Entry, Shape, UnruledError, leading, with_argument
+from .rule import Arguments, Rule, Size
+
+
+def _layer_norm(call: Call) -> Rule:
+    """layer_norm and rms_norm over the last dims; weights have these alone."""
+    shape = call.shape("input")
+    count = len(call.given["normalized_shape"])
+    inner: list[Dim] = [f"_n{i}" for i in range(count)]
+    outer = leading(len(shape) - count)
+    dims = [[*outer, *inner] if name == "input" else inner for name, _ in call.operands]
+    results: list[list[Dim]] = [[*outer, *inner]]
+    # the native op also returns mean and reciprocal deviation of each row
+    results += [[*outer, *[""] * count]] * (len(call.results) - 1)
+    return call.rule(dims, results)
+
+
+def _group_norm(call: Call) -> Rule:
+    """Channels are [groups, rest]: groups may be cut, and the op is told how many are here."""
+    shape = call.shape("input")
+    groups = call.given["num_groups"]
+    if not isinstance(shape[1], int) or not isinstance(groups, int):
+        raise UnruledError
+    rest = shape[1] // groups
+    channels: Dim = ("g", "_c")
+    sizes: dict[str, Size] = {"g": groups, "_c": rest}
+    data: list[Dim] = ["n", channels, *[f"_s{i}" for i in range(len(shape) - 2)]]
+    dims = [data if name == "input" else [channels] for name, _ in call.operands]
+
+    def localise(
+        node: fx.Node, arguments: Arguments, operands: Sequence[Shape], _: Sequence[Shape]
+    ) -> Arguments:
+        return with_argument(node, arguments, "num_groups", operands[0][1] // rest)
+
+    return call.rule(dims, [data], sizes=sizes, localise=localise)
+
+
+def _batch_norm(call: Call) -> Rule:
+    """Channels are independent. Rows are summed over in training: a form does that for all ranks.
+
+    In evaluation rows and places are independent too.
+    """
+    shape = call.shape("input")
+    training = bool(call.given.get("training", call.given.get("use_input_stats")))
+    space: list[Dim] = [f"{'_' if training else ''}s{i}" for i in range(len(shape) - 2)]
+    data: list[Dim] = ["n", "c", *space]
+    dims = [data if name == "input" else ["c"] for name, _ in call.operands]
+    forms = {"n": "batch_norm_rows"} if training else {}
+    return call.rule(dims, [data], forms=forms)
+
+
+def _instance_norm(call: Call) -> Rule:
+    shape = call.shape("input")
+    data: list[Dim] = ["n", "c", *[f"_s{i}" for i in range(len(shape) - 2)]]
+    dims = [data if name == "input" else ["c"] for name, _ in call.operands]
+    written = call.has("running_mean") and call.given["use_input_stats"]
+    return call.rule(dims, [data], whole=["n"] if written else [])
+
+
+def _along(call: Call, linear: Sequence[str] = ()) -> Rule:
+    """One dim stays whole; the others are independent."""
+    shape = call.operands[0][1]
+    at = call.dim("dim", len(shape))
+    dims: list[Dim] = [f"_n{i}" if i == at else f"d{i}" for i in range(len(shape))]
+    return call.rule([dims], [dims], linear=linear)
+
+
+def _cumulative(call: Call) -> Rule:
+    return _along(call, ("self",))
+
+
+TABLE: dict[str, Entry] = {
+    **dict.fromkeys(("aten.layer_norm", "aten.rms_norm", "aten._fused_rms_norm"), _layer_norm),
+    "aten.native_layer_norm": _layer_norm,
+    "aten.group_norm": _group_norm,
+    "aten.batch_norm": _batch_norm,
+    "aten.instance_norm": _instance_norm,
+    **dict.fromkeys(("aten.softmax", "aten._softmax", "aten._safe_softmax"), _along),
+    **dict.fromkeys(("aten.log_softmax", "aten._log_softmax"), _along),
+    **dict.fromkeys(("aten.cumprod", "aten.logcumsumexp"), _along),
+    "aten.cumsum": _cumulative,
+}

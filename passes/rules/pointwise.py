@@ -1,0 +1,181 @@
+"""Pointwise ops, found by torch's own tag: operands broadcast to the result's shape.
+
+LINEAR says where a Partial value may pass. Nothing else is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .call import Call, Dim, Entry, UnruledError, is_one, same
+from .rule import Rule
+
+
+def broadcast(call: Call, rank: int) -> list[list[Dim]]:
+    """Dims of every operand, aligned at the right of a result of ``rank`` dims."""
+    names: list[Dim] = [f"d{i}" for i in range(rank)]
+    found = []
+    for _, shape in call.operands:
+        if len(shape) > rank:
+            raise UnruledError
+        found.append(names[rank - len(shape) :])
+    return found
+
+
+def pointwise(call: Call) -> Rule:
+    """Every dim of the result is a factor; a dim of size 1 that is broadcast has none."""
+    if not call.results or any(len(s) != len(call.results[0]) for s in call.results):
+        raise UnruledError
+    rank = len(call.results[0])
+    operands = broadcast(call, rank)
+    for (_, shape), dims in zip(call.operands, operands, strict=True):
+        for size, dim in zip(shape, dims, strict=True):
+            whole = call.results[0][int(str(dim)[1:])]
+            if isinstance(size, int) and isinstance(whole, int) and size not in (1, whole):
+                raise UnruledError  # not a broadcast: the op gives its operands another meaning
+    linear = LINEAR.get(call.name.removeprefix("aten."), _none)(call)
+    names: list[Dim] = [f"d{i}" for i in range(rank)]
+    return call.rule(operands, [names] * len(call.results), linear=linear)
+
+
+def _none(call: Call) -> Sequence[str]:
+    return ()
+
+
+def _first(call: Call) -> Sequence[str]:
+    return ("self",)
+
+
+def _sum(call: Call) -> Sequence[str]:
+    """a + b: both Partial, or neither (a number would be added on every rank)."""
+    return ("self other",) if call.has("self") and call.has("other") else ()
+
+
+def _product(call: Call) -> Sequence[str]:
+    """a * b: either factor."""
+    return tuple(name for name, _ in call.operands)
+
+
+def _quotient(call: Call) -> Sequence[str]:
+    """a / b: the dividend, unless the result is rounded."""
+    return ("self",) if call.given.get("rounding_mode") is None else ()
+
+
+def _cast(call: Call) -> Sequence[str]:
+    """A cast between floating dtypes; one to whole numbers or bool rounds each part."""
+    result = call.node.meta["val"]
+    fine = call.value("self").is_floating_point() and result.is_floating_point()
+    return ("self",) if fine else ()
+
+
+def _where(call: Call) -> Sequence[str]:
+    """Both sides, or one where the other is the number 0."""
+    sides = [name for name in ("self", "other") if call.has(name)]
+    numbers = [call.given[name] for name in ("self", "other") if not call.has(name)]
+    if any(not isinstance(n, int | float) or n != 0 for n in numbers):
+        return ()
+    return (" ".join(sides),)
+
+
+def _fill(call: Call) -> Sequence[str]:
+    value = call.given.get("value")
+    return ("self",) if isinstance(value, int | float) and value == 0 else ()
+
+
+def _addc(call: Call) -> Sequence[str]:
+    return ("self tensor1", "self tensor2")
+
+
+def _lerp(call: Call) -> Sequence[str]:
+    return ("self end",)
+
+
+LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
+    "add": _sum,
+    "sub": _sum,
+    "rsub": _sum,
+    "mul": _product,
+    "div": _quotient,
+    "true_divide": _quotient,
+    "multiply": _product,
+    "subtract": _sum,
+    "divide": _quotient,
+    "negative": _first,
+    "neg": _first,
+    "to": _cast,
+    "_to_copy": _cast,
+    "type_as": _cast,
+    "where": _where,
+    "masked_fill": _fill,
+    "addcmul": _addc,
+    "lerp": _lerp,
+    **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh_copy"), _first),
+    **dict.fromkeys(("positive", "real", "imag", "conj", "_conj", "view_as"), _first),
+    **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy", "lift_copy"), _first),
+    **dict.fromkeys(("deg2rad", "rad2deg", "dropout", "native_dropout"), _first),
+}
+
+
+def like(call: Call) -> Rule:
+    """Ops that take the first operand's shape and give one of it, without torch's tag."""
+    shape = call.operands[0][1]
+    if any(len(s) != len(shape) or not all(map(same, s, shape)) for s in call.results):
+        raise UnruledError
+    return pointwise(call)
+
+
+def _prelu(call: Call) -> Rule:
+    """A slope for each channel, or one for all."""
+    rank = len(call.shape("self"))
+    dims: list[Dim] = [f"d{i}" for i in range(rank)]
+    weight = call.shape("weight")
+    channels = [] if not weight else ["" if is_one(weight[0]) or rank < 2 else "d1"]
+    return call.rule([dims, channels], [dims])
+
+
+def _one_hot(call: Call) -> Rule:
+    dims: list[Dim] = [f"d{i}" for i in range(len(call.operands[0][1]))]
+    return call.rule([dims], [[*dims, "_classes"]])
+
+
+def _tensors(call: Call) -> Rule:
+    """broadcast_tensors: each is expanded to the shape of all."""
+    rank = len(call.results[0])
+    names: list[Dim] = [f"d{i}" for i in range(rank)]
+    fits = all(
+        len(shape) == rank and all(map(same, shape, call.results[0])) for _, shape in call.operands
+    )
+    linear = ["tensors"] if fits or len(call.operands) == 1 else []
+    return call.rule(broadcast(call, rank), [names] * len(call.results), linear=linear)
+
+
+_LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as float
+half dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like
+ones_like full_like empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_
+copy detach_copy alias_copy lift_copy rrelu rrelu_with_noise_functional view_as_real_copy
+nan_to_num hardtanh relu6 selu celu logsigmoid log_sigmoid glu_backward normal_functional
+""".split()
+
+_UNTAGGED = """__and__ __or__ __xor__ __lshift__ __rshift__ floor_divide where hardswish softplus
+log_sigmoid logsigmoid hardsigmoid divide multiply subtract float_power isclose isreal negative
+absolute arctan arctan2 greater greater_equal less less_equal not_equal clamp_ floor_divide_
+masked_fill_ xlogy special_expit special_log1p special_xlogy special_erf special_expm1 special_logit
+square_ fix arccos arcsin arctanh arcsinh arccosh special_digamma special_gammaln polar complex
+special_softplus special_sinc special_psi special_round special_exp2 fake_quantize addcdiv
+""".split()
+
+TABLE: dict[str, Entry] = {
+    **{f"aten.{name}": pointwise for name in _UNTAGGED},
+    **{f"aten.{name}": like for name in _LIKE},
+    "aten.prelu": _prelu,
+    "aten.one_hot": _one_hot,
+    "aten.broadcast_tensors": _tensors,
+}
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether torch says so."""
+    return torch.Tag.pointwise in getattr(op, "tags", ())
