@@ -14,6 +14,7 @@ from fxpart._version import __version__
 
 if TYPE_CHECKING:
     from fxpart import capture
+    from fxpart.annotations import annotate
     from fxpart.api import Program, compile
     from fxpart.cluster import Cluster, Device, Link
     from fxpart.errors import FxpartError, Problem
@@ -35,6 +36,7 @@ _LAZY = {
     "Problem": "fxpart.errors",
     "Program": "fxpart.api",
     "Workload": "fxpart.target",
+    "annotate": "fxpart.annotations",
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
 }
@@ -49,6 +51,7 @@ __all__ = [
     "Program",
     "Workload",
     "__version__",
+    "annotate",
     "capture",
     "compile",
 ]

@@ -1,0 +1,87 @@
+"""Annotations in a file: TOML or JSON, independent of the model's source."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fxpart.annotations.entries import (
+    Key,
+    read_placements,
+    read_strategies,
+    text_problems,
+)
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.sharding import Mesh
+
+FORMAT = "fxpart annotations 1"
+MAX_BYTES = 64 << 20
+_FIELDS = ("format", "mesh", "annotations", "origins")
+
+
+def load_annotations(path: str | Path) -> dict[str, str]:
+    """The annotations of a ``.toml`` or ``.json`` file, key -> placements; FXP111 lists all faults.
+
+    The file has a table ``annotations``; ``mesh`` ("dp=2,tp=2") may stand beside it, then every
+    axis must be one of its axes.
+    """
+    path = Path(path)
+    if path.suffix not in (".toml", ".json"):
+        raise _unreadable(path, "the suffix is not .toml or .json")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise _unreadable(path, f"it is longer than {MAX_BYTES} bytes")
+        data = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise _unreadable(path, str(cause)) from cause
+    return parse_annotations(data, path.suffix, str(path))
+
+
+def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text") -> dict[str, str]:
+    """As :func:`load_annotations`, from the text itself."""
+    try:
+        held: Any = tomllib.loads(data) if suffix == ".toml" else json.loads(data)
+    except (ValueError, RecursionError) as cause:
+        raise _unreadable(where, str(cause)) from cause
+    entries = held.get("annotations") if isinstance(held, dict) else None
+    if not isinstance(entries, dict):
+        raise _unreadable(where, "it has no table `annotations`")
+    problems = [
+        Problem("FXP111", where, f"{name!r} is not known", f"there are {', '.join(_FIELDS)}")
+        for name in held
+        if name not in _FIELDS
+    ]
+    if held.get("format", FORMAT) != FORMAT:
+        problems.append(
+            Problem("FXP111", where, f"format {held['format']!r} is not known", f"write {FORMAT!r}")
+        )
+    faults = text_problems(entries)
+    problems += faults
+    if not faults and "mesh" in held:
+        problems += _axis_problems(held["mesh"], entries, where)
+    if problems:
+        raise FxpartError(problems)
+    return {str(key): str(text) for key, text in entries.items()}
+
+
+def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Problem]:
+    """A mesh that is none, and axes that it lacks."""
+    try:
+        names = Mesh.parse(mesh if isinstance(mesh, str) else repr(mesh)).names
+    except FxpartError as cause:
+        return [Problem("FXP111", f"{where}, mesh", cause.problems[0].why, cause.problems[0].fix)]
+    found = []
+    for key, text in entries.items():
+        axes = (read_strategies if Key.parse(key).kind == "op" else read_placements)(text)
+        for axis in axes:
+            if axis not in names:
+                why = f"the mesh has {', '.join(names) or 'no axes'}, not {axis!r}"
+                found.append(Problem("FXP111", f"annotation {key!r}", why, "use one of its axes"))
+    return found
+
+
+def _unreadable(where: str | Path, why: str) -> FxpartError:
+    fix = 'write [annotations] and lines such as "layers.*.up.weight" = "tp:S(0)"'
+    return error("FXP111", where=str(where), why=why, fix=fix)

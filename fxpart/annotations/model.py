@@ -1,0 +1,171 @@
+"""Annotations on a module, and those that DTensors carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import tensor as distributed
+
+from fxpart.annotations.entries import FIX, STATE, Key, merged, read_placements, text_problems
+from fxpart.annotations.files import load_annotations
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.sharding import PARTIAL, REPLICATE, Placement, Shard
+
+Model = TypeVar("Model", bound=nn.Module)
+_ATTRIBUTE = "_fxpart_annotations"
+
+
+def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model:
+    """Say how parts of ``model`` are sharded; ``fxpart.compile`` finds it there. Gives it back.
+
+    annotations: key -> placements, ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``,
+    or the path of a TOML or JSON file of them. Keys are name patterns of parameters and buffers
+    (fnmatch), ``input:NAME``, ``node:NAME`` (of the captured graph), ``module:PATH`` (what the
+    module returns) and ``op:NAME`` (the factor that is cut). Axes that are not named stay open.
+    A second call adds. FXP111 lists all that is wrong, FXP112 what contradicts.
+    """
+    if not isinstance(model, nn.Module):
+        why = f"it is a {type(model).__name__}"
+        raise error("FXP111", where="annotate(model, ...)", why=why, fix="give a torch.nn.Module")
+    given = load_annotations(annotations) if isinstance(annotations, (str, Path)) else annotations
+    problems = text_problems(given)
+    if not problems:
+        problems = [p for key, text in given.items() for p in _misfits(model, key, text)]
+    if problems:
+        raise FxpartError(problems)
+    own = merged(getattr(model, _ATTRIBUTE, {}), given)
+    problems = contradictions(own, _state_names(model))
+    if problems:
+        raise FxpartError(problems)
+    setattr(model, _ATTRIBUTE, own)
+    return model
+
+
+def annotations_of(model: nn.Module) -> dict[str, str]:
+    """What :func:`annotate` was told and what DTensor parameters say; FXP111, FXP112."""
+    own: dict[str, str] = getattr(model, _ATTRIBUTE, {})
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    held = {
+        name: _of_dtensor(tensor, name)
+        for name, tensor in state.items()
+        if isinstance(tensor, distributed.DTensor)
+    }
+    together = merged(own, held)
+    problems = contradictions(together, list(state))
+    if problems:
+        raise FxpartError(problems)
+    return together
+
+
+def annotations_of_inputs(names: Sequence[str], tensors: Sequence[object]) -> dict[str, str]:
+    """``input:NAME`` entries of the inputs that are DTensors."""
+    return {
+        f"input:{name}": _of_dtensor(tensor, f"input:{name}")
+        for name, tensor in zip(names, tensors, strict=True)
+        if isinstance(tensor, distributed.DTensor)
+    }
+
+
+def contradictions(entries: Mapping[str, str], names: Sequence[str]) -> list[Problem]:
+    """Parameters and buffers that two keys place differently along one axis."""
+    said: dict[tuple[str, str], tuple[Placement, str]] = {}
+    problems: list[Problem] = []
+    known = dict.fromkeys(names)
+    for text in entries:
+        key = Key.parse(text)
+        if key.kind != STATE:
+            continue
+        for axis, placement in read_placements(entries[text]).items():
+            for name in key.select(known):
+                before, by = said.setdefault((name, axis), (placement, text))
+                if before != placement:
+                    why = f"{by!r} says {axis}:{before}, {text!r} says {axis}:{placement}"
+                    problems.append(Problem("FXP112", name, why, "keep one of the two"))
+    return problems
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    """Every name of every parameter and buffer."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [n for n, _ in (*parameters, *model.named_buffers(remove_duplicate=False))]
+
+
+def _misfits(model: nn.Module, text: str, placements: str) -> list[Problem]:
+    """A key that names nothing in the module, or dims that its tensors lack.
+
+    Inputs and nodes are known after the capture only, sizes of axes with the mesh.
+    """
+    key = Key.parse(text)
+    where = f"annotation {text!r}"
+    if key.kind == "module":
+        if key.select(dict.fromkeys(n for n, _ in model.named_modules(remove_duplicate=False))):
+            return []
+        return [Problem("FXP111", where, "the model has no such module", FIX)]
+    if key.kind != STATE:
+        return []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = {
+        **parameters,
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    names = key.select(tensors)
+    if not names:
+        return [Problem("FXP111", where, "the model has no such parameter or buffer", FIX)]
+    found = []
+    for axis, placement in read_placements(placements).items():
+        for name in names:
+            why = misfit(placement, tuple(tensors[name].shape), 1, state=True)
+            if why:
+                found.append(Problem("FXP111", f"{where}, {name}, {axis}:{placement}", why, FIX))
+    return found
+
+
+def misfit(
+    placement: Placement, shape: Sequence[int | torch.SymInt], parts: int, *, state: bool
+) -> str:
+    """Why a tensor of this shape cannot lie so along an axis of ``parts``; "" if it can.
+
+    A symbolic size is taken to divide: the runtime sees to the batch.
+    """
+    if placement == PARTIAL:
+        return "parameters, buffers and inputs are not sums" if state else ""
+    if not isinstance(placement, Shard):
+        return ""
+    if placement.dim >= len(shape):
+        return f"it has {len(shape)} dims, so there is no dim {placement.dim}"
+    size = shape[placement.dim]
+    if not isinstance(size, int):
+        return "" if placement.outer == 1 else "the dim's size is not fixed, so it has no parts"
+    if size % placement.outer:
+        return f"dim {placement.dim} of size {size} is not {placement.outer} equal parts"
+    if size // placement.outer < parts:
+        return f"dim {placement.dim} has {size // placement.outer} to cut, the axis {parts} ranks"
+    if placement.outer > 1 and (size // placement.outer) % parts:
+        return f"each of {placement.outer} parts must be a multiple of {parts}"
+    return ""
+
+
+def _of_dtensor(tensor: distributed.DTensor, name: str) -> str:
+    """The placements of a DTensor as text; FXP111 for what fxpart does not know."""
+    names = tensor.device_mesh.mesh_dim_names
+    where, fix = f"the DTensor {name}", "use Shard(dim) and Replicate() on a mesh with named dims"
+    if names is None:
+        raise error("FXP111", where=where, why="its device mesh has no mesh_dim_names", fix=fix)
+    words = []
+    for axis, placement in zip(names, tensor.placements, strict=True):
+        own: Placement
+        if type(placement) is distributed.Shard:
+            own = Shard(placement.dim % tensor.ndim)
+        elif type(placement) is distributed.Replicate:
+            own = REPLICATE
+        else:
+            raise error("FXP111", where=where, why=f"{placement} along {axis}", fix=fix)
+        words.append(f"{axis}:{own}")
+    return ",".join(words)

@@ -1,0 +1,171 @@
+"""Put annotations on the graph: a mesh, and the placements that a user gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpart.annotations.entries import FIX, Key, read_placements, read_strategies, text_problems
+from fxpart.annotations.model import misfit
+from fxpart.annotations.origin import annotated
+from fxpart.annotations.values import results
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.pipeline.annotation import MESH_KEY, Level, NodeSharding
+from fxpart.pipeline.edit import annotate
+from fxpart.sharding import Mesh, Placement
+
+from .propagation.conflicts import conflicts
+from .propagation.positions import fits, to_whole
+from .propagation.ruled import Rules
+from .propagation.targets import Target, Targets
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Give the graph its mesh and each node a sharding, open but where a seed says more.
+
+    mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/annotations.md). aliases: JSON of
+    other names of parameters -> the name in the graph ("" for one that is not used). FXP111 lists
+    all that is wrong with the seeds, FXP112 what contradicts.
+    """
+
+    mesh: str
+    seeds: str = "{}"
+    aliases: str = "{}"
+    name: ClassVar[str] = "annotate"
+    requires: ClassVar[Level] = Level.ANNOTATED
+    ensures: ClassVar[Level] = Level.ANNOTATED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Set the mesh and every Annotation.sharding, whatever stood there before."""
+        mesh = Mesh.parse(self.mesh)
+        seeds, aliases = _table(self.seeds, "seeds"), _table(self.aliases, "aliases")
+        problems = text_problems(seeds)
+        if problems:
+            raise FxpartError(problems)
+        said = _Said(mesh)
+        targets = Targets(graph_module.graph, aliases)
+        for text, placements in seeds.items():
+            said.add(text, placements, targets)
+        said.check()
+        if said.problems:
+            raise FxpartError(said.problems)
+        for node in graph_module.graph.nodes:
+            annotate(node, sharding=said.sharding(node))
+        graph_module.meta[MESH_KEY] = mesh
+        problems = conflicts(graph_module.graph, Rules(mesh))
+        if problems:
+            raise FxpartError(problems)
+        return graph_module
+
+
+def _table(text: str, what: str) -> Mapping[str, Any]:
+    """An option of JSON: an object of texts."""
+    try:
+        held = json.loads(text)
+    except ValueError as cause:
+        held = str(cause)
+    if not isinstance(held, dict) or not all(isinstance(v, str) for v in held.values()):
+        why = f"{what} is JSON of names and texts, not {str(held)[:80]}"
+        raise error("FXP109", where="pass annotate", why=why, fix='write {"input:x": "dp:S(0)"}')
+    return held
+
+
+class _Said:
+    """What the seeds say of each target, axis by axis, and what is wrong with it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.problems: list[Problem] = []
+        self._words: dict[Target, dict[int, tuple[Any, str]]] = {}
+
+    def add(self, text: str, placements: str, targets: Targets) -> None:
+        """One seed on all that it names."""
+        key = Key.parse(text)
+        found = targets.of(key)
+        where = f"annotation {text!r}"
+        if found is None:
+            kinds = {"state": "parameter or buffer", "module": "module with a result"}
+            why = f"the graph has no such {kinds.get(key.kind, key.kind)}; there are "
+            why += targets.examples(key.kind) or "none"
+            self.problems.append(Problem("FXP111", where, why, FIX))
+            return
+        words: Mapping[str, Placement | str] = (
+            read_strategies(placements) if key.kind == "op" else read_placements(placements)
+        )
+        for axis, word in words.items():
+            if axis not in self.mesh.names:
+                why = f"the mesh has {', '.join(self.mesh.names) or 'no axes'}, not {axis!r}"
+                self.problems.append(Problem("FXP111", where, why, "use one of its axes"))
+                continue
+            for target in found:
+                self._set(target, self.mesh.index(axis), word, text)
+
+    def _set(self, target: Target, axis: int, word: Any, text: str) -> None:
+        """One word, unless another seed says otherwise or the tensor cannot lie so."""
+        before, by = self._words.setdefault(target, {}).setdefault(axis, (word, text))
+        name = self.mesh.names[axis]
+        if before != word:
+            why = f"{by!r} says {name}:{before or '-'}, {text!r} says {name}:{word or '-'}"
+            fix = "keep one of the two"
+            self.problems.append(Problem("FXP112", _called(target), why, fix))
+        elif target.index >= 0 and by == text:
+            state = target.node.op != "call_function"
+            why = misfit(word, target.tensor.shape, self.mesh.shape[axis], state=state)
+            if why:
+                where = f"annotation {text!r}, {_called(target)}, {name}:{word}"
+                self.problems.append(Problem("FXP111", where, why, FIX))
+
+    def check(self) -> None:
+        """Axes that are each fine by themselves may cut too much together; factors must exist."""
+        rules = Rules(self.mesh)
+        for target, words in self._words.items():
+            if target.index < 0:
+                ruled = rules.of(target.node)
+                strategy = tuple(words.get(a, ("", ""))[0] for a in range(len(self.mesh.axes)))
+                if any(strategy) and (ruled is None or ruled.joint(strategy) is None):
+                    known = "it has no rule" if ruled is None else "its rule does not allow that"
+                    key = next(text for word, text in words.values() if word)
+                    where = f"annotation {key!r}, {_called(target)}"
+                    self.problems.append(Problem("FXP111", where, known, "leave the factor open"))
+            elif len(words) > 1 and not self.problems:
+                self._together(target, words)
+
+    def _together(self, target: Target, words: Mapping[int, tuple[Any, str]]) -> None:
+        placements = tuple(words.get(a, (None, ""))[0] for a in range(len(self.mesh.axes)))
+        if not fits(to_whole(placements, self.mesh), target.tensor.shape, self.mesh):
+            keys = " and ".join(sorted({repr(text) for _, text in words.values()}))
+            why = "the axes together cut a dim into more or other pieces than it has"
+            where = f"annotation {keys}, {_called(target)}"
+            self.problems.append(Problem("FXP111", where, why, "cut other dims, or fewer axes"))
+
+    def sharding(self, node: fx.Node) -> NodeSharding | None:
+        """A node's sharding as the seeds have it; None for one without tensors."""
+        given = results(node)
+        if not given:
+            return None
+        axes = range(len(self.mesh.axes))
+        of = [self._words.get(Target(node, index), {}) for index in range(-1, len(given))]
+        none: Any = "" if node.op != "call_function" else None
+        origins = []
+        for axis in axes:
+            texts = [words[axis][1] for words in of if axis in words]
+            origins.append(annotated(texts[-1]) if texts else "")
+        return NodeSharding(
+            strategy=tuple(of[0].get(axis, (none, ""))[0] for axis in axes),
+            results=tuple(
+                tuple(words.get(axis, (None, ""))[0] for axis in axes) for words in of[1:]
+            ),
+            origins=tuple(origins),
+        )
+
+
+def _called(target: Target) -> str:
+    """The name of a target for a person."""
+    node = target.node
+    name = str(node.target) if node.op == "get_attr" else node.name
+    return name if target.index <= 0 else f"result {target.index} of {name}"

@@ -1,0 +1,48 @@
+"""Complete the placements of a graph from those that are annotated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpart.errors import error
+from fxpart.pipeline.annotation import MESH_KEY, Level
+from fxpart.sharding import Mesh
+
+from .propagation.finish import settle, write
+from .propagation.ruled import Rules
+from .propagation.spread import spread
+from .propagation.values import read
+
+
+@dataclass(frozen=True)
+class Propagate:
+    """Carry placements forward and backward along the factors of the ops' rules.
+
+    Each axis by itself, the major one first; ops that hand cuts on (pointwise, views, norms) before
+    those that compute anew. Where two factors of an op compete for an axis, an annotation beside it
+    counts first, then fewer bytes of reshards. What was placed before is never changed; what
+    nothing decides stays open for a later choice, with ``close`` it is replicated. FXP109 without a
+    mesh.
+    """
+
+    close: bool = False
+    name: ClassVar[str] = "propagate"
+    requires: ClassVar[Level] = Level.ANNOTATED
+    ensures: ClassVar[Level] = Level.ANNOTATED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Set Annotation.sharding of every node that holds tensors."""
+        mesh = graph_module.meta.get(MESH_KEY)
+        if not isinstance(mesh, Mesh):
+            why = "the graph has no mesh"
+            fix = 'run annotate{mesh="dp=2,tp=2",seeds="{}"} first'
+            raise error("FXP109", where="pass propagate", why=why, fix=fix)
+        rules = Rules(mesh)
+        ops = read(graph_module, rules)
+        spread(ops, range(len(mesh.axes)), rules)
+        settle(ops, len(mesh.axes), close=self.close)
+        write(ops, mesh)
+        return graph_module

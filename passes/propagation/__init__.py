@@ -1,0 +1,1 @@
+"""What the passes ``annotate`` and ``propagate`` are made of."""

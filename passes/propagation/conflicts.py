@@ -1,0 +1,129 @@
+"""Annotations that contradict each other: one value, seen through views, in two placements.
+
+A view, transpose or other op that computes nothing hands its operand on, so that both are one
+value. Where an op computes, its operands are resharded for it, and nothing contradicts. A Partial
+value is not yet what it will be: its sum may lie anywhere. An op whose factor is annotated says
+itself how its operand is to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fxpart.annotations.origin import is_annotated, key_of
+from fxpart.annotations.values import is_item, results, sharding, source
+from fxpart.errors import Problem
+from fxpart.pipeline.effects import packet_name
+from fxpart.sharding import PARTIAL, Placement, Placements, Shard
+
+from ..rules import operands
+from .positions import to_whole
+from .ruled import Rules
+
+# Ops that copy at most; views are known by their schema.
+_COPIES = frozenset(
+    {"aten.reshape", "aten.contiguous", "aten.clone", "aten._unsafe_view", "aten.view_copy"}
+)
+
+
+class _Here(NamedTuple):
+    """A value on the way down from an annotated one."""
+
+    node: fx.Node
+    index: int
+    placement: Placement
+    path: tuple[str, ...]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an op gives the elements of its one tensor, seen in another shape."""
+    if node.op != "call_function" or len(operands(node)) != 1:
+        return False
+    if packet_name(node.target) in _COPIES:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    return all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def conflicts(graph: fx.Graph, rules: Rules) -> list[Problem]:
+    """FXP112 for each pair of annotations that place one value differently."""
+    problems = []
+    for node in graph.nodes:
+        known = sharding(node)
+        if known is None:
+            continue
+        for axis, origin in enumerate(known.origins):
+            if not is_annotated(origin):
+                continue
+            for index, result in enumerate(known.results):
+                placement = to_whole(result, rules.mesh)[axis]
+                if placement is not None and placement != PARTIAL:
+                    start = _Here(node, index, placement, (node.name,))
+                    problems += _below(start, axis, origin, rules)
+    return problems
+
+
+def _below(start: _Here, axis: int, origin: str, rules: Rules) -> Iterator[Problem]:
+    """Go down the views of a value; stop at annotated ones."""
+    todo = [start]
+    while todo:
+        here = todo.pop()
+        for view, placed in _views(here, axis, rules):
+            known = sharding(view)
+            assert known is not None
+            if known.strategy[axis] is not None:
+                continue
+            for index, mine in enumerate(placed):
+                path = (*here.path, view.name)
+                said = _said(known.results[index], axis, rules)
+                if said is None:
+                    todo.append(_Here(view, index, mine, path))
+                elif said not in (mine, PARTIAL):
+                    name = rules.mesh.names[axis]
+                    whys = [
+                        f"{key_of(origin)!r} says {name}:{start.placement} of {start.node.name}, "
+                        f"which is {name}:{mine} here; "
+                        f"{key_of(known.origins[axis])!r} says {name}:{said}",
+                        f"ops between them: {', '.join(path)}",
+                    ]
+                    fix = "keep one of the two, or drop the axis from one"
+                    yield Problem("FXP112", view.name, "\n".join(whys), fix)
+
+
+def _said(result: Placements, axis: int, rules: Rules) -> Placement | None:
+    return to_whole(result, rules.mesh)[axis]
+
+
+def _views(here: _Here, axis: int, rules: Rules) -> Iterator[tuple[fx.Node, list[Placement]]]:
+    """The views of a value and how their results lie; none where a view cannot keep the cut."""
+    for user in _users(here.node, here.index):
+        if not is_view(user):
+            continue
+        if not isinstance(here.placement, Shard):
+            yield user, [here.placement] * len(results(user))
+            continue
+        ruled = rules.of(user)
+        cut = ruled.cut(ruled.rule.operands[0], here.placement, axis) if ruled else None
+        made = ruled.along(cut, axis) if ruled is not None and cut is not None else None
+        if made is not None:
+            placed = [result[0] for result in made.results]
+            yield user, [p for p in placed if p is not None]
+
+
+def _users(node: fx.Node, index: int) -> Iterator[fx.Node]:
+    """The users of one tensor of a node, through items."""
+    for user in node.users:
+        if not is_item(user):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                yield user
+        elif isinstance(user.meta.get("val"), torch.Tensor):
+            if source(user)[1] == index:
+                yield from user.users
+        else:
+            yield from _users(user, index)

@@ -1,0 +1,135 @@
+"""Rules as propagation asks them: one axis at a time, answers kept for all ops of one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.pipeline.sizes import expression, tensors
+from fxpart.sharding import Mesh, Shard
+
+from ..rules import REPLICATED, Layout, Rule, choices, layout, rule_of
+from ..rules.rule import PARTS, Dims, factor_of
+
+
+class Ruled:
+    """A rule and what it says along one axis or all.
+
+    passes: whether it hands every cut on: no factor that may be cut is lost in a result.
+    """
+
+    def __init__(self, rule: Rule, mesh: Mesh) -> None:
+        self.rule, self.mesh = rule, mesh
+        self._along: dict[tuple[str, int], Layout | None] = {}
+        self._joint: dict[tuple[str, ...], Layout | None] = {}
+        self._order = {name: i for i, name in enumerate(choices(rule))}
+        lost = {f for dims in rule.operands for dim in dims for f in dim} - rule.whole
+        for dims in rule.results:
+            kept = {f for dim in dims for f in dim}
+            self.passes = lost <= kept
+            if not self.passes:
+                break
+        else:
+            self.passes = bool(rule.results)
+
+    def along(self, name: str, axis: int) -> Layout | None:
+        """The layout along one axis, as if there were no other; None if impossible."""
+        parts = self.mesh.shape[axis]
+        key = (name, parts)
+        if key not in self._along:
+            self._along[key] = layout(self.rule, (name,), Mesh((("only", parts),)))
+        return self._along[key]
+
+    def joint(self, strategy: tuple[str | None, ...]) -> Layout | None:
+        """The layout along all axes; open ones cut nothing. None if impossible."""
+        names = tuple(name or REPLICATED for name in strategy)
+        if names not in self._joint:
+            self._joint[names] = layout(self.rule, names, self.mesh)
+        return self._joint[names]
+
+    def feasible(self, name: str, axis: int, strategy: list[str | None]) -> bool:
+        """Whether the axis may take this strategy beside those of the others."""
+        if self.along(name, axis) is None:
+            return False
+        return self.joint((*strategy[:axis], name, *strategy[axis + 1 :])) is not None
+
+    def alone(self, axis: int, strategy: list[str | None]) -> bool:
+        """Whether nothing but replication is possible along the axis."""
+        return not any(
+            name != REPLICATED and self.feasible(name, axis, strategy) for name in self._order
+        )
+
+    def rank(self, name: str) -> tuple[int, int]:
+        """A fixed order of strategies: that of the rule."""
+        factor, inner = factor_of(name)
+        return self._order.get(factor, len(self._order)), inner
+
+    def cut(self, dims: Dims, placed: Shard, axis: int) -> str | None:
+        """The strategy that cuts a tensor of these dims so; None if no factor lies there."""
+        if placed.dim >= len(dims):
+            return None
+        parts, before = self.mesh.shape[axis], 1
+        for factor in dims[placed.dim]:
+            size = self.rule.sizes[factor]
+            if before == placed.outer:
+                return factor
+            if not isinstance(size, int):
+                return None
+            inner, left = divmod(placed.outer, before)
+            if inner < size:
+                fine = not left and size % (inner * parts) == 0
+                return f"{factor}{PARTS}{inner}" if fine else None
+            before *= size
+        return None
+
+
+class Rules:
+    """The rules of a graph's ops; each distinct op is looked up once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.looked_up = 0
+        self._known: dict[Hashable, Ruled | None] = {}
+
+    def of(self, node: fx.Node) -> Ruled | None:
+        """The op's rule; None where it has none."""
+        key = signature(node)
+        if key not in self._known:
+            self.looked_up += 1
+            rule = rule_of(node)
+            self._known[key] = Ruled(rule, self.mesh) if rule is not None else None
+        return self._known[key]
+
+
+def signature(node: fx.Node) -> Hashable:
+    """Equal for ops that have one rule: target, arguments, and shapes in place of tensors."""
+    given = _argument(node.args), _argument(tuple(node.kwargs.items()))
+    return node.target, given, tuple(map(_shape, tensors(node.meta.get("val"))))
+
+
+def _argument(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        held = value.meta.get("val")
+        if isinstance(held, torch.Tensor):
+            return "tensor", _shape(held), held.dtype
+        if isinstance(held, (list, tuple)):
+            return "tensors", tuple(map(_argument, held))
+        return "size", _argument(held)
+    if isinstance(value, torch.Tensor):
+        return "tensor", _shape(value), value.dtype
+    if isinstance(value, torch.SymInt):
+        return "symbol", expression(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_argument, value))
+    if isinstance(value, dict):
+        return tuple((k, _argument(v)) for k, v in value.items())
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return type(value).__name__, value
+    return type(value).__name__, str(value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)
