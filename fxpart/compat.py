@@ -60,6 +60,12 @@ def own_backward(function: object) -> type | None:
     return getattr(function, "_forward_cls", type(function))
 
 
+def view_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this one is a view (``_base``), or itself."""
+    base: torch.Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside what torch.compile returned; any other module as it is."""
     inside = getattr(model, "_orig_mod", None)

@@ -160,6 +160,7 @@ class _AllGather(torch.autograd.Function):
         gradient: str,
     ) -> torch.Tensor:
         ctx.how = mesh, axis, dim, outer
+        ctx.whole = size  # for fxpart.collectives.again
         ctx.partial = gradient == "P"
         return moves.gather(mesh, x, axis, dim, size, outer)
 

@@ -42,7 +42,7 @@ class Cell:
                         used[position] = self.relayed[position] = used[position].view_as(
                             used[position]
                         )
-            self.outputs = table.module(key, *used)
+            self.outputs = table.keeping.call(table.module, key, used, train=train)
 
     def value(self, link: Link, *, forward: bool) -> torch.Tensor:
         """What a link carries from here: an output, or the gradient of an input."""

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
+from fxpart.collectives.again import Regather
 from fxpart.program import ProgramSpec, StageSpec
 from fxpart.runtime.links import Link
+
+
+class Keeping:
+    """What autograd keeps of a stage's forward: not the parameters that are gathered for it."""
+
+    def __init__(self, spec: ProgramSpec, stage: StageSpec) -> None:
+        """Only a stage that holds a part of a parameter can gather one."""
+        held = {} if spec.sharding is None else spec.sharding.state
+        cut = any("S(" in held[s.name].placements for s in stage.state if s.name in held)
+        self.regather = Regather() if cut else None
+
+    def call(
+        self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """The stage's outputs."""
+        again = self.regather
+        if again is None or not train:
+            found: tuple[torch.Tensor, ...] = module(key, *inputs)
+            return found
+        before = again.dropped
+        with again.hooks():
+            found = module(key, *inputs)
+        if again.dropped == before:  # it gathers none: the hooks would only cost time
+            self.regather = None
+        return found
 
 
 @dataclass(frozen=True)
@@ -20,6 +48,7 @@ class StageTable:
     from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the
     output that is the loss. kept: outputs to hand to the user. trains: whether the stage takes part
     in the backward pass. positions: of the inputs that are values of other stages, by name.
+    keeping: calls the module.
     """
 
     index: int
@@ -34,6 +63,7 @@ class StageTable:
     kept: tuple[tuple[str, int], ...]
     trains: bool
     positions: dict[str, int]
+    keeping: Keeping
 
     @classmethod
     def of(
@@ -70,6 +100,7 @@ class StageTable:
             tuple((name, names.index(name)) for name in kept if name in names),
             trains(spec, stage),
             {link.name: link.input for link in into},
+            Keeping(spec, stage),
         )
 
 

@@ -1,0 +1,93 @@
+"""Whole parameters that autograd need not keep: they are gathered a second time for the backward.
+
+ZeRO-3 (Rajbhandari et al., SC 2020) cuts the parameters themselves: each is gathered before it is
+used and dropped after it. In a graph that is an all-gather whose operand is a parameter. Its result
+would be kept until the backward by the op that used it; the hooks below keep the recipe instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fxpart.collectives import moves
+from fxpart.collectives.ops import _AllGather
+from fxpart.compat import own_backward, view_base
+
+Make = Callable[[], torch.Tensor]
+
+
+class Regather:
+    """Saved-tensor hooks for the forward of a stage.
+
+    A gathered parameter, a view of one, and one cast to another dtype are dropped, and made again
+    in the backward, whose order is the same on all lanes since their graphs are. dropped: how many
+    tensors and bytes were not kept, counted for each op that would have kept them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been dropped yet."""
+        self.dropped = 0
+        self.bytes = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """The context in which a forward keeps no gathered parameter."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Make:
+        made = recipe(tensor)
+        if made is None:
+            return tensor
+        self.dropped += 1
+        self.bytes += tensor.nbytes
+        return made
+
+
+def recipe(tensor: torch.Tensor) -> Make | None:
+    """How to make a tensor again if it is a gathered parameter, as it is, cast, or a view of it."""
+    if tensor.grad_fn is None:
+        return None
+    base = view_base(tensor)
+    if base.grad_fn is None or base.dtype != tensor.dtype:
+        return None
+    whole = _made_by(base.grad_fn, base)
+    if whole is None or tensor is base:
+        return whole
+    if not base.is_contiguous():
+        return None
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return lambda: whole().as_strided(*layout)
+
+
+def _made_by(function: Any, like: torch.Tensor) -> Make | None:
+    """What a node of the autograd graph gave, if it comes from a parameter by gathering alone."""
+    if function.name() == "ToCopyBackward0":
+        dtype, device = like.dtype, like.device
+        inner = _gathered(function.next_functions[0][0])
+        return None if inner is None else lambda: inner().to(device=device, dtype=dtype)
+    return _gathered(function)
+
+
+def _gathered(function: Any) -> Make | None:
+    if own_backward(function) is not _AllGather:
+        return None
+    mesh, axis, dim, outer = function.how
+    size = function.whole
+    before = function.next_functions[0][0]
+    parameter = getattr(before, "variable", None)
+    if parameter is not None:
+        return lambda: moves.gather(mesh, parameter.detach(), axis, dim, size, outer)
+    inner = _gathered(before)
+    if inner is None:
+        return None
+    return lambda: moves.gather(mesh, inner(), axis, dim, size, outer)
+
+
+def _unpack(kept: torch.Tensor | Make) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    with torch.no_grad():
+        return kept()
