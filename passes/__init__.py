@@ -17,24 +17,30 @@ from typing import Any
 
 from fxpart.errors import error
 
+from .annotate import Annotate
 from .assign import Assign
 from .drop_asserts import DropAsserts
 from .group_blocks import GroupBlocks
 from .group_experts import GroupExperts
 from .inline_regions import InlineRegions
 from .key_random import KeyRandom
+from .lower import Lower
 from .mark_gradients import MarkGradients
+from .propagate import Propagate
 from .remove_inplace import RemoveInplace
 from .simplify import Simplify
 
 PASSES: dict[str, type[Any]] = {
+    "annotate": Annotate,
     "assign": Assign,
     "drop_asserts": DropAsserts,
     "group_blocks": GroupBlocks,
     "group_experts": GroupExperts,
     "inline_regions": InlineRegions,
     "key_random": KeyRandom,
+    "lower": Lower,
     "mark_gradients": MarkGradients,
+    "propagate": Propagate,
     "remove_inplace": RemoveInplace,
     "simplify": Simplify,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpart.codegen.dataflow import outputs_of, where
-from fxpart.codegen.literals import Names, call
+from fxpart.codegen.literals import COLLECTIVES, MESH, Names, call
 from fxpart.codegen.names import comment, identifier, place, quoted
 from fxpart.codegen.sizes import dim_text
 from fxpart.codegen.split import StageGraph
@@ -44,6 +44,7 @@ def emit(stage: StageGraph) -> str:
     cls = f"Stage{stage.spec.index}"
     names.taken.add(cls)
     body = list(_forward(stage, names))
+    sharded = COLLECTIVES in names.modules
     lines = [
         *_header(stage),
         "",
@@ -65,6 +66,7 @@ def emit(stage: StageGraph) -> str:
         '    def __init__(self, device: str | torch.device = "cpu") -> None:',
         "        super().__init__()",
         "        self.device = torch.device(device)  # where forward makes new tensors",
+        *([f"        {MESH} = None  # set before the first call"] if sharded else []),
         *(f"        {line}" for state in stage.spec.state for line in _register(state)),
         "",
         *(f"    {line}" if line else "" for line in body),
@@ -99,13 +101,17 @@ def _count(state: StateSpec) -> int:
 
 
 def _imports(names: Names) -> Iterator[str]:
-    for module in sorted(names.modules - {"torch", "fxpart.rng"}):
+    plain = names.modules - {"torch", "fxpart.rng", COLLECTIVES}
+    for module in sorted(plain):
         yield f"import {module}"
-    if names.modules - {"torch", "fxpart.rng"}:
+    if plain:
         yield ""
     yield "import torch"
-    if "fxpart.rng" in names.modules:
+    if names.modules & {"fxpart.rng", COLLECTIVES}:
         yield ""
+    if COLLECTIVES in names.modules:
+        yield "from fxpart import collectives"
+    if "fxpart.rng" in names.modules:
         yield "from fxpart.rng import seeded"
 
 

@@ -21,6 +21,7 @@ from fxpart import rng
 from fxpart.codegen.names import identifier, quoted
 from fxpart.compat import registering_module
 from fxpart.errors import FxpartError, error
+from fxpart.pipeline.collective import is_collective
 from fxpart.pipeline.effects import is_op
 
 INFIX: dict[Callable[..., Any], str] = {
@@ -54,6 +55,8 @@ _BUILTINS = frozenset(
     ("abs", "bool", "complex", "float", "int", "len", "max", "min", "pow", "round")
 )
 DEVICE = "self.device"
+MESH = "self.mesh"  # the lane's communicator
+COLLECTIVES = "fxpart.collectives"
 
 
 class Names:
@@ -61,7 +64,7 @@ class Names:
 
     def __init__(self) -> None:
         """Nothing is taken but what every module uses."""
-        self.taken = {"NAMES", "self", "torch", "math", "operator", "seeded", "aten"}
+        self.taken = {"NAMES", "self", "torch", "math", "operator", "seeded", "aten", "collectives"}
         self.operations: dict[str, str] = {}  # alias -> the text it stands for
         self.modules: set[str] = set()
         self.values: dict[fx.Node, str] = {}
@@ -72,6 +75,9 @@ class Names:
         if target is rng.seeded:
             self.modules.add("fxpart.rng")
             return "seeded"
+        if is_collective(target):
+            self.modules.add(COLLECTIVES)
+            return f"collectives.{target.__name__}"
         if target not in self._aliases:
             path = _path(target, where)
             if path.startswith("builtins."):
@@ -214,7 +220,10 @@ def call(node: fx.Node, names: Names, where: str) -> str:
             return f"{left} {INFIX[target]} {right}"
         if target in PREFIX and len(args) == 1:
             return f"{PREFIX[target]}{_atom(args[0], names, where)}"
-    return f"{names.operation(target, where)}({_arguments(args, node, names, where)})"
+    text = _arguments(args, node, names, where)
+    if is_collective(target):
+        text = f"{MESH}, {text}"
+    return f"{names.operation(target, where)}({text})"
 
 
 def _atom(value: Any, names: Names, where: str) -> str:

@@ -19,7 +19,7 @@ from fxpart.codegen.symbols import readable
 from fxpart.errors import error
 from fxpart.pipeline import BLOCKS_KEY, LEVEL_KEY, RNG_KEY, Level
 from fxpart.pipeline.edit import annotation
-from fxpart.program import ProgramSpec, StageSpec, StateSpec, ValueSpec
+from fxpart.program import ProgramSpec, ShardingSpec, StageSpec, StateSpec, ValueSpec
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,19 @@ class StageGraph:
 
 
 def split(
-    graph: fx.GraphModule, captured: Captured, seed: int = 0, *, keep_outputs: bool = False
+    graph: fx.GraphModule,
+    captured: Captured,
+    seed: int = 0,
+    *,
+    keep_outputs: bool = False,
+    sharding: ShardingSpec | None = None,
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
     """Cut an assigned graph into stages.
 
     Each op that the loss needs (with ``keep_outputs`` the user's outputs too) is on exactly one
     stage; a value goes directly from its stage to each stage that uses it; sizes are rebuilt from
-    shapes. Raises FXP106 without a loss, FXP201 with every reason why the stages are impossible.
+    shapes. sharding: of a local graph, kept in the program. Raises FXP106 without a loss, FXP201
+    with every reason why the stages are impossible.
     """
     if graph.meta.get(LEVEL_KEY) != Level.ASSIGNED:
         raise error("FXP900", where="split", why="the graph has no stages yet")
@@ -69,6 +75,7 @@ def split(
         unused=tuple(name for name in captured.state if name not in held),
         model=captured.model_name,
         parameters=tuple(captured.parameters),
+        sharding=sharding,
     )
     return spec, built
 

@@ -29,6 +29,9 @@ BLOCKS_KEY = "fxpart_blocks"
 NO_CUT_KEY = "fxpart_no_cut"
 RNG_KEY = "rng_key"
 MESH_KEY = "fxpart_mesh"  # a graph that is being sharded: its Mesh
+LANE_KEY = "fxpart_lane"  # a local graph: the lane whose values it has
+PARTIAL_KEY = "fxpart_partial"  # a local graph: per parameter, the axes of gradients to be summed
+OUTPUTS_KEY = "fxpart_outputs"  # a local graph: per returned value its placements, or None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from torch import fx
 
 from fxpart.compat import guards_off, python_dispatcher, quiet_fakes
 from fxpart.errors import error
+from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY
+from fxpart.pipeline.collective import bound, is_collective
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.sizes import expression, nbytes, tensors
@@ -102,7 +104,7 @@ class Walk:
 
     def call(self, node: fx.Node) -> tuple[Home, ...]:
         """An op: set the parts of its result; returns the storages that autograd keeps for it."""
-        if not is_op(op_of(node)):
+        if not is_op(op_of(node)) and not is_collective(node.target):
             self.parts[node] = self._item(node)
             return ()
         operands = operand_nodes(node)
@@ -195,10 +197,17 @@ class Walk:
         args, kwargs = fx.node.map_arg(
             (op_args(node), dict(node.kwargs)), lambda n: given.get(n, value(n))
         )
+        op = self._runnable(op_of(node))
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with self.mode, guards_off(self.mode), torch.enable_grad(), hooks:
-            result = _run(node, lambda: op_of(node)(*args, **kwargs), packed)
+            result = _run(node, lambda: op(*args, **kwargs), packed)
         return _relate(inputs, tensors(result), packed)
+
+    def _runnable(self, op: Any) -> Any:
+        """The op, or a collective with a communicator that knows shapes alone."""
+        if not is_collective(op):
+            return op
+        return bound(op, self.root.meta[MESH_KEY], self.root.meta[LANE_KEY])
 
 
 def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpart.compat import operation_schema
+from fxpart.pipeline.collective import is_random_shard, random_part
 from fxpart.rng import seeded
 
 # Ops whose schema does not say that they write their running statistics: the positions of the
@@ -67,13 +68,22 @@ _ASSERTS = frozenset(
 
 
 def op_of(node: fx.Node) -> Any:
-    """The callable that does a node's work: inside :func:`fxpart.rng.seeded`, the op it calls."""
-    return node.args[2] if node.target is seeded else node.target
+    """The callable that does a node's work: of a random call with a key, the op that it calls."""
+    if node.target is seeded or is_random_shard(node.target):
+        return _keyed(node)[2]
+    return node.target
 
 
 def op_args(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments of :func:`op_of`."""
-    return tuple(node.args[3:]) if node.target is seeded else tuple(node.args)
+    if node.target is seeded or is_random_shard(node.target):
+        return tuple(_keyed(node)[3:])
+    return tuple(node.args)
+
+
+def _keyed(node: fx.Node) -> tuple[Any, ...]:
+    args = tuple(node.args)
+    return random_part(args) if is_random_shard(node.target) else args
 
 
 def packet_name(target: Any) -> str:

@@ -16,6 +16,7 @@ from fxpart.pipeline.annotation import (
     Annotation,
     Level,
 )
+from fxpart.pipeline.collective import keyed
 from fxpart.pipeline.edit import place
 from fxpart.pipeline.effects import (
     is_assert,
@@ -26,7 +27,6 @@ from fxpart.pipeline.effects import (
     state_written,
     written,
 )
-from fxpart.rng import seeded
 
 
 def faults(module: fx.GraphModule, level: Level) -> list[str]:
@@ -81,7 +81,7 @@ def _prepared(graph: fx.Graph) -> Iterator[str]:
             yield f"{place(node)}: an assertion is left"
         if getattr(node.target, "namespace", "") == "higher_order":
             yield f"{place(node)}: a region ({node.target}) is left"
-        if node.target is not seeded and is_random(node):
+        if keyed(node) is None and is_random(node):
             yield f"{place(node)}: a random operation has no key"
         if written(node) and node not in state:
             yield f"{place(node)}: {op_of(node)} writes a value that is not state"
@@ -93,11 +93,11 @@ def _keys(graph: fx.Graph) -> Iterator[str]:
     first = next(iter(graph.find_nodes(op="placeholder")), None)
     if first is None or first.name != RNG_KEY:
         yield f"the first input must be {RNG_KEY}"
-    numbered = [n for n in graph.nodes if n.op == "call_function" and n.target is seeded]
-    for expected, node in enumerate(numbered):
-        if node.args[0] is not first:
+    numbered = [(n, found) for n in graph.nodes if (found := keyed(n)) is not None]
+    for expected, (node, (key, index, *_)) in enumerate(numbered):
+        if key is not first:
             yield f"{place(node)}: its key is not the input {RNG_KEY}"
-        if node.args[1] != expected or node.meta[KEY].random != expected:
+        if index != expected or node.meta[KEY].random != expected:
             yield f"{place(node)}: it should be random operation {expected}"
 
 

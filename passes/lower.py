@@ -1,0 +1,63 @@
+"""From a graph with every sharding decided to the local graph of one lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from fxpart.errors import error
+from fxpart.pipeline.annotation import BLOCKS_KEY, MESH_KEY, Level
+from fxpart.pipeline.behaviour import BEHAVIOURS_KEY
+from fxpart.pipeline.edit import annotation
+from fxpart.pipeline.identity import identity
+
+from .lowering.build import Builder
+from .lowering.demands import analyse
+from .mark_gradients import MarkGradients
+
+
+@dataclass(frozen=True)
+class Lower:
+    """The ops on one lane's part of every value, and every reshard as explicit collectives.
+
+    lane: the lane whose shapes to take; graphs of different lanes differ only where cuts are
+    uneven. whole_outputs: the user's outputs are returned whole on every lane, not as they lie.
+    Open placements and strategies count as replicated. The result's ``meta`` holds the mesh, the
+    lane, and per parameter the axes over which its gradient is a sum still to be made; its state
+    has local shapes on the meta device.
+    """
+
+    lane: str = "0"
+    whole_outputs: bool = False
+    name: ClassVar[str] = "lower"
+    requires: ClassVar[Level] = Level.ANNOTATED
+    ensures: ClassVar[Level] = Level.ANNOTATED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """A new module; FXP109 for a lane that the mesh does not have."""
+        mesh = graph_module.meta.get(MESH_KEY)
+        if mesh is None:
+            raise error("FXP900", where="pass lower", why="the graph has no mesh")
+        lane = int(self.lane) if self.lane.isascii() and self.lane.isdigit() else -1
+        if not 0 <= lane < mesh.size:
+            raise error(
+                "FXP109",
+                where=f"pass lower, lane {self.lane!r}",
+                why=f"the mesh {mesh} has {mesh.size} lanes",
+                fix=f"give a number from 0 to {mesh.size - 1}",
+            )
+        demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
+        result = MarkGradients().run(Builder(graph_module, demands, lane).build())
+        result.meta.pop(BEHAVIOURS_KEY, None)
+        blocks: dict[int, list[fx.Node]] = {}
+        for node in result.graph.nodes:
+            block = annotation(node).block
+            if block is not None:
+                blocks.setdefault(block, []).append(node)
+        result.meta[BLOCKS_KEY] = tuple(
+            replace(info, identity=identity(blocks.get(number, [])))
+            for number, info in enumerate(graph_module.meta[BLOCKS_KEY])
+        )
+        return result

@@ -1,0 +1,81 @@
+"""Local values: fake tensors of one lane, computed by running ops and collectives on shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.compat import guards_off, has_unbacked_symbols, python_dispatcher, quiet_fakes
+from fxpart.errors import error
+from fxpart.pipeline.collective import bound, is_collective
+from fxpart.pipeline.edit import fake_mode, place, value
+from fxpart.pipeline.sizes import tensors
+from fxpart.pipeline.symbols import expression, fold
+from fxpart.sharding import Mesh
+
+
+class Runner:
+    """Runs calls of one lane on fake tensors."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, lane: int) -> None:
+        """graph: the whole one, for its mode and its symbols."""
+        self.mode = fake_mode(graph)
+        self.mesh, self.lane = mesh, lane
+        self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
+        for node in graph.nodes:
+            for size in _sizes(value(node)):
+                if (expr := expression(size)).is_Symbol:
+                    self._symbols.setdefault(expr, size)
+
+    def symint(self, size: int | sympy.Expr) -> int | torch.SymInt:
+        """An integer expression in the graph's symbols as a SymInt."""
+        if isinstance(size, int):
+            return size
+        found: int | torch.SymInt = fold(size, self._symbols.__getitem__, apply)
+        return found
+
+    def empty(self, shape: Sequence[int | torch.SymInt], like: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of another shape, contiguous."""
+        with self.mode, guards_off(self.mode):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)  # type: ignore[arg-type]
+
+    def decided_by_data(self, held: Any) -> bool:
+        """Whether a value's sizes, or a number itself, are known only when the program runs."""
+        return any(map(has_unbacked_symbols, [held, *tensors(held)]))
+
+    def value(self, node: fx.Node) -> Any:
+        """The result of a call on the values of its arguments."""
+        target: Any = node.target
+        if is_collective(target):
+            target = bound(target, self.mesh, self.lane)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        with self.mode, guards_off(self.mode), torch.no_grad():
+            try:
+                with quiet_fakes():
+                    return target(*args, **kwargs)
+            except RuntimeError as first:
+                try:
+                    with python_dispatcher():
+                        return target(*args, **kwargs)
+                except RuntimeError:
+                    why = f"it fails on local shapes: {str(first).splitlines()[0]}"
+                    raise error("FXP900", where=place(node), why=why) from first
+
+
+def _sizes(held: Any) -> list[torch.SymInt]:
+    """The symbolic sizes in a value."""
+    if isinstance(held, torch.SymInt):
+        return [held]
+    return [s for t in tensors(held) for s in t.shape if isinstance(s, torch.SymInt)]
+
+
+def apply(function: Any, left: Any, right: Any) -> Any:
+    """The function on symbolic integers, without a guard on which is larger."""
+    return _SYMBOLIC.get(function, function)(left, right)
+
+
+_SYMBOLIC: dict[Any, Any] = {max: torch.sym_max, min: torch.sym_min}
