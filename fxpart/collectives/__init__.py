@@ -13,11 +13,33 @@ from fxpart.collectives.buckets import (
     start_sum,
 )
 from fxpart.collectives.communicator import Axis, Communicator, Counts, Handle
+from fxpart.collectives.draws import random_shard
 from fxpart.collectives.expert_forms import experts_cut, experts_dispatched
 from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 from fxpart.collectives.fake import FakeCommunicator
 from fxpart.collectives.group import GroupCommunicator
 from fxpart.collectives.inprocess import InProcessHub
+from fxpart.collectives.lookups import embedding_bag_bags, embedding_bag_rows, embedding_rows
+from fxpart.collectives.losses import (
+    cross_entropy_classes,
+    cross_entropy_rows,
+    cross_entropy_rows_classes,
+    nll_loss_rows,
+)
+from fxpart.collectives.means import (
+    binary_cross_entropy_rows,
+    binary_cross_entropy_with_logits_rows,
+    hinge_embedding_loss_rows,
+    huber_loss_rows,
+    kl_div_rows,
+    l1_loss_rows,
+    mean_rows,
+    mse_loss_rows,
+    poisson_nll_loss_rows,
+    smooth_l1_loss_rows,
+    soft_margin_loss_rows,
+)
+from fxpart.collectives.norms import batch_norm_rows
 from fxpart.collectives.ops import (
     all_gather,
     all_reduce,
@@ -46,14 +68,34 @@ __all__ = [
     "all_reduce",
     "all_reduce_many",
     "all_to_all",
+    "batch_norm_rows",
+    "binary_cross_entropy_rows",
+    "binary_cross_entropy_with_logits_rows",
+    "cross_entropy_classes",
+    "cross_entropy_rows",
+    "cross_entropy_rows_classes",
+    "embedding_bag_bags",
+    "embedding_bag_rows",
+    "embedding_rows",
     "enter",
     "experts_cut",
     "experts_dispatched",
     "first_only",
+    "hinge_embedding_loss_rows",
+    "huber_loss_rows",
+    "kl_div_rows",
+    "l1_loss_rows",
     "leave",
+    "mean_rows",
+    "mse_loss_rows",
+    "nll_loss_rows",
+    "poisson_nll_loss_rows",
+    "random_shard",
     "reduce_scatter",
     "reduce_scatter_many",
     "slice_shard",
+    "smooth_l1_loss_rows",
+    "soft_margin_loss_rows",
     "start_all_gather",
     "start_reduce_scatter",
     "start_sum",
