@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fxpart.collectives.communicator import Communicator
-from fxpart.collectives.experts import Experts, experts, through
+from fxpart.collectives.experts import LOOP, Experts, experts, through
 from fxpart.sharding import chunk
 
 
@@ -58,7 +58,7 @@ def experts_cut(
     mine = order.narrow(0, first, count)
     ends = torch.cumsum(counts[start:stop], dim=0, dtype=torch.int32)
     out = through(
-        hidden[mine // chosen], ids.narrow(0, first, count) - start, ends, Experts(*layers)
+        hidden[mine // chosen], ids.narrow(0, first, count) - start, ends, _layers(layers, count)
     )
     out = out * weights.reshape(-1)[mine].unsqueeze(-1)
     spread = out.new_zeros(order.size(0), out.size(1)).index_copy(0, mine, out)
@@ -97,10 +97,16 @@ def experts_dispatched(
     local = torch.arange(stop - start, device=ids.device).repeat(len(ranges))
     local, sorting = torch.sort(local.repeat_interleave(heard, output_size=sum(get)), stable=True)
     ends = torch.cumsum(table.sum(0), dim=0, dtype=torch.int32)
-    out = through(rows[sorting], local, ends, Experts(*layers))[_inverse(sorting)]
+    out = through(rows[sorting], local, ends, _layers(layers, sum(get)))[_inverse(sorting)]
     home: torch.Tensor = _Exchange.apply(out, mesh, axes, get, give)  # type: ignore[no-untyped-call]
     home = home * weights.reshape(-1)[order].unsqueeze(-1)
     return home[_inverse(order)].view(hidden.size(0), chosen, hidden.size(1)).sum(dim=1)
+
+
+def _layers(layers: tuple[Any, ...], rows: int) -> Experts:
+    """The experts' layers; where no row comes, in loops: not every grouped product takes none."""
+    found = Experts(*layers)
+    return found if rows else found._replace(product=LOOP)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
