@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,20 @@ from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
+from fxpart.lanes import Lanes, assign, generate
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
+from fxpart.placed import plan_sharding, restore
 from fxpart.plan import Plan, PlanModel
-from fxpart.planning import difference, make_plan, model_info
-from fxpart.price import price
+from fxpart.planning import Shared, difference, make_plan, model_info
+from fxpart.price import price, step_sums
 from fxpart.program import ProgramSpec
 from fxpart.requests import DATA_AXIS, Request, check_counts, find_cluster, make_request
 from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
-from fxpart.sharded import Lanes, Sharded, assign, generate, restore, shard
+from fxpart.sharded import Sharded, find_annotations, given_annotations, shard
 from fxpart.solver.portfolio import explain_infeasible, solve
 
 if TYPE_CHECKING:
@@ -90,7 +92,8 @@ def compile(
     info = model_info(captured, graph)
     if chosen is not None:
         return _apply(request, captured, graph, info, chosen)
-    return _solve(request, captured, graph, info, microbatches)
+    said = find_annotations(model, request) if request.sharded else {}
+    return _solve(request, captured, graph, info, microbatches, said)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class Program:
     captured: what the model became. prepared: its graph with blocks; graph: with stages too, whole
     however its ops are sharded. spec: the stages as data; sources: per stage the text of its
     module; where a stage is several ranks, those of its first lane. optimizer: the default for
-    trainers. lanes: the programs of all lanes, None where a stage is one rank.
+    trainers. lanes: the programs of all lanes, None where a stage is one rank. annotations: what
+    the user said of shardings.
     """
 
     plan: Plan
@@ -111,6 +115,7 @@ class Program:
     graph: fx.GraphModule
     optimizer: Any = None
     lanes: Lanes | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """The program of one lane of every stage, and the text of its stages; made when asked."""
@@ -136,7 +141,8 @@ class Program:
             checked["granularity"] = self.plan.constraints["granularity"]
         chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
-        return _solve(request, self.captured, self.prepared, self.plan.model, microbatches)
+        said = {**self.annotations, **given_annotations(request)}
+        return _solve(request, self.captured, self.prepared, self.plan.model, microbatches, said)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """Every stage's actions with transfers, for the plan's or another number of microbatches.
@@ -203,12 +209,15 @@ def _solve(
     graph: fx.GraphModule,
     info: PlanModel,
     microbatches: int | None,
+    annotations: Mapping[str, str],
 ) -> Program:
     """Price the graph, or one lane's, choose, and make the program and its plan."""
     fixed = request.constraints
-    sharded = shard(graph, captured, request) if request.sharded else None
+    sharded = shard(graph, captured, request, annotations) if request.sharded else None
+    local = graph if sharded is None else sharded.local(0)
+    sharing = None if sharded is None else sharded.sharing()
     problem, provenance = price(
-        graph if sharded is None else sharded.local(0),
+        local,
         captured,
         request.cluster,
         cost_model=request.cost_model,
@@ -218,7 +227,7 @@ def _solve(
         schedules=(str(fixed.get("schedule", "1f1b")),),
         min_stages=request.stages[0],
         max_stages=request.stages[1],
-        sharing=None if sharded is None else sharded.sharing(),
+        sharing=sharing,
     )
     limit = float(fixed.get("time_limit", 30.0))
     solution = solve(
@@ -230,6 +239,10 @@ def _solve(
     made = _generate(captured, graph, sharded, starts, request.seed)
     spec = made["spec"]
     count = problem.variants[solution.choice.variant].microbatches
+    shared = None
+    if sharded is not None and sharing is not None:
+        sums = step_sums(local, captured, request.cluster, request.cost_model, sharing)
+        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
     plan = make_plan(
         info,
         request.cluster,
@@ -241,9 +254,9 @@ def _solve(
         optimizer=choose(request.optimizer).name,
         provenance=provenance,
         constraints=fixed,
-        shared=None if sharded is None else sharded.described(problem),
+        shared=shared,
     )
-    return Program(plan=plan, optimizer=request.optimizer, **made)
+    return Program(plan=plan, optimizer=request.optimizer, annotations=annotations, **made)
 
 
 def _apply(

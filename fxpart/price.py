@@ -96,6 +96,24 @@ def price(
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
 
 
+def step_sums(
+    graph: fx.GraphModule,
+    captured: Captured,
+    cluster: Cluster,
+    cost_model: str | CostModel,
+    sharing: Sharing,
+) -> tuple[float, ...]:
+    """By block, the seconds a step that ranks take to sum gradients and for ZeRO's collectives.
+
+    They are part of the problem's ``step``; arguments as for :func:`price`.
+    """
+    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    trained = trained_names(captured) if captured.training else frozenset()
+    whole = weights(graph.graph, captured, trained, choose("sgd"))
+    count = len(graph.meta[BLOCKS_KEY])
+    return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh))
+
+
 def _rows(captured: Captured, batch: int, sharing: Sharing) -> int:
     """Rows of a step that one rank has; FXP105 where the ranks cannot share them evenly.
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxpart.codegen import emit, load_stage, split
+from fxpart.codegen import emit, load_stage
 from fxpart.codegen.evaluation import assign_like
 from fxpart.codegen.export import load_exported
 from fxpart.codegen.materialise import Part, constants_of, materialise
+from fxpart.codegen.split import StageGraph
 from fxpart.errors import error
+from fxpart.lanes import cut
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
@@ -167,20 +169,21 @@ def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
     captured = program.captured.again(False)
     graph = PassManager().run(PREPARE, captured.graph)
     if program.lanes is None:
-        graphs = [assign_like(program.graph, graph)]
-    else:
-        sharded = program.lanes.sharded.like(graph, captured)
-        trained = [program.lanes.graph(lane.index) for lane in lanes]
-        graphs = [
-            assign_like(own, sharded.local(lane.index))
-            for own, lane in zip(trained, lanes, strict=True)
-        ]
-    return [_evaluated(program, captured, *pair) for pair in zip(graphs, lanes, strict=True)]
+        made = cut(assign_like(program.graph, graph), captured, program.plan.seed, None)
+        return [_evaluated(captured, *made, lane) for lane in lanes]
+    sharded = program.lanes.sharded.like(graph, captured)
+    found = []
+    for lane in lanes:
+        own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
+        made = cut(own, captured, program.plan.seed, sharded)
+        found.append(_evaluated(captured, *made, lane))
+    return found
 
 
-def _evaluated(program: Program, captured: Captured, graph: fx.GraphModule, lane: Lane) -> Lane:
-    """One lane's evaluation modules out of its graph with stages."""
-    spec, stages = split(graph, captured, program.plan.seed)
+def _evaluated(
+    captured: Captured, spec: ProgramSpec, stages: Sequence[StageGraph], lane: Lane
+) -> Lane:
+    """One lane's evaluation modules."""
     part = parts_of(spec, lane.index)
     made: dict[int, nn.Module] = {}
     for index, trained in lane.modules.items():

@@ -54,8 +54,8 @@ class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     losses: per step (partitioned, one process). exact: whether bits had to agree (each stage is one
     rank, and no gradient is added up over stages in another order). equal: whether they did.
     largest: the largest relative difference of a loss, gradient, parameter or buffer, without those
-    that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's own module, None where it
-    could not be run. passed: within the promise.
+    that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's
+    own module, None where it could not be run. passed: within the promise.
     """
 
     ranks: int

@@ -18,6 +18,7 @@ LAYERS = (
     ("cli",),
     ("report", "api"),
     ("verify", "running"),
+    ("lanes", "placed"),
     ("sharded", "planning", "price"),
     ("requests",),
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),

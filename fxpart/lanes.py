@@ -1,0 +1,70 @@
+"""From a graph and the first block of each stage to the programs of all lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.codegen import emit, split
+from fxpart.codegen.sharded import local_captured, sharding_spec
+from fxpart.codegen.split import StageGraph
+from fxpart.pipeline import PassManager
+from fxpart.program import ProgramSpec
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.sharded import Sharded
+
+
+@dataclass
+class Lanes:
+    """The programs of all lanes of a sharded graph cut into stages, each made when asked for."""
+
+    sharded: Sharded
+    captured: Captured
+    starts: tuple[int, ...]
+    seed: int
+    _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
+    _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
+
+    def graph(self, lane: int) -> fx.GraphModule:
+        """What the lane runs, with stages; lanes with equal shapes share it."""
+        local = self.sharded.local(lane)
+        if id(local) not in self._graphs:
+            self._graphs[id(local)] = assign(local, self.starts)
+        return self._graphs[id(local)]
+
+    def program(self, lane: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+        """The stages as data and the text of each."""
+        graph = self.graph(lane)
+        if id(graph) not in self._made:
+            self._made[id(graph)] = generate(graph, self.captured, self.seed, self.sharded)
+        return self._made[id(graph)]
+
+
+def assign(graph: fx.GraphModule, starts: Sequence[int]) -> fx.GraphModule:
+    """The graph with its stages. starts: the first block of each."""
+    listed = ",".join(map(str, starts))
+    return PassManager().run(f'assign{{starts="{listed}"}}', graph)
+
+
+def generate(
+    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None = None
+) -> tuple[ProgramSpec, tuple[str, ...]]:
+    """The program's description, and each stage's text."""
+    spec, stages = cut(assigned, captured, seed, sharded)
+    return spec, tuple(emit(stage) for stage in stages)
+
+
+def cut(
+    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None
+) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
+    """The graph of each stage; of a lane's graph where ``sharded`` is given."""
+    if sharded is None:
+        return split(assigned, captured, seed)
+    zero, axis = (sharded.zero, sharded.zero_axis) if sharded.zero < 3 else (0, "")
+    held = sharding_spec(captured, assigned, zero, axis)
+    return split(assigned, local_captured(captured, assigned), seed, sharding=held)
