@@ -19,7 +19,7 @@ from torch import fx
 from fxpart.compat import guards_off, python_dispatcher, quiet_fakes
 from fxpart.errors import error
 from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY
-from fxpart.pipeline.collective import bound, is_collective
+from fxpart.pipeline.collective import bound, is_collective, is_random_shard
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.sizes import expression, nbytes, tensors
@@ -178,10 +178,12 @@ class Walk:
                 return ("dict", *((k, describe(v)) for k, v in sorted(item.items())))
             return (type(item).__name__, str(item))
 
-        return (op_of(node), describe(op_args(node)), describe(dict(node.kwargs)))
+        op, args = called(node)
+        return (op, describe(args), describe(dict(node.kwargs)))
 
     def _observe(self, node: fx.Node) -> Behaviour:
         """Run the op on stand-ins and watch storages and saved tensors."""
+        op, args = called(node)
         given: dict[fx.Node, Any] = {}
         targets = written(node)
         for n in operand_nodes(node):
@@ -194,10 +196,8 @@ class Walk:
             packed.append(t)
             return t
 
-        args, kwargs = fx.node.map_arg(
-            (op_args(node), dict(node.kwargs)), lambda n: given.get(n, value(n))
-        )
-        op = self._runnable(op_of(node))
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: given.get(n, value(n)))
+        op = self._runnable(op)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with self.mode, guards_off(self.mode), torch.enable_grad(), hooks:
             result = _run(node, lambda: op(*args, **kwargs), packed)
@@ -252,6 +252,17 @@ def _relate(
         after=tuple(t.requires_grad for t in inputs),
         saved=tuple(dict.fromkeys(link(t) for t in packed)),
     )
+
+
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What runs and its arguments; random numbers are all alike here, so their index is left out.
+
+    A lane's part of random numbers is more than the op alone: it may draw the whole.
+    """
+    if not is_random_shard(node.target):
+        return op_of(node), op_args(node)
+    shape, placements, key, _, *rest = node.args
+    return node.target, (shape, placements, key, 0, *rest)
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:

@@ -16,6 +16,9 @@ from fxpart import collectives
 from fxpart.sharding import Mesh
 
 RANDOM = "random_shard"  # random_shard(mesh, shape, placements, key, index, op, *args, **kwargs)
+# Forms that write the running statistics of a batch norm: where the first of the two stands.
+WRITING = {"batch_norm_rows": 5}
+IDENTITIES = frozenset({"enter", "leave", "first_only", "slice_shard"})  # may share the storage
 _RANDOM_FIRST = 2  # arguments before the key
 
 

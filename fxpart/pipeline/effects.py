@@ -13,7 +13,13 @@ import torch
 from torch import fx
 
 from fxpart.compat import operation_schema
-from fxpart.pipeline.collective import is_random_shard, random_part
+from fxpart.pipeline.collective import (
+    IDENTITIES,
+    WRITING,
+    is_collective,
+    is_random_shard,
+    random_part,
+)
 from fxpart.rng import seeded
 
 # Ops whose schema does not say that they write their running statistics: the positions of the
@@ -138,6 +144,9 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op != "call_function":
         return ()
     target, args = op_of(node), op_args(node)
+    if is_collective(target):
+        first = WRITING.get(target.__name__)
+        return () if first is None else tuple(tensors_in(args[first : first + 2]))
     if not is_op(target):
         return ()
     found: list[fx.Node] = []
@@ -169,6 +178,8 @@ def views(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op != "call_function":
         return ()
     target = op_of(node)
+    if is_collective(target):
+        return tuple(tensors_in(node.args[0])) if target.__name__ in IDENTITIES else ()
     if not is_op(target):
         # getitem takes a tensor out of a list that an op returned
         return tuple(n for n in node.args if isinstance(n, fx.Node))

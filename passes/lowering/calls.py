@@ -14,7 +14,7 @@ from fxpart.errors import error
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.sizes import tensors
 from fxpart.rng import seeded
-from fxpart.sharding import Shard, format_placements
+from fxpart.sharding import Mesh, Shard, format_placements
 
 from ..rules.rule import factor_of
 from .demands import Demands
@@ -49,21 +49,26 @@ def call_of(
     if rule.localise is not None:
         arguments = rule.localise(node, arguments, *shapes)
     args, kwargs = arguments
-    cut: dict[str, list[str]] = {}
-    for name, axis in zip(strategy, demands.mesh.names, strict=True):
-        factor, _ = factor_of(name)
-        if factor in rule.forms:
-            cut.setdefault(factor, []).append(axis)
-    if cut:
-        (factor, axes), *others = cut.items()
-        if others:
-            why = f"the factors {', '.join(cut)} need other lanes and are cut at once"
+    wanted = {f for f in (factor_of(name)[0] for name in strategy) if f in rule.forms}
+    if wanted:
+        key = next((k for k in rule.forms if set(k.split()) == wanted), None)
+        if key is None:
+            why = f"no form does all of the strategy {', '.join(strategy)}"
             raise error("FXP900", where=place(node), why=why)
-        form = getattr(collectives, rule.forms[factor])
-        return Call(form, (tuple(axes), whole(rule.sizes[factor]), *args), kwargs)
+        factors = key.split()
+        axes = [_axes(strategy, factor, demands.mesh) for factor in factors]
+        sizes = [whole(rule.sizes[factor]) for factor in factors]
+        first = (axes[0], sizes[0]) if len(factors) == 1 else (tuple(axes), tuple(sizes))
+        return Call(getattr(collectives, rule.forms[key]), (*first, *args), kwargs)
     given = demands.given[node]
     if node.target is seeded and any(isinstance(p, Shard) for p in given[0]):
         shape = [whole(size) for size in tensors(value(node))[0].shape]
         text = format_placements(given[0], demands.mesh)
-        return Call(collectives.random_shard, (shape, text, *args), kwargs)  # type: ignore[attr-defined]
+        return Call(collectives.random_shard, (shape, text, *args), kwargs)
     return Call(node.target, args, kwargs)
+
+
+def _axes(strategy: Sequence[str], factor: str, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut a factor, major first."""
+    names = zip(mesh.names, strategy, strict=True)
+    return tuple(axis for axis, name in names if factor_of(name)[0] == factor)
