@@ -128,15 +128,15 @@ class Call:
         sizes: Mapping[str, Size] | None = None,
         whole: Iterable[str] = (),
         additive: Iterable[str] = (),
-        linear: Iterable[str] = (),
+        linear: Iterable[str | frozenset[int]] = (),
         localise: Localise | None = None,
         forms: Mapping[str, str] | None = None,
         results_of: Mapping[str, tuple[Placement | None, ...]] | None = None,
     ) -> Rule:
         """The rule with these dims (by argument name, or in order); sizes come from the shapes.
 
-        sizes: of factors in compound dims. additive: argument names. linear: sets of argument
-        names, separated by spaces within a set; a set whose tensors are all absent is left out.
+        sizes: of factors in compound dims. additive: argument names. linear: sets of operands, or
+        of argument names separated by spaces; sets of no tensor and of truth values are left out.
         """
         if isinstance(operands, Mapping):
             operands = [operands[name] for name, _ in self.operands]
@@ -145,7 +145,7 @@ class Call:
         inside = tuple(_dims(d, s, known) for d, s in zip(operands, shapes, strict=True))
         outside = tuple(_dims(d, s, known) for d, s in zip(results, self.results, strict=True))
         used = {f for dims in (*inside, *outside) for dim in dims for f in dim}
-        sets = [self.positions(names.split()) for names in linear]
+        sets = [self.positions(s.split()) if isinstance(s, str) else s for s in linear]
         sets = [s for s in sets if not any(self._is_bool(i) for i in s)]
         return Rule(
             operands=inside,

@@ -187,7 +187,9 @@ def _diff(call: Call) -> Rule:
 def _pad(call: Call) -> Rule:
     """Dims that are padded stay whole."""
     shape, out = call.operands[0][1], call.results[0]
-    padding = [p.meta.get("val") if isinstance(p, fx.Node) else p for p in call.given[_PAD(call)]]
+    padding = [
+        p.meta.get("val") if isinstance(p, fx.Node) else p for p in call.given[_padding(call)]
+    ]
     touched = {len(shape) - 1 - i // 2 for i, p in enumerate(padding) if p != 0}
     inside: list[Dim] = [f"_n{i}" if i in touched else f"d{i}" for i in range(len(shape))]
     outside: list[Dim] = [f"_m{i}" if i in touched else f"d{i}" for i in range(len(out))]
@@ -197,7 +199,7 @@ def _pad(call: Call) -> Rule:
     return call.rule([inside], [outside], linear=linear)
 
 
-def _PAD(call: Call) -> str:  # noqa: N802
+def _padding(call: Call) -> str:
     return "pad" if "pad" in call.given else "padding"
 
 
@@ -214,6 +216,15 @@ def _triangle(call: Call) -> Rule:
     rank = len(call.operands[0][1])
     dims: list[Dim] = [*_dims(rank - 2), "_m", "_n"]
     return call.rule([dims], [dims], linear=["self"])
+
+
+def _glu(call: Call) -> Rule:
+    """The two halves of a dim, of which one gates the other."""
+    shape, half = call.operands[0][1], call.results[0]
+    at = call.dim("dim", len(shape))
+    inside, out = _dims(len(shape)), _dims(len(shape))
+    inside[at], out[at] = ("_o", "c"), ("c",)
+    return call.rule([inside], [out], sizes={"_o": 2, "c": half[at]})
 
 
 def _unfold(call: Call) -> Rule:
@@ -255,6 +266,7 @@ TABLE: dict[str, Entry] = {
     "aten.roll": _whole_dims,
     "aten.tril": _triangle,
     "aten.triu": _triangle,
+    "aten.glu": _glu,
     "aten.unfold": _unfold,
     "aten.diagonal": _diagonal,
 }

@@ -46,7 +46,7 @@ def _none(call: Call) -> Sequence[str]:
 
 
 def _first(call: Call) -> Sequence[str]:
-    return ("self",)
+    return (call.operands[0][0],)
 
 
 def _sum(call: Call) -> Sequence[str]:
@@ -152,19 +152,18 @@ def _tensors(call: Call) -> Rule:
     return call.rule(broadcast(call, rank), [names] * len(call.results), linear=linear)
 
 
-_LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as float
-half dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like
-ones_like full_like empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_
-copy detach_copy alias_copy lift_copy rrelu rrelu_with_noise_functional view_as_real_copy
-nan_to_num hardtanh relu6 selu celu logsigmoid log_sigmoid glu_backward normal_functional
+_LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as dropout
+native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like ones_like full_like
+empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_ copy detach_copy
+alias_copy hardtanh celu rrelu_with_noise_functional normal_functional
 """.split()
 
-_UNTAGGED = """__and__ __or__ __xor__ __lshift__ __rshift__ floor_divide where hardswish softplus
-log_sigmoid logsigmoid hardsigmoid divide multiply subtract float_power isclose isreal negative
-absolute arctan arctan2 greater greater_equal less less_equal not_equal clamp_ floor_divide_
-masked_fill_ xlogy special_expit special_log1p special_xlogy special_erf special_expm1 special_logit
-square_ fix arccos arcsin arctanh arcsinh arccosh special_digamma special_gammaln polar complex
-special_softplus special_sinc special_psi special_round special_exp2 fake_quantize addcdiv
+_UNTAGGED = """where __and__ __or__ __xor__ __lshift__ __rshift__ floor_divide hardswish softplus
+log_sigmoid hardsigmoid divide multiply subtract isclose isreal negative absolute arctan arctan2
+greater greater_equal less less_equal not_equal floor_divide_ masked_fill_ special_expit
+special_log1p special_xlogy special_erf special_expm1 special_logit fix arccos arcsin arctanh
+arcsinh arccosh special_digamma special_gammaln polar complex special_sinc special_psi
+special_round special_exp2
 """.split()
 
 TABLE: dict[str, Entry] = {

@@ -47,15 +47,9 @@ def _einsum(call: Call) -> Rule:
     terms = [_letters(t, len(s)) for t, (_, s) in zip(left.split(","), call.operands, strict=True)]
     out = _letters(right, len(call.results[0]))
     diagonal = {f for term in terms for f in term if term.count(f) > 1}
-    rule = call.rule(terms, [out], whole=[str(f) for f in diagonal])
     # one operand alone may be Partial; the rest multiply it
-    return _with_linear(rule, len(terms))
-
-
-def _with_linear(rule: Rule, count: int) -> Rule:
-    from dataclasses import replace
-
-    return replace(rule, linear=tuple(frozenset({i}) for i in range(count)))
+    linear = [frozenset({i}) for i in range(len(terms))]
+    return call.rule(terms, [out], whole=[str(f) for f in diagonal], linear=linear)
 
 
 def _letters(term: str, rank: int) -> list[Dim]:
@@ -122,7 +116,6 @@ TABLE: dict[str, Entry] = {
     "aten.bmm": notation("b m k, b k n -> b m n", linear=["self", "mat2"]),
     "aten.mv": notation("m k, k -> m", linear=["self", "vec"]),
     "aten.matmul": _matmul,
-    "aten.__matmul__": _matmul,
     "aten.dot": _dot,
     "aten.vdot": _dot,
     "aten.inner": notation("... k, n k -> ... n", linear=["self", "other"]),

@@ -1,0 +1,58 @@
+"""Ops that compare vectors: the dim of the vectors stays whole, the others are factors."""
+
+from __future__ import annotations
+
+from .call import Call, Dim, Entry, UnruledError, notation
+from .rule import Rule
+
+
+def _similarity(call: Call) -> Rule:
+    """cosine_similarity over one dim of operands that broadcast."""
+    rank = max(len(shape) for _, shape in call.operands)
+    at = call.dim("dim", rank)
+    names: list[Dim] = [f"_d{i}" if i == at else f"d{i}" for i in range(rank)]
+    operands = [names[rank - len(shape) :] for _, shape in call.operands]
+    return call.rule(operands, [[d for i, d in enumerate(names) if i != at]])
+
+
+def _cross(call: Call) -> Rule:
+    rank = len(call.results[0])
+    at = call.dim("dim", rank)
+    names: list[Dim] = [f"_d{i}" if i == at else f"d{i}" for i in range(rank)]
+    operands = [names[rank - len(shape) :] for _, shape in call.operands]
+    return call.rule(operands, [names], linear=[name for name, _ in call.operands])
+
+
+def _transform(call: Call) -> Rule:
+    """Fourier transforms: the dims that are transformed stay whole."""
+    shape = call.operands[0][1]
+    dims = call.dims("dim", len(shape))
+    inside: list[Dim] = [f"_n{i}" if i in dims else f"d{i}" for i in range(len(shape))]
+    out: list[Dim] = [f"_m{i}" if i in dims else f"d{i}" for i in range(len(shape))]
+    return call.rule([inside], [out], linear=["self"])
+
+
+def _grid(call: Call) -> Rule:
+    """meshgrid: every vector is a dim of all results."""
+    if any(len(shape) != 1 for _, shape in call.operands):
+        raise UnruledError
+    names: list[Dim] = [f"d{i}" for i in range(len(call.operands))]
+    out = list(names)
+    if call.given.get("indexing") == "xy" and len(out) > 1:
+        out[0], out[1] = out[1], out[0]
+    return call.rule([[n] for n in names], [out] * len(call.results))
+
+
+TABLE: dict[str, Entry] = {
+    "aten.cosine_similarity": _similarity,
+    "aten.pairwise_distance": notation("... _d, ... _d -> ..."),
+    "aten.cdist": notation("... p _m, ... r _m -> ... p r"),
+    "aten._cdist_forward": notation("... p _m, ... r _m -> ... p r"),
+    "aten.cross": _cross,
+    "aten.linalg_cross": _cross,
+    "aten._fft_r2c": _transform,
+    "aten._fft_c2c": _transform,
+    "aten._fft_c2r": _transform,
+    "aten.bucketize": notation("..., _n -> ..."),
+    "aten.meshgrid": _grid,
+}
