@@ -66,7 +66,8 @@ def embedding_bag_rows(
     start, rows = span(mesh, axes, size)
     with torch.no_grad():
         # what the op tells beside the bags, from a table of no size
-        table = weight.new_zeros(1, 1).expand(size, 1)
+        table = weight.new_zeros(1, 1).expand(size, 1).detach()
+        table.requires_grad_(weight.requires_grad)  # ATen tells more where it does not
         like = None if per_sample_weights is None else torch.ones_like(per_sample_weights)
         told: Bags = _ATEN.embedding_bag.padding_idx(
             table, indices, offsets, False, mode, False, like, include_last_offset,
