@@ -109,8 +109,8 @@ class Builder:
         whole = [self.local.whole(s) for s in held.shape]
         shape = self.local.shape(whole, home)
         if shape == [expression(s) for s in held.shape]:
-            return held
-        return self.run.empty([number(s) for s in shape], held)
+            return self.run.alike(held)
+        return self.run.alike(self.run.empty([number(s) for s in shape], held))
 
     def _attribute(self, node: fx.Node) -> torch.Tensor:
         """The state of a get_attr node, local and without data."""

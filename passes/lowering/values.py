@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -11,10 +11,11 @@ from torch import fx
 
 from fxpart.compat import guards_off, has_unbacked_symbols, python_dispatcher, quiet_fakes
 from fxpart.errors import error
-from fxpart.pipeline.collective import bound, is_collective
+from fxpart.pipeline.collective import bound, is_collective, is_random_shard
 from fxpart.pipeline.edit import fake_mode, place, value
 from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.symbols import expression, fold
+from fxpart.rng import seeded
 from fxpart.sharding import Mesh
 
 
@@ -25,6 +26,9 @@ class Runner:
         """graph: the whole one, for its mode and its symbols."""
         self.mode = fake_mode(graph)
         self.mesh, self.lane = mesh, lane
+        self._alike: dict[Hashable, torch.Tensor] = {}
+        self._results: dict[Hashable, Any] = {}
+        self._kept: list[Any] = []  # what ids in keys stand for
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         for node in graph.nodes:
             for size in _sizes(value(node)):
@@ -48,11 +52,30 @@ class Runner:
         return any(map(has_unbacked_symbols, [held, *tensors(held)]))
 
     def value(self, node: fx.Node) -> Any:
-        """The result of a call on the values of its arguments."""
+        """The result of a call on the values of its arguments; equal calls run once."""
+        args, kwargs = fx.node.map_arg((_unnumbered(node), dict(node.kwargs)), value)
+        key = (node.target, _describe(args), _describe(kwargs))
+        if key not in self._results:
+            self._kept.append((args, kwargs))
+            self._results[key] = self._shared(self._run(node, args, kwargs))
+        return self._results[key]
+
+    def alike(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first tensor seen of the same shape, strides, dtype and device."""
+        sizes = tuple(map(expression, (*tensor.shape, *tensor.stride())))
+        return self._alike.setdefault((sizes, tensor.dtype, tensor.device), tensor)
+
+    def _shared(self, held: Any) -> Any:
+        if isinstance(held, torch.Tensor):
+            return self.alike(held)
+        if isinstance(held, (list, tuple)):
+            return type(held)(self._shared(part) for part in held)
+        return held
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
         if is_collective(target):
             target = bound(target, self.mesh, self.lane)
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
         with self.mode, guards_off(self.mode), torch.no_grad():
             try:
                 with quiet_fakes():
@@ -64,6 +87,29 @@ class Runner:
                 except RuntimeError:
                     why = f"it fails on local shapes: {str(first).splitlines()[0]}"
                     raise error("FXP900", where=place(node), why=why) from first
+
+
+def _unnumbered(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments; a random call's without its index, which shapes do not depend on."""
+    args = list(node.args)
+    if node.target is seeded:
+        args[1] = 0
+    elif is_random_shard(node.target):
+        args[3] = 0
+    return tuple(args)
+
+
+def _describe(item: Any) -> Hashable:
+    """Equal for arguments that are alike; tensors that are alike are one object."""
+    if isinstance(item, torch.Tensor):
+        return ("tensor", id(item))
+    if isinstance(item, (list, tuple)):
+        return (type(item).__name__, *(_describe(part) for part in item))
+    if isinstance(item, dict):
+        return tuple((name, _describe(part)) for name, part in item.items())
+    if isinstance(item, torch.SymInt):
+        return ("size", expression(item))
+    return (type(item).__name__, str(item))
 
 
 def _sizes(held: Any) -> list[torch.SymInt]:
