@@ -50,16 +50,28 @@ def recipe(tensor: torch.Tensor) -> Make | None:
     """How to make a tensor again if it is a gathered parameter, as it is, cast, or a view of it."""
     if tensor.grad_fn is None:
         return None
+    found = _made_by(tensor.grad_fn, tensor)
+    if found is not None:
+        return found
     base = view_base(tensor)
-    if base.grad_fn is None or base.dtype != tensor.dtype:
+    if base is tensor or base.dtype != tensor.dtype or not base.is_contiguous():
         return None
-    whole = _made_by(base.grad_fn, base)
-    if whole is None or tensor is base:
-        return whole
-    if not base.is_contiguous():
+    # A gathered tensor may itself be a view, of the buffer that came from the other lanes: its own
+    # place in the graph is then where the views end.
+    node = base.grad_fn if base.grad_fn is not None else _end_of_views(tensor.grad_fn)
+    whole = None if node is None else _made_by(node, base)
+    if whole is None:
         return None
     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
     return lambda: whole().as_strided(*layout)
+
+
+def _end_of_views(function: Any) -> Any:
+    """The first node that is no op of torch's, from a view of a tensor without a gradient."""
+    while function is not None and own_backward(function) is None:
+        before = function.next_functions
+        function = before[0][0] if len(before) == 1 else None
+    return function
 
 
 def _made_by(function: Any, like: torch.Tensor) -> Make | None:

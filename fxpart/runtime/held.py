@@ -41,9 +41,13 @@ class Held:
                     self._pieces.setdefault(id(copy), _piece(entry, lane, self._axis, copy))
 
     def axis(self, name: str) -> str:
-        """The axis along which what a lane holds of a parameter is cut for the optimizer, or ""."""
+        """The axis along which what a lane holds of a parameter is cut for the optimizer, or "".
+
+        A parameter that is a single number without dims is not worth it: every lane updates it.
+        """
         entry = self._state.entries[name]
-        return self._axis if entry.trainable and self._axis not in entry.pieces.axes else ""
+        cut = entry.trainable and entry.pieces.shape and self._axis not in entry.pieces.axes
+        return self._axis if cut else ""
 
     def pieces(self, name: str) -> Pieces:
         """How the parameter lies over the optimizers of the lanes."""

@@ -1,0 +1,239 @@
+"""ZeRO-1, -2 and -3: the numbers of one process, and what each rank holds, counted in bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hand_lanes import SHAPES, Last, Whole, batch, trainer
+from lane_programs import assert_close, one_process, train
+from ranks import Pool
+
+from fxpart.collectives import moves
+from fxpart.errors import FxpartError
+from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.stage import Keeping
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    (mesh, options)
+    for mesh in ("dp=2", "dp=3", "tp=2,dp=2")
+    for options in ({"zero": 1}, {"zero": 2}, {"zero3": True}, {"zero": 2, "zero3": True})
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), KINDS)
+def test_zero_trains_like_one_process(mesh: str, options: dict[str, Any]) -> None:
+    """Uneven pieces too: 7 rows, 6 and 10 columns, one number, on two and on three lanes."""
+    for mine, expected in zip(train(mesh, options), one_process(), strict=True):
+        assert_close(mine, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {"zero3": True}])
+def test_gloo_zero_trains_like_one_process(pool: Pool, options: dict[str, Any]) -> None:
+    for found in pool.run(train, "dp=2", options, ranks=4):
+        for mine, expected in zip(found, one_process(), strict=True):
+            assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_accumulate_over_batches(zero: int) -> None:
+    made, whole = trainer(InProcess(4), "dp=2", zero=zero), Whole()
+    for seed in range(3):
+        made.backward(batch(seed=seed))
+        whole.backward(batch(seed=seed))
+        assert_close(made.gradients(), {n: p.grad for n, p in whole.p.items()})
+    made.update()
+    whole.update()
+    assert_close(made.gradients(), whole.gradients)
+    assert_close(made.state_dict(), whole.state())
+    made.step(batch(seed=9))
+    whole.step(batch(seed=9))
+    assert_close(made.state_dict(), whole.state())
+
+
+def held_bytes(made: Trainer, lane: int) -> tuple[int, int]:
+    """What a lane holds between microbatches and updates: (optimizer state, gradients)."""
+    assert made.optimizer is not None
+    state = gradients = 0
+    for entry in made._state.entries.values():
+        for (_, at), parameter in entry.copies.items():
+            if at == lane:
+                held = made._held.of(parameter)
+                for value in made.optimizer.state.get(held, {}).values():
+                    state += value.nbytes if value.dim() else 0
+                for tensor in {id(parameter): parameter, id(held): held}.values():
+                    if tensor.grad is not None:
+                        gradients += tensor.grad.untyped_storage().nbytes()
+    return state, gradients
+
+
+def whole_bytes() -> int:
+    """Of the parameters that a lane's two stages hold, without the number that is never cut."""
+    numbers = sum(torch.Size(shape).numel() for shape in SHAPES.values() if shape)
+    return 4 * (numbers + torch.Size(SHAPES["embed.weight"]).numel())
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_zero_1_holds_a_part_of_the_optimizer(lanes: int) -> None:
+    made = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=1)
+    plain = trainer(InProcess(2 * lanes), f"dp={lanes}")
+    for each in (made, plain):
+        each.step(batch(12))
+    states = [held_bytes(made, lane)[0] for lane in range(lanes)]
+    assert sum(states) == 2 * whole_bytes()
+    assert held_bytes(plain, 0)[0] == 2 * whole_bytes()
+    most = -(-whole_bytes() // lanes) + 4 * lanes * len(SHAPES)
+    assert max(states) <= 2 * most
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_zero_2_accumulates_a_part_of_the_gradients(lanes: int) -> None:
+    """The owners' gradients; a copy of a tie has none until the update."""
+    made = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=2)
+    plain = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=1)
+    for each in (made, plain):
+        each.backward(batch(12))
+        each.backward(batch(12))
+    owned = 4 * (sum(torch.Size(shape).numel() for shape in SHAPES.values()))
+    scale = 4 * (lanes - 1)
+    held = [held_bytes(made, lane)[1] for lane in range(lanes)]
+    # Pieces of one bucket share its memory, so that it is counted once for each.
+    parts = [made._held.of(p).grad for _, p in made._state.parameters()]
+    assert sum(p.nbytes for p in parts if p is not None) == owned + scale
+    assert all(p.grad is None or made._held.of(p) is p for _, p in made._state.parameters()), (
+        "no whole gradient is left"
+    )
+    assert held_bytes(plain, 0)[1] == owned
+    assert max(held) > 0
+
+
+def test_a_piece_is_a_view_of_its_parameter() -> None:
+    made = trainer(InProcess(4), "dp=2", zero=1)
+    for _, parameter in made._state.parameters():
+        held = made._held.of(parameter)
+        assert held.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+ELEMENTWISE = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda k: getattr(k, "__name__", "SGD"))
+@pytest.mark.parametrize("options", [{"mesh": "tp=2"}, {"mesh": "dp=3", "zero": 1}])
+def test_elementwise_optimizers_run_on_parts(kind: Any, options: dict[str, Any]) -> None:
+    """Also state that an optimizer makes at once (Adagrad), and state that is one number."""
+    mesh = options["mesh"]
+    rest = {k: v for k, v in options.items() if k != "mesh"}
+    lanes = int(mesh[-1])
+    made = trainer(InProcess(2 * lanes), mesh, optimizer=kind, **rest)
+    whole = Whole(kind)
+    for seed in range(3):
+        made.step(batch(12, seed=seed))
+        whole.step(batch(12, seed=seed))
+    if getattr(kind, "__name__", "") != "Rprop":  # which goes by signs: rounding turns them
+        assert_close(made.state_dict(), whole.state())
+    found = made.optimizer_state_dict()["state"]
+    for name, parameter in whole.p.items():
+        mine = whole.optimizer.state[parameter]
+        assert found[name].keys() == mine.keys()
+        for key, value in mine.items():
+            if value is not None:
+                assert torch.as_tensor(found[name][key]).shape == torch.as_tensor(value).shape
+    again = trainer(InProcess(2 * lanes), mesh, optimizer=kind, **rest)
+    again.load_state_dict(made.state_dict())
+    again.load_optimizer_state_dict(made.optimizer_state_dict())
+    for seed in (7, 8):
+        assert torch.equal(made.step(batch(12, seed=seed)), again.step(batch(12, seed=seed)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+@pytest.mark.parametrize("options", [{"mesh": "tp=2"}, {"mesh": "dp=2", "zero": 1}])
+def test_an_optimizer_of_whole_matrices_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    mesh, zero = options["mesh"], options.get("zero", 0)
+    with pytest.raises(FxpartError, match=f"FXP109(.|\n)*{kind.__name__}(.|\n)*a part of"):
+        trainer(InProcess(4), mesh, optimizer=kind, zero=zero)
+
+
+def test_replicas_take_any_optimizer() -> None:
+    made, whole = trainer(InProcess(4), "dp=2", optimizer=torch.optim.Adafactor), None
+    whole = Whole(torch.optim.Adafactor)
+    for seed in range(3):
+        made.step(batch(seed=seed))
+        whole.step(batch(seed=seed))
+    assert_close(made.state_dict(), whole.state())
+
+
+def test_groups_of_parameters_are_made_by_their_own_shapes() -> None:
+    """A factory that looks at dims sees the parameters, not the flat pieces."""
+
+    def factory(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        matrices = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() <= 1]
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+        )
+
+    made, whole = trainer(InProcess(4), "dp=2", optimizer=factory, zero=2), Whole(factory)
+    for seed in range(2):
+        made.step(batch(seed=seed))
+        whole.step(batch(seed=seed))
+    assert_close(made.state_dict(), whole.state())
+    groups = made.optimizer_state_dict()["param_groups"]
+    assert [group["params"] for group in groups] == [
+        [n for n, s in SHAPES.items() if len(s) > 1], [n for n, s in SHAPES.items() if len(s) <= 1]
+    ]  # fmt: skip
+
+
+def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> tuple[int, int]:
+    """Bytes of gathered parameters between forward and backward, and gathers in a step.
+
+    Measured after the last stage's forward: its all-reduce needs both lanes to be through with the
+    stage before, and a backward there needs both to gather.
+    """
+    gathered: list[weakref.ref[torch.Tensor]] = []
+    sizes: list[int] = []
+    calls = [0]
+    original = moves.gather
+
+    def gather(*args: Any) -> torch.Tensor:
+        found = original(*args)
+        calls[0] += 1
+        gathered.append(weakref.ref(found.untyped_storage()))  # type: ignore[arg-type]
+        return found
+
+    called = Keeping.call
+
+    def call(self: Keeping, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        if not regather:
+            self.regather = None
+        outputs = called(self, *args, **options)
+        if isinstance(args[0], Last):
+            gc.collect()
+            alive = [ref() for ref in gathered]
+            sizes.append(sum(s.nbytes() for s in alive if s is not None))  # type: ignore[attr-defined]
+        return outputs
+
+    monkeypatch.setattr(moves, "gather", gather)
+    monkeypatch.setattr(Keeping, "call", call)
+    made = trainer(InProcess(4), "dp=2", zero3=True, microbatches=1)
+    made.step(batch())
+    return max(sizes), calls[0]
+
+
+def test_zero_3_keeps_no_gathered_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forward and backward only the lane's parts stay; each is gathered once more."""
+    with monkeypatch.context() as context:
+        kept, once = alive_after_forward(context, regather=False)
+    dropped, twice = alive_after_forward(monkeypatch, regather=True)
+    whole = 4 * 2 * 10 * 6
+    assert kept == 2 * whole, "two lanes, up and down projection"
+    assert dropped == 0
+    assert twice == 2 * once == 8
