@@ -24,7 +24,7 @@ from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, mesh_of
-from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.pieces import LanePart
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -117,14 +117,7 @@ class _Places:
 
 def parts_of(spec: ProgramSpec, lane: int) -> Part | None:
     """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
-    sharding = spec.sharding
-    if sharding is None:
-        return None
-
-    def part(name: str, whole: torch.Tensor) -> torch.Tensor:
-        return Pieces.of(sharding, name, tuple(whole.shape)).part(whole, lane)
-
-    return part
+    return None if spec.sharding is None else LanePart(spec.sharding, lane)
 
 
 def load_trainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,17 @@ from fxpart.program import ProgramSpec, StageSpec, StateSpec
 
 Init = Callable[[str, torch.Tensor], torch.Tensor]
 Source = Mapping[str, torch.Tensor] | str | Path | Init
-Part = Callable[[str, torch.Tensor], torch.Tensor]  # a rank's part of a whole tensor, by name
 _SHOWN = 20
+
+
+class Part(Protocol):
+    """A rank's part of whole tensors, by name."""
+
+    def __call__(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part."""
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """The part as one range of each dim of the whole shape, None if it is not."""
 
 
 class _Tensors(Protocol):
@@ -24,6 +34,8 @@ class _Tensors(Protocol):
 
     def names(self) -> Collection[str]: ...
     def read(self, name: str) -> torch.Tensor: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class _Live:
@@ -35,6 +47,12 @@ class _Live:
 
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        return self.tensors[name][slices]
 
 
 def materialise(
@@ -48,10 +66,10 @@ def materialise(
 ) -> None:
     """Fill the state of a stage module, on the module's device; every tensor is a copy.
 
-    source: tensors by original name; or a safetensors file or folder, of which only this stage's
-    tensors are read; or a function ``(name, meta tensor) -> tensor``, which must return the same
-    numbers for one name whenever it is called, because ties are filled on several stages.
-    constants: tensors that no checkpoint holds (lifted constants, buffers that are not
+    source: tensors by original name; or a safetensors file or folder, of which only this rank's
+    part of this stage's tensors is read; or a function ``(name, meta tensor) -> tensor``, which
+    must return the same numbers for one name whenever it is called, as ties are filled on several
+    stages. constants: tensors that no checkpoint holds (lifted constants, buffers that are not
     persistent). strict: names that the model does not know are a fault. part: what takes this
     rank's part out of a whole tensor, where a stage is several ranks. Floating tensors are
     converted to the stage's dtype. Raises FXP110 with all faults at once, and then changes nothing.
@@ -63,19 +81,22 @@ def materialise(
     shapes = {state.name: _whole(spec, state) for state in stage.state}
     if callable(source) and not isinstance(source, Mapping):
         found, problems = _called(stage, source, constants, shapes)
+        cut: set[str] = set()
     else:
         tensors: _Tensors = _Live(source) if isinstance(source, Mapping) else TensorFiles(source)
-        found, problems = _read(stage, spec, tensors, constants)
+        found, problems, cut = _read(stage, spec, tensors, constants, _Wanted(shapes, part))
         if strict:
             problems.extend(_unknown(stage, spec, tensors.names()))
     for state in stage.state:
         if state.name in found:
-            problems.extend(_faults(stage, state, found[state.name], shapes[state.name]))
+            shape = state.shape if state.name in cut else shapes[state.name]
+            problems.extend(_faults(stage, state, found[state.name], shape))
     if problems:
         raise FxpartError(problems)
     for state in stage.state:
-        whole = found[state.name]
-        _fill(module, state, whole if part is None else part(state.name, whole))
+        tensor = found[state.name]
+        whole = part is None or state.name in cut
+        _fill(module, state, tensor if whole else part(state.name, tensor))
 
 
 def _whole(spec: ProgramSpec, state: StateSpec) -> tuple[int, ...]:
@@ -112,31 +133,55 @@ def _called(
     return found, problems
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """The shapes of whole tensors by name, and what takes this rank's part of them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    part: Part | None
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """What to read of a stored tensor; None for all of it (also where its shape is wrong)."""
+        if self.part is None or shape != self.shapes[name]:
+            return None
+        return self.part.slices(name, shape)
+
+
 def _read(
     stage: StageSpec,
     spec: ProgramSpec,
     tensors: _Tensors,
     constants: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], list[Problem]]:
-    """The stage's tensors by main name; a tie may be stored under any of its names."""
+    wanted: _Wanted,
+) -> tuple[dict[str, torch.Tensor], list[Problem], set[str]]:
+    """The stage's tensors by main name, and of which only a part was read.
+
+    A tie may be stored under any of its names.
+    """
     others: dict[str, list[str]] = {}
     for alias, main in spec.aliases.items():
         others.setdefault(main, []).append(alias)
     names = tensors.names()
     found: dict[str, torch.Tensor] = {}
     missing: list[str] = []
+    cut: set[str] = set()
     for state in stage.state:
         stored = next((n for n in (state.name, *others.get(state.name, ())) if n in names), None)
         if stored is not None:
-            found[state.name] = tensors.read(stored)
+            slices = wanted.slices(state.name, tensors.shape(stored))
+            if slices is None:
+                found[state.name] = tensors.read(stored)
+            else:
+                found[state.name] = tensors.read_part(stored, slices)
+                cut.add(state.name)
         elif state.name in constants:
             found[state.name] = constants[state.name]
         else:
             missing.append(state.name)
     if not missing:
-        return found, []
+        return found, [], cut
     fix = "give a checkpoint of this model, with the names of model.state_dict()"
-    return found, [_problem(stage, f"{len(missing)} missing", _list(missing), fix)]
+    return found, [_problem(stage, f"{len(missing)} missing", _list(missing), fix)], cut
 
 
 def _unknown(stage: StageSpec, spec: ProgramSpec, names: Iterable[str]) -> list[Problem]:

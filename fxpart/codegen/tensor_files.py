@@ -50,6 +50,17 @@ class TensorFiles:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, from the header."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """A range of each dim of one tensor, on the CPU; nothing else of it is read."""
+        if not slices:
+            return self.read(name)
+        tensor: torch.Tensor = self._files[name].get_slice(name)[slices]
+        return tensor
+
 
 def _fault(path: Path, why: str) -> FxpartError:
     fix = "give a .safetensors file, or a folder of them"

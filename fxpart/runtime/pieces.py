@@ -37,6 +37,11 @@ class Pieces:
             return cls(shape, (None,) * len(mesh.axes), mesh)
         return cls(held.shape, parse_placements(held.placements, mesh), mesh)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a lane holds less than the whole."""
+        return bool(self.axes or self.flat)
+
     @cached_property
     def axes(self) -> frozenset[str]:
         """The axes along which the tensor is cut."""
@@ -131,3 +136,19 @@ class Pieces:
             stop = start + len(mine)
             one = not len(mine) or int(mine[-1]) == stop - 1
             yield dim, start, stop, None if one else torch.from_numpy(mine)
+
+
+@dataclass(frozen=True)
+class LanePart:
+    """A lane's parts of whole tensors, by name."""
+
+    sharding: ShardingSpec
+    lane: int
+
+    def __call__(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part; a view where its elements lie in one range."""
+        return Pieces.of(self.sharding, name, tuple(whole.shape)).part(whole, self.lane)
+
+    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """The part as one range of each dim, None where a dim is cut into several."""
+        return Pieces.of(self.sharding, name, shape).slices(self.lane)
