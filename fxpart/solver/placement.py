@@ -28,6 +28,7 @@ from fxpart.solver.placement_problem import (
     PlacementProblem,
     PlacementSolution,
     check,
+    entries,
     evaluate,
 )
 
@@ -48,7 +49,9 @@ __all__ = [
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal"
 CLOSE = 0.005  # and up to this "within gap"
-SMALL = 60_000  # variables that HiGHS is given of its own accord
+EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
+SMALL = 10_000  # variables that HiGHS is given to close a gap that is small already
+LARGE = 500_000  # and a gap that is not
 Solver = Literal["auto", "elimination", "highs", "brute"]
 
 
@@ -76,14 +79,15 @@ def solve_placement(
     record = Record(numbers)
     cheap = Bound(_cheap(numbers), 0.0, (), _least(numbers))
     if solver == "highs":
-        return solution(record, _highs(numbers, record, cheap, deadline))
+        return solution(record, _highs(numbers, record, cheap, deadline, EXACT))
     bound = _eliminate(numbers, record, cheap, deadline)
     if bound.seconds == inf:
         return solution(record, bound)
-    if _open(record, bound, PROVEN):
+    if _open(record, bound, CLOSE):
         descend(numbers, record, deadline)
     if solver == "auto" and _open(record, bound, PROVEN) and _worth(numbers, record, bound):
-        bound = _highs(numbers, record, bound, deadline)
+        exact = EXACT if entries(numbers) <= SMALL else NEAR
+        bound = _highs(numbers, record, bound, deadline, exact)
     return solution(record, bound)
 
 
@@ -100,16 +104,13 @@ def _eliminate(numbers: Numbers, record: Record, cheap: Bound, deadline: float) 
 
 def _worth(numbers: Numbers, record: Record, bound: Bound) -> bool:
     """Whether HiGHS may close the gap: small ones always, larger ones while it is wide."""
-    from fxpart.solver.placement_ilp import entries  # OR-Tools is slow to import
-
-    size = entries(numbers)
-    return size <= SMALL or (size <= 10 * SMALL and _open(record, bound, CLOSE))
+    return entries(numbers) <= (LARGE if _open(record, bound, CLOSE) else SMALL)
 
 
-def _highs(numbers: Numbers, record: Record, bound: Bound, deadline: float) -> Bound:
-    from fxpart.solver.placement_ilp import solve_highs
+def _highs(numbers: Numbers, record: Record, bound: Bound, deadline: float, gap: float) -> Bound:
+    from fxpart.solver.placement_ilp import solve_highs  # OR-Tools is slow to import
 
-    proven = solve_highs(numbers, record, deadline)
+    proven = solve_highs(numbers, record, deadline, gap=gap)
     return Bound(max(bound.seconds, proven), bound.price, bound.prices, bound.least)
 
 

@@ -19,22 +19,15 @@ from ortools.math_opt.solvers import highs_pb2
 from fxpart.solver.placement_multiplier import Record
 from fxpart.solver.placement_problem import Numbers
 
-GAP = 1e-7  # relative: HiGHS stops here
-
-
-def entries(numbers: Numbers) -> int:
-    """How many variables the programme has."""
-    edges = sum(numbers.matrices[e.matrix].size for e in numbers.problem.edges)
-    return edges + sum(numbers.sizes)
-
 
 def solve_highs(
-    numbers: Numbers, record: Record, deadline: float, *, relaxed: bool = False
+    numbers: Numbers, record: Record, deadline: float, *, gap: float = 1e-7, relaxed: bool = False
 ) -> float:
     """Add HiGHS's choice to ``record``; a proven lower bound in seconds, infinite if nothing fits.
 
-    deadline: a ``time.monotonic()`` value. relaxed: solve the linear relaxation alone, for its
-    bound. One thread, so that equal runs are equal unless the deadline cuts them.
+    deadline: a ``time.monotonic()`` value. gap: relative, where it stops. relaxed: solve
+    the linear relaxation alone, for its bound. One thread, so that equal runs are equal unless the
+    deadline cuts them.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -46,7 +39,7 @@ def solve_highs(
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=left),
-            relative_gap_tolerance=None if relaxed else GAP,
+            relative_gap_tolerance=None if relaxed else gap,
             # ``threads=`` is refused for HiGHS (OR-Tools 9.15)
             highs=highs_pb2.HighsOptionsProto(int_options={"threads": 1}),
         ),

@@ -20,7 +20,9 @@ from fxpart.solver.placement_elimination import Elimination, TooWideError
 from fxpart.solver.placement_multiplier import Bound, Record
 from fxpart.solver.placement_problem import Edge, Numbers
 
-BUCKETS = 1200  # that the memory above the least is divided into
+BUCKETS = 2500  # that the memory above the least is divided into
+ENOUGH = 1e-4  # relative gap at which the search stops
+RUNS = 4  # of the dynamic programme, each with what the last one left unused
 STATES = 6  # strategies kept at each end of a layer
 PRICES = 10  # prices for which each layer is solved
 LAYERS = 100  # that the graph is cut into at most
@@ -118,8 +120,15 @@ def refine(numbers: Numbers, record: Record, bound: Bound, deadline: float) -> N
     for held in dict.fromkeys(tuple((h, c[h]) for h in sorted(hubs)) for c in near[:3]):
         try:
             _Programme(numbers, segments, dict(held), near, bound, deadline).solve(record)
+            if near_enough(record, bound):
+                return
         except (TooWideError, TimeoutError):
             return
+
+
+def near_enough(record: Record, bound: Bound) -> bool:
+    """Whether the gap is so small that looking on is not worth the time."""
+    return bound.seconds >= record.seconds * (1 - ENOUGH)
 
 
 def _standing(numbers: Numbers, choice: Sequence[int]) -> list[float]:
@@ -140,7 +149,7 @@ class _Programme:
         deadline: float,
     ) -> None:
         self.numbers, self.segments, self.held = numbers, segments, held
-        self.near, self.deadline = near, deadline
+        self.near, self.bound, self.deadline = near, bound, deadline
         prices = [bound.price, *(bound.price * s for s in _SPREAD)]
         self.prices = list(dict.fromkeys(prices))[: PRICES + 1]
         known: dict[object, list[Option]] = {}
@@ -214,18 +223,27 @@ class _Programme:
         return kept
 
     def solve(self, record: Record) -> None:
-        """Run the dynamic programme and record its choice; again where points need more room."""
-        numbers = self.numbers
+        """Run the dynamic programme and record its choice, a few times.
+
+        Buckets round up, so a choice leaves some memory unused: the next run gets that in addition.
+        Where points in time need more room than was set aside, it gets less.
+        """
+        numbers, extra = self.numbers, 0.0
         assert record.choice is not None
         reserve = max(numbers.reserve(), numbers.peak(record.choice))
-        for _ in range(3):
-            choice = self._choose(reserve)
+        for _ in range(RUNS):
+            choice = self._choose(reserve - extra)
             if choice is None:
                 return
             record.add(choice, "layers")
-            if (peak := numbers.peak(choice)) <= reserve:
+            if near_enough(record, self.bound):
                 return
-            reserve = peak
+            reserve = max(reserve, numbers.peak(choice))
+            left = numbers.problem.budget - numbers.evaluate(choice).bytes
+            if left >= 0:
+                extra += left
+            else:
+                extra = max(0.0, extra + left) / 2
 
     def _choose(self, reserve: float) -> tuple[int, ...] | None:
         """The best choice with ``reserve`` bytes left for temporaries; None where none fits."""

@@ -194,3 +194,9 @@ def _references(problem: PlacementProblem) -> list[tuple[str, str]]:
         if any(not 0 <= v < count for v in point):
             found.append((f"point {i}", "it lists a node that does not exist"))
     return found
+
+
+def entries(numbers: Numbers) -> int:
+    """Strategies and pairs of strategies: the variables of an integer programme."""
+    pairs = sum(numbers.matrices[e.matrix].size for e in numbers.problem.edges)
+    return pairs + sum(numbers.sizes)

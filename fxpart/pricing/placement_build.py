@@ -1,0 +1,409 @@
+"""From a graph to the placement problem: nodes, strategies, edges, each distinct one made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.pricing.placement_edges import Matrix, Port, Reshards
+from fxpart.pricing.placement_graph import Flow, Value, follows
+from fxpart.pricing.placement_options import Families, Family, Option, Strategy
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.variants import Sizes
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
+from fxpart.solver.placement_problem import Edge, Kind, PlacementProblem
+
+Map = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StateCosts:
+    """What a parameter costs beside its use, for each byte of it.
+
+    memory: bytes held, itself included. step: bytes moved by the optimizer, and launches. gradient:
+    whether it is trained.
+    """
+
+    memory: float
+    moved: float
+    launches: float
+    gradient: bool
+
+
+@dataclass
+class Placed:
+    """Where a graph node stands in the problem: the solver's node, and its own option for each of
+    that node's strategies (None: the same number)."""
+
+    root: int
+    options: Sequence[Option] | Sequence[Port]
+    map: Map | None = None
+    number: int = 0  # of the map, equal for equal maps
+
+    def at(self, strategy: int) -> int:
+        """The node's own option where the solver's node has ``strategy``."""
+        return strategy if self.map is None else int(self.map[strategy])
+
+
+@dataclass
+class Built:
+    """The problem and what its nodes mean."""
+
+    problem: PlacementProblem
+    ops: dict[fx.Node, Placed]
+    sources: dict[fx.Node, Placed]
+    unruled: tuple[str, ...]
+
+    def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
+        """The strategy of every op, by node name."""
+        found = {}
+        for node, placed in self.ops.items():
+            option = placed.options[placed.at(choice[placed.root])]
+            assert isinstance(option, Option), "ops have options"
+            found[node.name] = option.strategy
+        return found
+
+    def placements(self, choice: Sequence[int]) -> dict[str, Placements]:
+        """The placements of every input and of all state, by node name."""
+        found = {}
+        for node, placed in self.sources.items():
+            port = placed.options[choice[placed.root]]
+            assert not isinstance(port, Option), "sources have ports"
+            found[node.name] = port[0]
+        return found
+
+
+@dataclass
+class _Node:
+    name: str
+    seconds: NDArray[np.float64]
+    standing: NDArray[np.float64]
+
+
+@dataclass
+class Builder:
+    """Makes one problem. state: costs by the name of the state."""
+
+    mesh: Mesh
+    flow: Flow
+    families: Families
+    reshards: Reshards
+    specs: Specs
+    sizes: Sizes
+    state: Mapping[str, StateCosts]
+    microbatches: int
+    bandwidth: float
+    launch: float
+    only: Mapping[str, Strategy] = field(default_factory=dict)
+    nodes: list[_Node] = field(default_factory=list)
+    ops: dict[fx.Node, Placed] = field(default_factory=dict)
+    sources: dict[fx.Node, Placed] = field(default_factory=dict)
+    givers: dict[Value, tuple[Placed, int]] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], list[tuple[object, Matrix]]] = field(default_factory=dict)
+    _maps: dict[bytes, int] = field(default_factory=dict)
+    _gathered: dict[object, Matrix] = field(default_factory=dict)
+    _ports: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    _domains: dict[object, tuple[Port, ...]] = field(default_factory=dict)
+    _held: list[object] = field(default_factory=list)
+
+    def build(self, budget: float) -> Built:
+        """Every op in order, its parameters just before it."""
+        self._carried = {value: len(users) for value, users in self.flow.users.items()}
+        families = {op: self._family(op) for op in self.flow.ops}
+        self._families = families
+        for op in self.flow.ops:
+            for operand in self._operands(op):
+                if operand.node.op != "call_function" and operand not in self.givers:
+                    self._source(operand)
+            self._op(op, families[op])
+        if self.flow.loss in self.givers:
+            self._whole(self.flow.loss)
+        return Built(self._problem(budget), self.ops, self.sources, self._unruled())
+
+    def _unruled(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self.flow.ops if self.families.rule(op) is None)
+
+    def _operands(self, op: fx.Node) -> list[Value]:
+        from fxpart.passes.rules import operands
+
+        return [self.flow.value[o] for o in operands(op) if o in self.flow.value]
+
+    def _family(self, op: fx.Node) -> Family:
+        only = self.only.get(op.name)
+        if op in self.flow.shared and only is None:
+            only = ("",) * len(self.mesh.axes)
+        return self.families.of(
+            op,
+            self.flow.kept.get(op, ()),
+            more=self.flow.parts.get(op, ()),
+            only=only,
+            waiting=op in self.flow.constant and annotation(op).requires_grad,
+        )
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def _add(self, name: str, seconds: Sequence[float], standing: Sequence[float]) -> int:
+        self.nodes.append(_Node(name, np.array(seconds, float), np.array(standing, float)))
+        return len(self.nodes) - 1
+
+    def _op(self, op: fx.Node, family: Family) -> None:
+        leader = follows(op, self.flow, self._carried)
+        placed = None if leader is None else self._follow(op, family, leader)
+        if placed is None:
+            root = self._add(op.name, family.seconds, family.standing)
+            placed = Placed(root, family.options)
+        self.ops[op] = placed
+        from fxpart.passes.rules import operands
+
+        for position, operand in enumerate(operands(op)):
+            value = self.flow.value.get(operand)
+            if value is not None and value in self.givers:
+                self._edge(value, placed, position, self._flows(op, value))
+        for index in range(len(family.options[0].gives)):
+            value = Value(op, index)
+            if value in self.flow.users:
+                self.givers[value] = (placed, index)
+                if len(self.flow.users[value]) > 1 and annotation(op).requires_grad:
+                    self._convert(value)
+
+    def _follow(self, op: fx.Node, family: Family, position: int) -> Placed | None:
+        """The op as a follower: for each strategy of its leader its own cheapest one without cost
+        between them. None where some strategy of the leader has none, or a choice is decided."""
+        from fxpart.passes.rules import operands
+
+        value = self.flow.value[operands(op)[position]]
+        giver, index = self.givers[value]
+        between = self._matrix(value, giver, index, Placed(0, family.options), position,
+                               self._flows(op, value))  # fmt: skip
+        own = np.array(family.seconds)
+        costs = np.where(between <= 0, own[None, :], np.inf)
+        if not np.isfinite(costs.min(axis=1)).all():
+            return None
+        chosen = costs.argmin(axis=1).astype(np.int64)
+        node = self.nodes[giver.root]
+        node.seconds = node.seconds + own[chosen]
+        node.standing = node.standing + np.array(family.standing)[chosen]
+        return Placed(giver.root, family.options, chosen, self._number(chosen))
+
+    def _number(self, chosen: Map) -> int:
+        return self._maps.setdefault(chosen.tobytes(), len(self._maps) + 1)
+
+    def _convert(self, value: Value) -> None:
+        """A node for the conversion that several users share: what it gives, they start from."""
+        giver, index = self.givers[value]
+        ports = self._domain(value, self._given(giver, index))
+        root = self._add(f"{value.node.name} shared", [0.0] * len(ports), [0.0] * len(ports))
+        placed = Placed(root, ports)
+        self._edge(value, placed, 0, flows=True)
+        self.givers[value] = (placed, 0)
+
+    def _source(self, value: Value) -> None:
+        """An input, a parameter or a buffer, with every placement that a user may want."""
+        node = value.node
+        decided = annotation(node).sharding
+        fixed = decided.results[0] if decided is not None and decided.results else None
+        state = self.state.get(str(node.target)) if node.op == "get_attr" else None
+        trained = state is not None and state.gradient
+        ports = self._domain(value, (), fixed, trained=trained)
+        size = self._bytes(value)
+        standing, seconds = [], []
+        for place, gradient in ports:
+            parts = prod(
+                n for p, n in zip(place, self.mesh.shape, strict=True) if isinstance(p, Shard)
+            )
+            held = size / parts
+            time, memory = 0.0, held
+            if state is None:
+                time = held / self.bandwidth * self.microbatches  # an input is read once
+            else:
+                memory = held * state.memory
+                time = held * state.moved / self.bandwidth + state.launches * self.launch
+            if trained:
+                waits = tuple(place[i] if g != PARTIAL else PARTIAL for i, g in enumerate(gradient))
+                time += self.reshards.seconds(waits, place, size)
+            seconds.append(time)
+            standing.append(memory)
+        placed = Placed(self._add(node.name, seconds, standing), ports)
+        self.sources[node] = placed
+        self.givers[value] = (placed, 0)
+
+    def _domain(
+        self,
+        value: Value,
+        given: Sequence[Port],
+        fixed: Placements | None = None,
+        *,
+        trained: bool = False,
+    ) -> tuple[Port, ...]:
+        """Every port made of what the giver gives and the users take, axis by axis.
+
+        given: the giver's ports; empty for a source, which may also be cut along any dim.
+        """
+        columns: list[dict[tuple[Placement, Placement], None]] = []
+        takes = self._taken(value)
+        flows = trained or bool(given)
+        for axis in range(len(self.mesh.axes)):
+            found: dict[tuple[Placement, Placement], None] = {}
+            if not given:
+                found[REPLICATE, REPLICATE] = None
+                if flows:
+                    found[REPLICATE, PARTIAL] = None
+            for place, gradient in (*given, *takes):
+                held, back = place[axis], gradient[axis]
+                assert held is not None and back is not None, "ports are decided"
+                if not given and not isinstance(held, Shard):
+                    continue
+                found[held, back if flows or isinstance(held, Shard) else REPLICATE] = None
+            if not given and value.node.op == "get_attr":
+                for dim, size in enumerate(self._shape(value)):
+                    if size >= self.mesh.shape[axis] and size % self.mesh.shape[axis] == 0:
+                        found[Shard(dim), Shard(dim)] = None
+            wanted = None if fixed is None else fixed[axis]
+            if wanted is not None:
+                backs = [REPLICATE, PARTIAL] if wanted == REPLICATE and flows else [
+                    REPLICATE if wanted == PARTIAL else wanted
+                ]  # fmt: skip
+                found = {(wanted, back): None for back in backs}
+            columns.append(found)
+        ports = tuple(
+            (tuple(p for p, _ in each), tuple(g for _, g in each)) for each in product(*columns)
+        )
+        fits = tuple(p for p in ports if self._fits(value, p[0]))
+        return self._domains.setdefault(fits or ports, fits or ports)
+
+    def _taken(self, value: Value) -> list[Port]:
+        """Every port in which a user may take the value."""
+        found: dict[Port, None] = {}
+        seen: set[tuple[int, int]] = set()
+        for op, position in self.flow.users[value]:
+            family = self._families[op]
+            if (id(family), position) not in seen:
+                seen.add((id(family), position))
+                found.update(dict.fromkeys(o.takes[position] for o in family.options))
+        return list(found)
+
+    def _fits(self, value: Value, placements: Placements) -> bool:
+        """Whether the dims that are cut have as many equal pieces as all axes ask for.
+
+        One axis alone may cut unevenly, if there is something for each place.
+        """
+        shape = self._shape(value)
+        cuts: dict[int, int] = {}
+        for placement, parts in zip(placements, self.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                outer = placement.outer if placement.dim not in cuts else 1
+                cuts[placement.dim] = cuts.get(placement.dim, 1) * parts * outer
+        single = sum(isinstance(p, Shard) for p in placements) <= 1
+        return all(shape[d] % n == 0 or (single and shape[d] >= n) for d, n in cuts.items())
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        tensor = self.specs.tensors(value.node)[value.index]
+        return tuple(self.sizes.number(d) for d in tensor.shape)
+
+    def _bytes(self, value: Value) -> float:
+        tensor = self.specs.tensors(value.node)[value.index]
+        return float(self.sizes.number(tensor_bytes(tensor)))
+
+    # -- edges ---------------------------------------------------------------------------------
+
+    def _flows(self, op: fx.Node, value: Value) -> bool:
+        """Whether a gradient comes back from the op to the value."""
+        return annotation(op).requires_grad and self.specs.requires_grad(value.node)
+
+    def _given(self, placed: Placed, index: int) -> list[Port]:
+        found: dict[Port, None] = {}
+        for option in placed.options:
+            found[option.gives[index] if isinstance(option, Option) else option] = None
+        return list(found)
+
+    def _numbered(self, placed: Placed, position: int, what: str) -> int:
+        """The number of the ports, by option, at one position of a node."""
+        key = (id(placed.options), position, what)
+        if key not in self._ports:
+            self._held.append(placed.options)  # its id stays its own
+            ports = [
+                o if not isinstance(o, Option)
+                else o.gives[position] if what == "gives" else o.takes[position]
+                for o in placed.options
+            ]  # fmt: skip
+            self._ports[key] = self.reshards.ports(ports)
+        return self._ports[key]
+
+    def _matrix(
+        self, value: Value, giver: Placed, index: int, taker: Placed, position: int, flows: bool
+    ) -> Matrix:
+        """Seconds of a step by the solver's strategies of both."""
+        rows, columns = (
+            self._numbered(giver, index, "gives"),
+            self._numbered(taker, position, "takes"),
+        )
+        size = self._bytes(value)
+        key = (rows, columns, size, flows, giver.number, taker.number)
+        if key not in self._gathered:
+            found = self.microbatches * self.reshards.matrix(rows, columns, size, flows)
+            if giver.map is not None:
+                found = found[giver.map]
+            if taker.map is not None:
+                found = found[:, taker.map]
+            self._gathered[key] = found
+        return self._gathered[key]
+
+    def _edge(self, value: Value, taker: Placed, position: int, flows: bool) -> None:
+        giver, index = self.givers[value]
+        matrix = self._matrix(value, giver, index, taker, position, flows)
+        if giver.root == taker.root:
+            node = self.nodes[giver.root]
+            node.seconds = node.seconds + matrix.diagonal()
+        elif matrix.any():
+            self._pairs.setdefault((giver.root, taker.root), []).append((id(matrix), matrix))
+
+    def _whole(self, value: Value) -> None:
+        """The loss is whole on every lane."""
+        whole: Placements = (REPLICATE,) * len(self.mesh.axes)
+        giver, index = self.givers[value]
+        end = Placed(0, ((whole, whole),))
+        matrix = self._matrix(value, giver, index, end, 0, flows=False)
+        node = self.nodes[giver.root]
+        node.seconds = node.seconds + matrix[:, 0]
+
+    # -- the problem ---------------------------------------------------------------------------
+
+    def _problem(self, budget: float) -> PlacementProblem:
+        kinds: dict[bytes, int] = {}
+        made: list[Kind] = []
+        nodes = []
+        for node in self.nodes:
+            key = node.seconds.tobytes() + node.standing.tobytes()
+            if key not in kinds:
+                kinds[key] = len(made)
+                made.append(
+                    Kind(
+                        seconds=tuple(node.seconds.tolist()), standing=tuple(node.standing.tolist())
+                    )
+                )
+            nodes.append(kinds[key])
+        numbers: dict[object, int] = {}
+        matrices: list[tuple[tuple[float, ...], ...]] = []
+        edges = []
+        for (source, target), parts in self._pairs.items():
+            key_ = tuple(sorted(identity for identity, _ in parts))  # type: ignore[type-var]
+            if key_ not in numbers:
+                numbers[key_] = len(matrices)
+                total = sum(matrix for _, matrix in parts)
+                matrices.append(tuple(map(tuple, np.asarray(total).tolist())))
+            edges.append(Edge(source=source, target=target, matrix=numbers[key_]))
+        return PlacementProblem(
+            names=tuple(node.name for node in self.nodes),
+            kinds=tuple(made),
+            nodes=tuple(nodes),
+            matrices=tuple(matrices),
+            edges=tuple(edges),
+            budget=budget,
+        )

@@ -1,0 +1,217 @@
+"""A graph's values and what flows between its ops, as the placement problem needs them."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.passes.rules import layout, operands
+from fxpart.passes.rules.rule import PARTS, Rule
+from fxpart.pipeline.work import is_heavy
+from fxpart.pricing.placement_options import Families, Kept
+from fxpart.pricing.specs import Specs, annotation, tensors_of
+from fxpart.pricing.variants import Sizes
+from fxpart.sharding import Mesh, Shard
+
+MANY = 8  # users of a value without gradient from which on it is kept replicated
+MOST_PARTS = 8  # equal parts of a fused dim that are looked for
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor: the node that gives it and which of its results it is."""
+
+    node: fx.Node
+    index: int = 0
+
+
+@dataclass
+class Flow:
+    """A graph's tensors and their users.
+
+    ops: calls that compute tensors, in order. sources: inputs and state with users. value: of each
+    node that is one tensor. users: per value the (op, operand position) pairs. constant: ops that
+    compute from state alone. shared: ops whose result many use and no gradient flows through.
+    kept: per op what autograd keeps for it. parts: per op the strategies that cut a fused dim.
+    """
+
+    ops: list[fx.Node] = field(default_factory=list)
+    sources: list[fx.Node] = field(default_factory=list)
+    value: dict[fx.Node, Value] = field(default_factory=dict)
+    users: dict[Value, list[tuple[fx.Node, int]]] = field(default_factory=dict)
+    constant: set[fx.Node] = field(default_factory=set)
+    shared: set[fx.Node] = field(default_factory=set)
+    kept: dict[fx.Node, tuple[Kept, ...]] = field(default_factory=dict)
+    parts: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+    loss: Value | None = None
+
+
+def read(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> Flow:
+    """Who makes and who uses which tensor. in_flight: microbatches kept for their backward."""
+    flow = Flow()
+    users: defaultdict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                flow.value[node] = Value(node)
+                flow.sources.append(node)
+        elif node.op == "call_function":
+            _call(node, flow, users)
+        elif node.op == "output":
+            first = node.args[0][0] if isinstance(node.args[0], tuple | list) else None
+            if isinstance(first, fx.Node) and first in flow.value:
+                flow.loss = flow.value[first]
+    flow.users = dict(users)
+    flow.sources = [node for node in flow.sources if Value(node) in users]
+    flow.shared = {
+        value.node
+        for value, found in flow.users.items()
+        if len(found) >= MANY and not specs.requires_grad(value.node)
+    }
+    _keep(flow, specs, sizes, in_flight)
+    return flow
+
+
+def _call(node: fx.Node, flow: Flow, users: defaultdict[Value, list[tuple[fx.Node, int]]]) -> None:
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        source, index = node.args
+        parts = source.meta.get("val")
+        if isinstance(parts, tuple | list) and isinstance(index, int):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                before = parts[: index % len(parts)]
+                flow.value[node] = Value(source, sum(len(list(tensors_of(p))) for p in before))
+            return
+    tensors = list(tensors_of(node.meta.get("val")))
+    if not tensors:
+        return
+    flow.ops.append(node)
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        flow.value[node] = Value(node)
+    given = operands(node)
+    for position, operand in enumerate(given):
+        if operand in flow.value:
+            users[flow.value[operand]].append((node, position))
+    made = [flow.value[o].node for o in given if o in flow.value]
+    if made and all(m.op == "get_attr" or m in flow.constant for m in made):
+        flow.constant.add(node)
+
+
+def _keep(flow: Flow, specs: Specs, sizes: Sizes, in_flight: int) -> None:
+    """What autograd keeps, shared out among the ops that keep one storage."""
+    savers: defaultdict[int, int] = defaultdict(int)
+    for node in flow.ops:
+        for number in {saved.storage for saved in annotation(node).saved}:
+            savers[number] += 1
+    for node in flow.ops:
+        seen: dict[int, Kept] = {}
+        for saved in annotation(node).saved:
+            size = in_flight * float(sizes.number(saved.size)) / savers[saved.storage]
+            where = _alike(node, saved.source, sizes.number(saved.size), specs, sizes)
+            seen.setdefault(saved.storage, Kept(size, where))
+        if seen:
+            flow.kept[node] = tuple(seen.values())
+
+
+def _alike(node: fx.Node, source: str, size: int, specs: Specs, sizes: Sizes) -> tuple[str, int]:
+    """The tensor of an op that a saved storage is cut like: by name, else by its size."""
+    given = operands(node)
+    for position, operand in enumerate(given):
+        if operand.name == source:
+            return "operand", position
+    results = list(enumerate(specs.tensors(node)))
+    taken = [(i, t) for i, o in enumerate(given) for t in specs.tensors(o)]
+    order = (("operand", taken), ("result", results)) if source and source != node.name else (
+        ("result", results), ("operand", taken)
+    )  # fmt: skip
+    for what, tensors in order:
+        for position, tensor in tensors:
+            whole = sizes.number(tensor_bytes(tensor))
+            if whole and any(size * k == whole or size == whole * k for k in (1, 2, 4, 8)):
+                return what, position
+    return "result", 0
+
+
+def fused(flow: Flow, families: Families) -> None:
+    """Find the strategies that cut a fused dim: ``"n/3"`` where a later op cuts each of 3 parts.
+
+    From users to producers, through ops that pass the cut on.
+    """
+    mesh = Mesh((("x", 2),))
+    wanted: defaultdict[Value, set[Shard]] = defaultdict(set)
+    known: dict[tuple[int, frozenset[tuple[int, Shard]]], _Fused] = {}
+    rules: dict[int, Rule] = {}
+    for node in reversed(flow.ops):
+        rule = families.rule(node)
+        if rule is None:
+            continue
+        rules[id(rule)] = rule
+        asked = frozenset(
+            (value.index, shard)
+            for value in (Value(node, i) for i in range(len(rule.results)))
+            for shard in wanted.get(value, ())
+        )
+        if (id(rule), asked) not in known:
+            known[id(rule), asked] = _fused(rule, asked, mesh)
+        found = known[id(rule), asked]
+        if found.names:
+            flow.parts[node] = found.names
+        given = operands(node)
+        for position, shard in found.operands:
+            if given[position] in flow.value:
+                wanted[flow.value[given[position]]].add(shard)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """Strategies that give the wished results, and what operands they and the plain ones need."""
+
+    names: tuple[str, ...]
+    operands: tuple[tuple[int, Shard], ...]
+
+
+def _fused(rule: Rule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) -> _Fused:
+    names: list[str] = []
+    for index, shard in sorted(asked, key=lambda a: (a[0], a[1].dim, a[1].outer)):
+        if shard.dim >= len(rule.results[index]):
+            continue
+        for factor in rule.results[index][shard.dim]:
+            for inner in range(2, shard.outer + 1):
+                name = f"{factor}{PARTS}{inner}"
+                made = layout(rule, (name,), mesh) if shard.outer % inner == 0 else None
+                if made is not None and made.results[index][0] == shard and name not in names:
+                    names.append(name)
+    plain = tuple(f for f in rule.factors if f not in rule.whole)
+    found: dict[tuple[int, Shard], None] = {}
+    for name in (*plain, *names):
+        made = layout(rule, (name,), mesh)
+        for position, held in enumerate(made.operands if made is not None else ()):
+            place = held[0]
+            if isinstance(place, Shard) and 1 < place.outer <= MOST_PARTS:
+                found[position, place] = None
+    return _Fused(tuple(names), tuple(found))
+
+
+def follows(node: fx.Node, flow: Flow, carried: Mapping[Value, int]) -> int | None:
+    """The operand that a light op follows: its only one that comes from another op.
+
+    carried: per value how many ops use it; one that several use is no leader. None where the op has
+    a choice of its own.
+    """
+    if is_heavy(node):
+        return None
+    found = []
+    for position, operand in enumerate(operands(node)):
+        value = flow.value.get(operand)
+        if value is None:
+            return None
+        if value.node.op == "call_function" and value.node not in flow.shared:
+            found.append((position, value))
+    if len(found) != 1 or carried[found[0][1]] != 1 or found[0][1].node in flow.constant:
+        return None
+    return found[0][0]

@@ -1,0 +1,328 @@
+"""The strategies of one op and what each costs: placements, seconds, bytes for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxpart.costmodels.sizes import item_bytes
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.passes.propagation.ruled import signature
+from fxpart.passes.rules import REPLICATED, Rule, choices, layout, operands, rule_of
+from fxpart.passes.rules.rule import factor_of
+from fxpart.pipeline.sizes import expression
+from fxpart.pricing.placement_edges import Port, Reshards, asked
+from fxpart.pricing.specs import Specs, annotation, tensors_of, unwrapped
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
+    from fxpart.costs import CostModel
+    from fxpart.pricing.variants import Sizes
+
+Strategy = tuple[str, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One strategy. takes: a port for each operand; gives: one for each result."""
+
+    strategy: Strategy
+    takes: tuple[Port, ...]
+    gives: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """All options of equal ops. seconds: of a step; standing: bytes, by option."""
+
+    options: tuple[Option, ...]
+    seconds: tuple[float, ...]
+    standing: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps for an op: how many, and the tensor whose cuts they share.
+
+    tensor: ("operand" | "result", position).
+    """
+
+    size: float
+    tensor: tuple[str, int]
+
+
+def local(shape: Sequence[int], placements: Placements, mesh: Mesh) -> Shape:
+    """The largest shape that a lane holds."""
+    held = list(shape)
+    for placement, parts in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            rest = held[placement.dim] // placement.outer
+            held[placement.dim] = placement.outer * -(-rest // parts)
+    return tuple(held)
+
+
+class Families:
+    """The families of one graph's ops at one microbatch size; equal ops share one."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: CostModel,
+        device: Device,
+        reshards: Reshards,
+        sizes: Sizes,
+        specs: Specs,
+        microbatches: int,
+    ) -> None:
+        """microbatches: of a step; seconds are those of a step."""
+        self.mesh, self._model, self._device = mesh, model, device
+        self._reshards, self._sizes, self._specs = reshards, sizes, specs
+        self._microbatches = microbatches
+        self._rules: dict[object, Rule | None] = {}
+        self._known: dict[object, Family] = {}
+        self._costs: dict[OpSpec, float] = {}
+
+    def rule(self, node: fx.Node) -> Rule | None:
+        """The rule of the node's op, looked up once for equal ops."""
+        key = signature(node)
+        if key not in self._rules:
+            self._rules[key] = rule_of(node)
+        return self._rules[key]
+
+    def of(
+        self,
+        node: fx.Node,
+        kept: tuple[Kept, ...] = (),
+        *,
+        more: tuple[str, ...] = (),
+        only: Strategy | None = None,
+        waiting: bool = False,
+    ) -> Family:
+        """The node's family.
+
+        more: strategies beside those of the rule's choices (fused weights). only: the one strategy
+        left to it. waiting: whether its results' gradients may be sums still to be made, because it
+        computes from parameters alone.
+        """
+        fixed = self._fixed(node)
+        carried = tuple(map(self._specs.requires_grad, operands(node)))
+        flows = annotation(node).requires_grad
+        key = (signature(node), flows, carried, kept, fixed, more, only, waiting)
+        if key not in self._known:
+            rule, spec = self.rule(node), self._specs.op(node)
+            found = self._made(node, rule, fixed, more, only, waiting)
+            rows = [self._price(node, rule, spec, kept, option) for option in found]
+            self._known[key] = Family(found, tuple(s for s, _ in rows), tuple(b for _, b in rows))
+        return self._known[key]
+
+    def _fixed(self, node: fx.Node) -> tuple[tuple[str | None, ...], tuple[Placements, ...]]:
+        """What is decided: the strategy by axis, and the results' placements."""
+        sharding = annotation(node).sharding
+        if sharding is None:
+            return (None,) * len(self.mesh.axes), ()
+        return sharding.strategy, sharding.results
+
+    def _made(
+        self,
+        node: fx.Node,
+        rule: Rule | None,
+        fixed: tuple[tuple[str | None, ...], tuple[Placements, ...]],
+        more: tuple[str, ...],
+        only: Strategy | None,
+        waiting: bool,
+    ) -> tuple[Option, ...]:
+        """Every strategy that is possible and agrees with what is decided."""
+        given = len(operands(node))
+        results = len(list(tensors_of(node.meta.get("val"))))
+        if rule is None:
+            whole: Placements = (REPLICATE,) * len(self.mesh.axes)
+            plain = Option(
+                (REPLICATED,) * len(self.mesh.axes), ((whole, whole),) * given,
+                ((whole, whole),) * results,
+            )  # fmt: skip
+            return self._waiting(plain) if waiting else (plain,)
+        names = [
+            (decided,) if decided is not None else (*choices(rule), *more) for decided in fixed[0]
+        ]
+        if only is not None and all(o in n for o, n in zip(only, names, strict=True)):
+            names = [(name,) for name in only]
+        found: dict[object, Option] = {}
+        for strategy in product(*names):
+            option = self._option(rule, strategy)
+            if option is not None:
+                for each in self._waiting(option) if waiting else (option,):
+                    found.setdefault((each.takes, each.gives), each)
+        agreeing = [o for o in found.values() if _agrees(o, fixed[1])]
+        return tuple(agreeing or found.values())
+
+    def _option(self, rule: Rule, strategy: Strategy) -> Option | None:
+        """The option of a strategy; None where it cuts what cannot be cut so."""
+        parts: dict[str, int] = {}
+        for name, count in zip(strategy, self.mesh.shape, strict=True):
+            base = factor_of(name)[0]
+            for factor in rule.together.get(base, (base,)):
+                parts[factor] = parts.get(factor, 1) * count
+        for name, count in parts.items():
+            size = rule.sizes.get(name)
+            if size is not None and not isinstance(size, int):
+                number = self._sizes.number(expression(size))
+                if number % count:
+                    return None
+        made = layout(rule, strategy, self.mesh)
+        if made is None:
+            return None
+        return Option(
+            strategy,
+            tuple(zip(made.operands, made.gradients, strict=True)),
+            tuple((placements, asked(placements)) for placements in made.results),
+        )
+
+    def _waiting(self, option: Option) -> tuple[Option, ...]:
+        """The option, and those where sums wait on axes that it does not cut."""
+        free = [i for i, name in enumerate(option.strategy) if name == REPLICATED]
+        found = [option]
+        for chosen in product((False, True), repeat=len(free)):
+            axes = [a for a, wait in zip(free, chosen, strict=True) if wait]
+            if axes:
+                takes = tuple(_wait(port, axes) for port in option.takes)
+                gives = tuple(_wait(port, axes) for port in option.gives)
+                found.append(Option(option.strategy, takes, gives))
+        return tuple(found)
+
+    def _price(
+        self,
+        node: fx.Node,
+        rule: Rule | None,
+        spec: OpSpec | None,
+        kept: Iterable[Kept],
+        option: Option,
+    ) -> tuple[float, float]:
+        """Seconds of a step, and bytes that stay for the backward."""
+        seconds = 0.0
+        if spec is not None:
+            numbers = self._sizes.op(spec)
+            inputs = self._local(numbers.inputs, _positions(node), option.takes)
+            given = tuple(range(len(numbers.outputs)))
+            outputs = self._local(numbers.outputs, given, option.gives)
+            seconds = self._op(
+                OpSpec(
+                    numbers.name, inputs, outputs, numbers.attributes, numbers.gradients,
+                    numbers.gradient_inputs,
+                )
+            )  # fmt: skip
+            if rule is not None and rule.forms:
+                seconds += self._inside(rule, option, inputs, outputs, bool(spec.gradients))
+        bytes_ = 0.0
+        for part in kept:
+            what, position = part.tensor
+            ports = option.takes if what == "operand" else option.gives
+            bytes_ += part.size * self._share(ports[position][0]) if position < len(ports) else 0.0
+        return seconds * self._microbatches, bytes_
+
+    def _op(self, spec: OpSpec) -> float:
+        if spec not in self._costs:
+            self._costs[spec] = sum(
+                self._model.op(spec, self._device, backward).seconds for backward in (False, True)
+            )
+        return self._costs[spec]
+
+    def _local(
+        self, tensors: Sequence[TensorSpec], positions: Sequence[int | None], ports: Sequence[Port]
+    ) -> tuple[TensorSpec, ...]:
+        found = []
+        for tensor, position in zip(tensors, positions, strict=True):
+            if position is None or position >= len(ports):
+                found.append(tensor)
+            else:
+                shape = tuple(int(d) for d in tensor.shape)
+                found.append(TensorSpec(local(shape, ports[position][0], self.mesh), tensor.dtype))
+        return tuple(found)
+
+    def _share(self, placements: Placements) -> float:
+        cut = (n for p, n in zip(placements, self.mesh.shape, strict=True) if isinstance(p, Shard))
+        return 1.0 / prod(cut)
+
+    def _inside(
+        self,
+        rule: Rule,
+        option: Option,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        gradient: bool,
+    ) -> float:
+        """Collectives of local forms: a sum over what is left where the cut factor is gone.
+
+        Where the result still has the factor (a softmax's) its largest statistic is counted, the
+        operand without that factor: twice forward (largest and sum), once backward. A form whose
+        result is Partial pays for its sum on the edge.
+        """
+        seconds = 0.0
+        for axis, name in enumerate(option.strategy):
+            name = factor_of(name)[0]
+            if name not in rule.forms or not inputs:
+                continue
+            if any(gives[0][axis] == PARTIAL for gives in option.gives):
+                continue
+            dims = rule.operands[0] if rule.operands else ()
+            size = prod(
+                int(s)
+                for s, factors in zip(inputs[0].shape, dims, strict=False)
+                if name not in factors
+            )
+            times = 3 if gradient else 2
+            bytes_ = float(size * item_bytes(inputs[0].dtype))
+            if outputs and not outputs[0].shape:
+                bytes_ = min(bytes_, 8.0 * size)
+            seconds += times * self._reshards.single(axis, "partial", "replicate", bytes_)
+        return seconds
+
+
+def _positions(node: fx.Node) -> list[int | None]:
+    """For each tensor of the op's spec its position among the operands; None inside tuples."""
+    found: list[int | None] = []
+    count = 0
+
+    def visit(value: Any) -> None:
+        nonlocal count
+        if isinstance(value, fx.Node):
+            inner = value.meta.get("val")
+            if isinstance(inner, torch.Tensor):
+                found.append(count)
+                count += 1
+            else:
+                found.extend(None for _ in tensors_of(inner))
+        elif isinstance(value, tuple | list):
+            for entry in value:
+                visit(entry)
+        elif isinstance(value, dict):
+            for entry in value.values():
+                visit(entry)
+
+    _, args, kwargs = unwrapped(node)
+    visit((args, kwargs))
+    return found
+
+
+def _wait(port: Port, axes: Sequence[int]) -> Port:
+    """The port with a gradient that is still to be summed on axes where the value is whole."""
+    value, gradient = port
+    return value, tuple(
+        PARTIAL if i in axes and value[i] == REPLICATE else g for i, g in enumerate(gradient)
+    )
+
+
+def _agrees(option: Option, results: Sequence[Placements]) -> bool:
+    """Whether the option's results are the decided ones, where they are."""
+    return all(
+        wanted is None or wanted == have
+        for given, decided in zip(option.gives, results, strict=False)
+        for have, wanted in zip(given[0], decided, strict=True)
+    )

@@ -1,0 +1,224 @@
+"""Placements of what annotations and propagation left open, chosen by the solver.
+
+As in Alpa: one strategy for each op, its cost on the shapes that one lane holds, the cost of
+reshards on edges, memory against a budget. See :mod:`fxpart.pricing.placement_build` for the
+problem and :mod:`fxpart.solver.placement` for how it is solved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart import costmodels
+from fxpart.errors import error
+from fxpart.optimizers import choose, state_bytes
+from fxpart.pipeline import MESH_KEY
+from fxpart.pricing.groups import Rings, grouped
+from fxpart.pricing.placement_build import Builder, Built, StateCosts
+from fxpart.pricing.placement_edges import Reshards
+from fxpart.pricing.placement_graph import fused, read
+from fxpart.pricing.placement_options import Families, Strategy
+from fxpart.pricing.places import RESERVE
+from fxpart.pricing.specs import Specs
+from fxpart.pricing.variants import Sizes, Split, captured_rows
+from fxpart.pricing.weights import trained_names
+from fxpart.sharding import Mesh, Placements, format_placements
+from fxpart.solver.placement import PlacementSolution, solve_placement
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured import Captured
+    from fxpart.cluster import Cluster
+    from fxpart.costs import CostModel
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is proven of a choice, over these strategies and this cost model.
+
+    seconds: of a step on one stage that holds the whole graph. bound: no choice takes less. memory:
+    bytes on a lane, against ``budget``. unruled: ops without a rule, replicated. built, solved: CPU
+    seconds that making the problem and solving it took.
+    """
+
+    status: str
+    seconds: float
+    bound: float
+    gap: float
+    memory: float
+    budget: float
+    solver: str
+    unruled: tuple[str, ...]
+    built: float
+    solved: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The strategy of every op with tensors, the placements of every input and state, by node."""
+
+    mesh: Mesh
+    strategies: Mapping[str, Strategy]
+    placements: Mapping[str, Placements]
+
+    def text(self) -> str:
+        """The form that the pass ``place`` reads: ``"addmm=b|n;input_ids=dp:S(0),tp:R"``."""
+        ops = [f"{name}={'|'.join(strategy)}" for name, strategy in self.strategies.items()]
+        held = [
+            f"{name}={format_placements(placements, self.mesh)}"
+            for name, placements in self.placements.items()
+        ]
+        return ";".join([*ops, *held])
+
+
+def choose_placements(
+    graph: fx.GraphModule,
+    captured: Captured,
+    cluster: Cluster,
+    *,
+    mesh: Mesh | None = None,
+    cost_model: str | CostModel = "auto",
+    batch_size: int | None = None,
+    microbatches: int = 1,
+    optimizer: object = "adamw",
+    in_flight: int = 1,
+    stages: int = 1,
+    budget: float | None = None,
+    time_limit: float = 30.0,
+    solver: str = "auto",
+    only: Mapping[str, Strategy] | None = None,
+) -> tuple[Assignment, Certificate]:
+    """Choose a placement along every axis that is still open in a graph; decided ones stay.
+
+    graph: annotated and propagated (its blocks play no part). mesh: that of the graph by default.
+    batch_size: rows of a step, by default those of the capture, in ``microbatches``; in_flight: how
+    many of them are kept for their backward at once. stages: into how many equal stages the graph
+    will be cut: each has ``stages`` times the budget. budget: bytes of a device, by default the
+    least memory of the cluster's, less a reserve. only: strategies of single ops, by node name.
+    Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
+    """
+    started = time.process_time()
+    budget_ = _budget(cluster, budget) * stages
+    built = build(
+        graph, captured, cluster, mesh=mesh, cost_model=cost_model, batch_size=batch_size,
+        microbatches=microbatches, optimizer=optimizer, in_flight=in_flight, budget=budget_,
+        only=only,
+    )  # fmt: skip
+    made = time.process_time()
+    solution = solve_placement(built.problem, time_limit=time_limit, solver=solver)
+    solved = time.process_time()
+    if solution.choice is None:
+        raise _nothing(solution, budget_, time_limit)
+    certificate = Certificate(
+        status=solution.status,
+        seconds=solution.seconds,
+        bound=solution.bound,
+        gap=solution.gap,
+        memory=solution.bytes,
+        budget=budget_,
+        solver=solution.solver,
+        unruled=built.unruled,
+        built=made - started,
+        solved=solved - made,
+    )
+    mesh_ = mesh if mesh is not None else graph.meta[MESH_KEY]
+    return (
+        Assignment(mesh_, built.strategies(solution.choice), built.placements(solution.choice)),
+        certificate,
+    )
+
+
+def build(
+    graph: fx.GraphModule,
+    captured: Captured,
+    cluster: Cluster,
+    *,
+    mesh: Mesh | None = None,
+    cost_model: str | CostModel = "auto",
+    batch_size: int | None = None,
+    microbatches: int = 1,
+    optimizer: object = "adamw",
+    in_flight: int = 1,
+    budget: float | None = None,
+    only: Mapping[str, Strategy] | None = None,
+) -> Built:
+    """The placement problem of a graph, as :func:`choose_placements` solves it."""
+    mesh_: Mesh = mesh if mesh is not None else graph.meta[MESH_KEY]
+    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    device = grouped(cluster, mesh_.size).devices[0]
+    rings = Rings(cluster, mesh_)
+    reshards = Reshards(mesh_, model, rings)
+    trained = trained_names(captured) if captured.training else frozenset()
+    specs = Specs(trained)
+    rows = batch_size or captured.batch_size
+    size = -(-rows // microbatches) if captured.symbolic else captured_rows(captured)
+    sizes = Sizes(captured, Split(size, microbatches))
+    families = Families(mesh_, model, device, reshards, sizes, specs, microbatches)
+    flow = read(graph.graph, specs, sizes, in_flight)
+    fused(flow, families)
+    builder = Builder(
+        mesh=mesh_,
+        flow=flow,
+        families=families,
+        reshards=reshards,
+        specs=specs,
+        sizes=sizes,
+        state=_state(captured, trained, optimizer, microbatches),
+        microbatches=microbatches,
+        bandwidth=device.bandwidth,
+        launch=device.launch,
+        only=only or {},
+    )
+    return builder.build(_budget(cluster, budget))
+
+
+def _budget(cluster: Cluster, given: float | None) -> float:
+    if given is not None:
+        return given
+    return min(device.memory for device in cluster.devices) * (1 - RESERVE)
+
+
+def _state(
+    captured: Captured, trained: frozenset[str], optimizer: object, microbatches: int
+) -> dict[str, StateCosts]:
+    """Per parameter and buffer its memory and the optimizer's traffic, for each of its bytes.
+
+    The optimizer reads and writes weight and state and reads the gradient; with several
+    microbatches gradients are read twice and written once for each of them.
+    """
+    names = [name for name in captured.state if name in trained]
+    shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in names]
+    sums = dict(zip(names, state_bytes(choose(optimizer), shapes), strict=True))
+    found = {}
+    for name, tensor in captured.state.items():
+        size = max(1, tensor.numel() * tensor.element_size())
+        held = sums.get(name, 0) / size
+        if name in trained:
+            accumulated = 3.0 * microbatches if microbatches > 1 else 0.0
+            found[name] = StateCosts(2 + held, 3 + 2 * held + accumulated, 1.0, True)
+        else:
+            found[name] = StateCosts(1.0, 0.0, 0.0, False)
+    return found
+
+
+def _nothing(solution: PlacementSolution, budget: float, time_limit: float) -> Exception:
+    """Why there is no choice."""
+    if solution.status == "infeasible":
+        gib = 2.0**30
+        return error(
+            "FXP204",
+            where="placements over the mesh",
+            why=f"the smallest placement needs {solution.least / gib:.2f} GiB on a device, and "
+            f"there are {budget / gib:.2f} GiB",
+            fix="a larger mesh, more stages, more microbatches or fewer annotations",
+        )
+    return error(
+        "FXP205",
+        where="placements over the mesh",
+        why=f"nothing that fits was found in {time_limit:g} s",
+        fix="a longer time_limit",
+    )
