@@ -56,6 +56,22 @@ def _tensordot(op: OpSpec) -> Size:
     return 2 * elements(op.outputs[0]) * shared
 
 
+def _experts(op: OpSpec) -> Size:
+    """A mixture of experts: every token through the two products of its chosen ones.
+
+    Of the forms that lie on several lanes: one that cuts the experts alone computes its share of
+    the choices, one that sends rows around as many as it has.
+    """
+    hidden, index, _, up, down = op.inputs[:5]
+    each = product(up.shape[1:]) + product(down.shape[1:])
+    choices = 2 * hidden.shape[0] * index.shape[1] * each
+    number = op.attribute("1")
+    if op.key != "experts_cut" or not isinstance(number, int):
+        return choices
+    share = choices * up.shape[0]
+    return share // number if isinstance(share, int) else share / number
+
+
 def _einsum(op: OpSpec, backward: bool) -> Size:
     """Pairs contracted from the left, as torch.einsum does without an optimised path."""
     equation = str(op.attribute("equation", "0")).replace(" ", "")
@@ -100,6 +116,8 @@ PRODUCTS: dict[str, tuple[Rule, tuple[int, ...]]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "__matmul__", "mv", "dot", "vdot"), (_LINEAR, (0, 1))),
     **dict.fromkeys(("inner", "linear", "_grouped_mm", "_scaled_mm"), (_LINEAR, (0, 1))),
     "transformers.grouped_mm_fallback": (_LINEAR, (0, 1)),
+    **dict.fromkeys(("fxpart.experts", "experts_cut", "experts_dispatched"), (_experts, (0, 3))),
+    "fxpart.grouped_product": (_LINEAR, (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), (_ADDED, (1, 2))),
     "addbmm": (_addbmm, (1, 2)),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (_convolution, (0, 1))),

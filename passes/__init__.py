@@ -46,7 +46,8 @@ PASSES: dict[str, type[Any]] = {
 }
 
 PREPARE = (
-    "drop_asserts,inline_regions,remove_inplace,simplify,key_random,mark_gradients,group_blocks"
+    "drop_asserts,inline_regions,remove_inplace,simplify,group_experts,key_random,mark_gradients,"
+    "group_blocks"
 )
 
 

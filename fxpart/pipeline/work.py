@@ -52,6 +52,9 @@ def work(node: fx.Node) -> int:
     given = [t for n in tensors_in(op_args(node)) for t in tensors(value(n))]
     if "embedding" in name or name == "cross_entropy_loss" or len(given) < 2:
         return out + numel(given[0])
+    if name == "fxpart.experts":
+        each = sum(numel(t) // max(1, hint(t.shape[0])) for t in given[3:5])
+        return numel(given[1]) * each
     if name == "scaled_dot_product_attention":
         return 2 * numel(given[0]) * hint(given[1].shape[-2])
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):

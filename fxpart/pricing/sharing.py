@@ -134,7 +134,13 @@ def _form(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tu
     axes = node.args[0] if node.args else ()
     if not isinstance(axes, tuple | list) or not all(a in mesh.names for a in axes) or not axes:
         return (), ()
-    if getattr(node.target, "__name__", "") not in _SUMMING:
+    name = getattr(node.target, "__name__", "")
+    if name == "experts_dispatched":  # rows of (axes, size, hidden, index, ...) travel, and back
+        hidden, chosen = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
+        rows = tensor_bytes(hidden) * chosen.shape[1] * _count(axes, mesh)
+        way = Move(*_TURN, rows, tuple(map(str, axes)))
+        return (way, way), (way, way)
+    if name not in _SUMMING:
         return (), ()
     size = sum((tensor_bytes(t) for t in specs.tensors(node)[-1:]), start=0)
     move = Move("partial", "replicate", size, tuple(map(str, axes)))
