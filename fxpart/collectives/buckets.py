@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxpart.collectives.communicator import Axis, Communicator, Handle
+from fxpart.collectives.communicator import Axis, Communicator, Handle, Size
 from fxpart.collectives.pieces import lengths, part, resized, take
 
 BUCKET = 25 << 20  # bytes
@@ -145,10 +145,10 @@ def _buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
 
 
 def _totals(
-    tensors: list[torch.Tensor], cuts: list[int], sizes: list[list[int]], parts: int
-) -> list[int]:
+    tensors: list[torch.Tensor], cuts: list[int], sizes: list[list[Size]], parts: int
+) -> list[Size]:
     """Per lane the elements of its pieces of all tensors."""
-    found = [0] * parts
+    found: list[Size] = [0] * parts
     for tensor, dim, size in zip(tensors, cuts, sizes, strict=True):
         each = tensor.numel() // max(tensor.shape[dim], 1)
         found = [have + each * length for have, length in zip(found, size, strict=True)]
@@ -196,7 +196,7 @@ def _scatter_bucket(
         for index, tensor, dim, size in zip(group, tensors, cut, sizes, strict=True):
             shape = resized(tensor.shape, dim, size[place])
             count = tensor.numel() // max(tensor.shape[dim], 1) * size[place]
-            results[index] = found.narrow(0, at, count).view(shape)  # type: ignore[arg-type]
+            results[index] = found.narrow(0, at, count).view(shape)
             at += count  # type: ignore[assignment]
 
     return finish

@@ -132,7 +132,7 @@ class Communicator:
         _, size, lanes = self.group(axis)
         if size == 1:
             return Done(tensor.reshape(-1))
-        sizes = [tensor.numel()] * size if counts is None else list(counts)
+        sizes: list[Size] = [tensor.numel()] * size if counts is None else list(counts)
         self.counts.note("all_gather", axis, sum(sizes) * tensor.itemsize)
         return self._gather(tensor.reshape(-1), lanes, sizes)
 
@@ -222,6 +222,6 @@ def _split(
 ) -> list[torch.Tensor]:
     pieces, at = [], 0
     for shape, count in zip(shapes, counts, strict=True):
-        pieces.append(flat.narrow(0, at, count).view(*shape) if shape else flat[at])  # type: ignore[arg-type]
+        pieces.append(flat.narrow(0, at, count).view(*shape) if shape else flat[at])
         at = at + count  # type: ignore[assignment]
     return pieces

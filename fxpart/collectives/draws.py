@@ -70,7 +70,7 @@ def _mask(
 ) -> torch.Tensor:
     """This lane's part of dropout's mask: 0 or 1 / (1 - p)."""
     with torch.no_grad():
-        ones = like.new_ones(list(shape))  # type: ignore[arg-type]
+        ones = like.new_ones(list(shape))
         return _cut(mesh, seeded(key, index, _ATEN.dropout.default, ones, p, True), where)
 
 
@@ -100,7 +100,7 @@ def _around(
         size[p.dim] = p.outer * each[mesh.place(axis)]
         sizes.append(size)
     for (axis, p), size in reversed(list(zip(cuts, sizes[:-1], strict=True))):
-        whole = piece.new_full(size, 0.5) if piece.is_floating_point() else piece.new_zeros(size)  # type: ignore[arg-type]
+        whole = piece.new_full(size, 0.5) if piece.is_floating_point() else piece.new_zeros(size)
         each = lengths(size[p.dim], mesh.size(axis), p.outer)
         inner = piece.unflatten(p.dim, (p.outer, each[mesh.place(axis)]))
         part(whole, p.dim, p.outer, each, mesh.place(axis)).copy_(inner)

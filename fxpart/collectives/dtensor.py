@@ -37,7 +37,8 @@ def to_dtensor(
     """
     plain, local = _plain(mesh, local.detach(), placements, shape)
     there = [_torch(p) for p in plain] or [Replicate()]
-    stride, step = [], 1
+    stride: list[int] = []
+    step = 1
     for size in reversed(shape):
         stride.insert(0, step)
         step *= max(size, 1)

@@ -131,7 +131,7 @@ class _Exchange(torch.autograd.Function):
         return _moved(rows, mesh, axes, give, get)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return _moved(gradients[0], *ctx.way), None, None, None, None
 
 

@@ -107,7 +107,7 @@ class GroupCommunicator(Communicator):
             if min(counts) == longest:
                 return padded
             rows = padded.view(len(lanes), longest)
-            return torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])  # type: ignore[misc]
+            return torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])
 
         if not longest:
             return Done(padded)

@@ -114,7 +114,7 @@ def embedding_bag_bags(
 
 def _own(indices: torch.Tensor, start: Size, rows: Size) -> tuple[torch.Tensor, torch.Tensor]:
     """Local row numbers (0 for others') and where the rows are others'."""
-    local = indices - start
+    local = indices - start  # type: ignore[operator]
     outside = (local < 0) | (local >= rows)
     return local.masked_fill(outside, 0), outside
 

@@ -118,7 +118,7 @@ def _parallel(
         raise refused("cross_entropy_classes", "the targets are probabilities of classes")
     start, classes = span(mesh, axes[1], size)
     dim = 1 if logits.dim() > 1 else 0
-    local = target - start
+    local = target - start  # type: ignore[operator]
     outside = (local < 0) | (local >= classes) | (target == ignore_index)
     local = local.masked_fill(outside, 0)
     how = mesh, axes[1], dim, bool(smoothing), size
@@ -130,8 +130,11 @@ def _parallel(
         counts = own.masked_fill(ignored, 0).sum()
         if axes[0]:
             counts = mesh.all_reduce(counts, axes[0])
-        return (loss.sum() / counts).to(logits.dtype)
-    return (loss.sum() if reduction == SUM else loss).to(logits.dtype)
+        loss = loss.sum() / counts
+    elif reduction == SUM:
+        loss = loss.sum()
+    found: torch.Tensor = loss.to(logits.dtype)
+    return found
 
 
 class _PerRow(torch.autograd.Function):
@@ -174,7 +177,7 @@ class _PerRow(torch.autograd.Function):
         log = sums[0].log()
         own = sums[2]
         total = size if weight is None else sums[-1]
-        smooth = log * total - sums[3] if smoothing else nothing
+        smooth = log * total - sums[3] if smoothing else nothing  # type: ignore[operator]
         x /= sums[0].unsqueeze(dim)
         ctx.save_for_backward(
             x, local, outside, own, *(() if weight is None else (weight, sums[-1]))

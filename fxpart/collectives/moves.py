@@ -47,7 +47,7 @@ def scatter(
     if mesh.fake:
         return _made(mesh, "reduce_scatter", axis, x, x.shape, shape)
     flat, counts = pack(x, dim, outer, parts)
-    return mesh.start_reduce_scatter(flat, axis, counts).wait().view(shape)  # type: ignore[arg-type]
+    return mesh.start_reduce_scatter(flat, axis, counts).wait().view(shape)
 
 
 def turn(

@@ -31,7 +31,7 @@ def slice_shard(
         return x
     if not _tracked(x):
         return moves.cut(mesh, x, axis, dim, outer)
-    found: torch.Tensor = _SliceShard.apply(x, mesh, axis, dim, outer, gradient)
+    found: torch.Tensor = _SliceShard.apply(x, mesh, axis, dim, outer, gradient)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -49,7 +49,7 @@ def all_gather(
         return x
     if not _tracked(x):
         return moves.gather(mesh, x, axis, dim, size, outer)
-    found: torch.Tensor = _AllGather.apply(x, mesh, axis, dim, size, outer, gradient)
+    found: torch.Tensor = _AllGather.apply(x, mesh, axis, dim, size, outer, gradient)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -59,7 +59,7 @@ def all_reduce(mesh: Communicator, x: torch.Tensor, axis: str, gradient: str = "
         return x
     if not _tracked(x):
         return mesh.all_reduce(x, axis)
-    found: torch.Tensor = _AllReduce.apply(x, mesh, axis, gradient)
+    found: torch.Tensor = _AllReduce.apply(x, mesh, axis, gradient)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -71,7 +71,7 @@ def reduce_scatter(
         return x
     if not _tracked(x):
         return moves.scatter(mesh, x, axis, dim, outer)
-    found: torch.Tensor = _ReduceScatter.apply(x, mesh, axis, dim, outer)
+    found: torch.Tensor = _ReduceScatter.apply(x, mesh, axis, dim, outer)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -91,7 +91,7 @@ def all_to_all(
     way = (source, source_outer, target, target_outer)
     if not _tracked(x):
         return moves.turn(mesh, x, axis, way, size)
-    found: torch.Tensor = _AllToAll.apply(x, mesh, axis, way, size)
+    found: torch.Tensor = _AllToAll.apply(x, mesh, axis, way, size)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -99,7 +99,7 @@ def enter(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
     """R -> R, for users that leave a partial gradient: identity; backward: an all-reduce."""
     if mesh.size(axis) == 1 or not _tracked(x):
         return x
-    found: torch.Tensor = _Enter.apply(x, mesh, axis)
+    found: torch.Tensor = _Enter.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -110,7 +110,7 @@ def leave(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
     """
     if mesh.size(axis) == 1 or not _tracked(x):
         return x
-    found: torch.Tensor = _Leave.apply(x, mesh, axis)
+    found: torch.Tensor = _Leave.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -120,7 +120,7 @@ def first_only(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
         return x
     if not _tracked(x):
         return moves.first(mesh, x, axis)
-    found: torch.Tensor = _FirstOnly.apply(x, mesh, axis)
+    found: torch.Tensor = _FirstOnly.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -32,7 +32,8 @@ def resized(shape: Sequence[Size], dim: int, size: Size) -> list[Size]:
 def apart(tensor: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
     """The view whose dims ``dim, dim + 1`` are ``[outer, rest]``."""
     size = tensor.shape[dim]
-    return tensor.unflatten(dim, (outer, size // outer))
+    found: torch.Tensor = tensor.unflatten(dim, (outer, size // outer))
+    return found
 
 
 def part(
@@ -40,7 +41,7 @@ def part(
 ) -> torch.Tensor:
     """Piece ``index`` of a whole tensor, as a view of dims ``[.., outer, sizes[index], ..]``."""
     start = sum(sizes[:index])
-    return apart(tensor, dim, outer).narrow(dim + 1, start, sizes[index])  # type: ignore[arg-type]
+    return apart(tensor, dim, outer).narrow(dim + 1, start, sizes[index])
 
 
 def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> torch.Tensor:
@@ -48,8 +49,8 @@ def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> 
     sizes = lengths(tensor.shape[dim], parts, outer)
     start, length = sum(sizes[:index]), sizes[index]
     if outer == 1:
-        return tensor.narrow(dim, start, length).contiguous()  # type: ignore[arg-type]
-    piece = apart(tensor, dim, outer).narrow(dim + 1, start, length)  # type: ignore[arg-type]
+        return tensor.narrow(dim, start, length).contiguous()
+    piece = apart(tensor, dim, outer).narrow(dim + 1, start, length)
     return piece.reshape(resized(tensor.shape, dim, outer * length)).contiguous()
 
 
