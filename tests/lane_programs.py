@@ -84,6 +84,33 @@ def move(
     return {"saved": found, "after": after}
 
 
+def checkpoint(
+    directory: str, mesh: str, options: dict[str, Any], other: str, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Train, save with torch.distributed.checkpoint, load into another sharding."""
+    import torch.distributed.checkpoint as dcp
+
+    made = trainer(connect(ranks_of(mesh)), mesh, **{"optimizer": ADAMW} | options)
+    for seed in range(2):
+        made.step(batch(seed=seed))
+    parts = made.state_dict(sharded=True)
+    dcp.save(parts, checkpoint_id=directory)
+    expected = made.state_dict()
+    again = trainer(connect(ranks_of(other)), other, **{"optimizer": ADAMW} | more)
+    wanted = again.state_dict(sharded=True)
+    dcp.load(wanted, checkpoint_id=directory)
+    again.load_state_dict(wanted)
+    same = bits(again.state_dict()) == bits(expected)
+    again.load_state_dict(parts)  # laid out in another way
+    return {
+        "names": sorted(parts),
+        "shapes": {n: list(t.shape) for n, t in parts.items()},
+        "local": {n: list(t.to_local().shape) for n, t in parts.items()},
+        "same": same,
+        "moved": bits(again.state_dict()) == bits(expected),
+    }
+
+
 def fail(
     mesh: str, stage: int, what: str, lanes: tuple[int, ...], timeout: float = 60.0
 ) -> dict[str, Any]:

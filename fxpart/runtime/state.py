@@ -14,6 +14,7 @@ from fxpart.program import StateSpec
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.sharded_state import has_parts, part_of
 from fxpart.runtime.transport import STATE, Transport
 
 Place = tuple[int, int]  # stage, lane
@@ -59,7 +60,7 @@ class ModelState:
         self.lanes = tuple(lanes)
         self.ranks = tuple(ranks)
         self.transport = transport
-        self._device = devices[transport.local[0]]
+        self.device = devices[transport.local[0]]
         self.aliases = spec.aliases
         self.entries: dict[str, Entry] = {}
         found: dict[str, list[tuple[int, StateSpec]]] = {name: [] for name in spec.parameters}
@@ -132,8 +133,8 @@ class ModelState:
                     whole = part
                 else:
                     if whole is None:
-                        whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self._device)
-                    pieces.put(whole, lane, part.to(self._device))
+                        whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self.device)
+                    pieces.put(whole, lane, part.to(self.device))
             if whole is not None:
                 result[name] = whole
         return result
@@ -152,7 +153,7 @@ class ModelState:
             assert own is not None, "the owner has its tensor"
             tensor = own.detach().clone().contiguous()
         else:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if not first_only:
             return self.transport.broadcast(tensor, root)
         if 0 in local:
@@ -170,7 +171,8 @@ class ModelState:
         }
         problems: list[Problem] = []
         if strict:
-            names = {name for name, _ in self.saved()}
+            here = has_parts(given)
+            names = {name for name, entry in self.saved() if entry.copies or not here}
             problems += [
                 _fault(name, "the state dict does not hold it")
                 for name in sorted(names - set(wanted))
@@ -186,8 +188,8 @@ class ModelState:
         with torch.no_grad():
             for name, tensor in wanted.items():
                 entry = self.entries[name]
-                for (_, lane), copy in entry.copies.items():
-                    copy.copy_(entry.pieces.part(tensor, lane))
+                for (stage, lane), copy in entry.copies.items():
+                    copy.copy_(part_of(tensor, entry.pieces, lane, self.ranks[stage]))
         return len(wanted)
 
     def _known_as(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:

@@ -22,6 +22,7 @@ from fxpart.runtime.lanes import Lane, mesh_of, shared_text, together
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
+from fxpart.runtime.sharded_state import ShardedState, has_parts
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
 
@@ -85,6 +86,7 @@ class Trainer:
         if spec.sharding is not None:
             self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._sharded_state = ShardedState(self._state, self._meshes)
         self._held = Held(self._state, self._meshes)
         self._feed = LaneFeed(self._lanes)
         self._engine = self._make_engine(
@@ -190,11 +192,20 @@ class Trainer:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state_dict(self, *, first_only: bool = False) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by original name, aliases too, copied.
+    def state_dict(
+        self, *, first_only: bool = False, sharded: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by original name, aliases too, copied and whole.
 
-        first_only: only rank 0 gets them, the others an empty dict. Every rank must call it.
+        first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
+        what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
+        Every rank must call it.
         """
+        if sharded:
+            found: dict[str, torch.Tensor] = {**self._sharded_state.give()}
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+            return found
         own = {name: entry.owned() for name, entry in self._state.saved()}
         with reporting(self._transport, "gathering state"):
             found = self._state.gather(own, first_only=first_only)
@@ -204,11 +215,16 @@ class Trainer:
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit."""
+        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
+
+        state: whole tensors, of which each rank takes its part; or, as ``state_dict(sharded=True)``
+        gives them, DTensors of any layout.
+        """
         inner = {n: t for n, t in state.items() if n not in self._unused}
+        text = "parts" if has_parts(inner) else " ".join(sorted(state))
         agree(
             self._transport, "the state dict",
-            lambda: (self._state.load(inner, strict=strict), " ".join(sorted(state))),
+            lambda: (self._state.load(inner, strict=strict), text),
         )  # fmt: skip
         for name, tensor in self._unused.items():
             if name in state:

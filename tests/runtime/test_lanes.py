@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hand_lanes import Whole, batch, trainer
-from lane_programs import assert_close, fail, move, one_process, ranks_of, refuse, train
+from hand_lanes import Whole, batch, trainer, weights
+from lane_programs import assert_close, checkpoint, fail, move, one_process, ranks_of, refuse, train
 from ranks import Pool
 
 from fxpart.errors import FxpartError
@@ -171,3 +172,32 @@ def test_gloo_a_failure_on_one_lane_ends_within_the_timeout(pool: Pool) -> None:
     assert all(each["problems"][0][0] in ("FXP503", "FXP504") for each in found)
     assert all(each["seconds"] < 12 for each in found)
     assert all("again" in each for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options", "other", "more"),
+    [("tp=2", {}, "dp=2", {"zero": 1}), ("dp=2", {"zero3": True}, "tp=2", {})],
+)
+def test_gloo_parts_go_through_a_distributed_checkpoint(
+    pool: Pool,
+    tmp_path: Path,
+    mesh: str,
+    options: dict[str, Any],
+    other: str,
+    more: dict[str, Any],
+) -> None:
+    """Each rank gives DTensors of its own stage; another sharding reads the same numbers."""
+    found = pool.run(checkpoint, str(tmp_path), mesh, options, other, more, ranks=4)
+    whole = weights()
+    for rank, each in enumerate(found):
+        assert each["same"] and each["moved"]
+        assert ("scale" in each["names"]) == (rank >= 2)
+        assert "embed.weight" in each["names"], "the stage that has a copy of a tie gives it, too"
+        assert each["shapes"] == {n: list(whole[n].shape) for n in each["names"]}
+    assert found[0]["local"]["up.weight"] == [5, 6]
+
+
+def test_in_process_there_are_no_dtensors() -> None:
+    with pytest.raises(FxpartError, match="spread over processes"):
+        trainer(InProcess(4), "tp=2").state_dict(sharded=True)
