@@ -7,7 +7,7 @@ Containers may nest; a leaf is a tensor or a constant (None, bool, int, float, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,19 @@ def take_apart(batch: Any) -> Parts:
     if problems:
         raise FxpartError(problems)
     return Parts(tree, tuple(tensors), tuple(paths), tuple(constants))
+
+
+def distinct(parts: Parts) -> Parts:
+    """The same with a copy for each tensor that was given before (``labels=input_ids``).
+
+    Tracers know an input by the identity of its tensor and would take two for one.
+    """
+    seen: set[int] = set()
+    tensors = []
+    for tensor in parts.tensors:
+        tensors.append(tensor.clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return replace(parts, tensors=tuple(tensors))
 
 
 def put_together(tree: Any, tensors: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fxpart.capture.accepted import plain_module
-from fxpart.capture.batch import assemble, take_apart
+from fxpart.capture.batch import assemble, distinct, take_apart
 from fxpart.capture.calling import divide, input_names
 from fxpart.capture.captured import Captured
 from fxpart.capture.dims import infer, settled
@@ -49,7 +49,7 @@ def capture(
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
-    parts = take_apart(batch)
+    parts = distinct(take_apart(batch))
     has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
     call = divide(model, loss, parts, has_kwargs=has_kwargs)
     names = unique_names(input_names(parts, call, model, loss))

@@ -11,6 +11,7 @@ from torch import nn
 from fxpart.capture import Captured, capture
 from fxpart.capture.dims import hypotheses, resize
 from fxpart.errors import FxpartError
+from fxpart.reference import WholeGraph
 
 
 def dims(captured: Captured) -> dict[str, int | None]:
@@ -214,3 +215,24 @@ def test_the_conventional_hypothesis_comes_first() -> None:
     first = next(iter(hypotheses(["a", "b", "c"], tensors, {})))
     assert first == (0, None, 0)
     assert resize(torch.arange(3), 0, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    """``labels=input_ids`` in the example must not tie the two in training."""
+
+    class Scorer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8)
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            scores = self.head(self.embed(ids)).flatten(0, 1)
+            return nn.functional.cross_entropy(scores, labels.flatten())
+
+    model = Scorer()
+    ids, labels = torch.randint(0, 11, (2, 4, 6)).unbind()
+    captured = capture(model, example_kwargs={"ids": ids, "labels": ids}, loss=lambda loss: loss)
+    assert [spec.name for spec in captured.inputs] == ["ids", "labels"]
+    found = WholeGraph(captured.graph, captured.state).run(ids, labels)[0]
+    assert torch.equal(found, model(ids, labels))
