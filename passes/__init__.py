@@ -26,6 +26,7 @@ from .inline_regions import InlineRegions
 from .key_random import KeyRandom
 from .lower import Lower
 from .mark_gradients import MarkGradients
+from .place import Place
 from .propagate import Propagate
 from .remove_inplace import RemoveInplace
 from .simplify import Simplify
@@ -40,6 +41,7 @@ PASSES: dict[str, type[Any]] = {
     "key_random": KeyRandom,
     "lower": Lower,
     "mark_gradients": MarkGradients,
+    "place": Place,
     "propagate": Propagate,
     "remove_inplace": RemoveInplace,
     "simplify": Simplify,

@@ -57,9 +57,45 @@ class Built:
     """The problem and what its nodes mean."""
 
     problem: PlacementProblem
+    mesh: Mesh
     ops: dict[fx.Node, Placed]
     sources: dict[fx.Node, Placed]
     unruled: tuple[str, ...]
+    symbols: dict[fx.Node, dict[str, frozenset[str]]]
+
+    def settled(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The choice with every open input cut along each axis that cuts its rows somewhere.
+
+        An op may cut a dim whose size is only known at run time. The runtime sees to it that such a
+        size can be cut if the input that it is read from is cut so; inputs are small, and what
+        needs them whole gathers them. The first dim of an input that fits is cut.
+        """
+        found = list(choice)
+        cut: list[set[str]] = [set() for _ in self.mesh.axes]
+        for node, placed in self.ops.items():
+            option = placed.options[placed.at(choice[placed.root])]
+            assert isinstance(option, Option), "ops have options"
+            for axis, name in enumerate(option.strategy):
+                cut[axis] |= self.symbols[node].get(name, frozenset())
+        for node, placed in self.sources.items():
+            if node.op != "placeholder":
+                continue
+            port = placed.options[choice[placed.root]]
+            assert not isinstance(port, Option), "sources have ports"
+            wanted = tuple(self._cut(node, p, cut[axis]) for axis, p in enumerate(port[0]))
+            found[placed.root] = next(
+                (i for i, p in enumerate(placed.options) if p[0] == wanted), choice[placed.root]
+            )
+        return tuple(found)
+
+    def _cut(self, node: fx.Node, placement: Placement | None, cut: set[str]) -> Placement | None:
+        """The placement of an input on an axis that cuts these symbols."""
+        if placement != REPLICATE:
+            return placement
+        return next(
+            (Shard(dim) for dim, s in enumerate(node.meta["val"].shape) if str(s) in cut),
+            placement,
+        )
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategy of every op, by node name."""
@@ -125,7 +161,10 @@ class Builder:
             self._op(op, families[op])
         if self.flow.loss in self.givers:
             self._whole(self.flow.loss)
-        return Built(self._problem(budget), self.ops, self.sources, self._unruled())
+        return Built(
+            self._problem(budget), self.mesh, self.ops, self.sources, self._unruled(),
+            {op: self.families.symbols(op) for op in self.flow.ops},
+        )  # fmt: skip
 
     def _unruled(self) -> tuple[str, ...]:
         return tuple(op.name for op in self.flow.ops if self.families.rule(op) is None)
@@ -261,7 +300,7 @@ class Builder:
                 if not given and not isinstance(held, Shard):
                     continue
                 found[held, back if flows or isinstance(held, Shard) else REPLICATE] = None
-            if not given and value.node.op == "get_attr":
+            if not given:
                 for dim, size in enumerate(self._shape(value)):
                     if size >= self.mesh.shape[axis] and size % self.mesh.shape[axis] == 0:
                         found[Shard(dim), Shard(dim)] = None

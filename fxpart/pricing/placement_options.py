@@ -13,10 +13,10 @@ from torch import fx
 
 from fxpart.costmodels.sizes import item_bytes
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.passes.propagation.ruled import signature
 from fxpart.passes.rules import REPLICATED, Rule, choices, layout, operands, rule_of
 from fxpart.passes.rules.rule import factor_of
 from fxpart.pipeline.sizes import expression
+from fxpart.pricing.placement_alike import Signatures
 from fxpart.pricing.placement_edges import Port, Reshards, asked
 from fxpart.pricing.specs import Specs, annotation, tensors_of, unwrapped
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
@@ -87,15 +87,34 @@ class Families:
         self._reshards, self._sizes, self._specs = reshards, sizes, specs
         self._microbatches = microbatches
         self._rules: dict[object, Rule | None] = {}
+        self._alike = Signatures()
+        self._symbols: dict[int, dict[str, frozenset[str]]] = {}
         self._known: dict[object, Family] = {}
         self._costs: dict[OpSpec, float] = {}
 
     def rule(self, node: fx.Node) -> Rule | None:
         """The rule of the node's op, looked up once for equal ops."""
-        key = signature(node)
+        key = self._alike(node)
         if key not in self._rules:
             self._rules[key] = rule_of(node)
         return self._rules[key]
+
+    def symbols(self, node: fx.Node) -> dict[str, frozenset[str]]:
+        """Per strategy of the node's op the symbols in the size of the factors that it cuts."""
+        rule = self.rule(node)
+        if rule is None:
+            return {}
+        if id(rule) not in self._symbols:
+            found: dict[str, frozenset[str]] = {}
+            for name in choices(rule):
+                factors = rule.together.get(name, (name,))
+                sizes = [rule.sizes[f] for f in factors if f in rule.sizes]
+                names = {str(s) for z in sizes if not isinstance(z, int)
+                         for s in expression(z).free_symbols}  # fmt: skip
+                if names:
+                    found[name] = frozenset(names)
+            self._symbols[id(rule)] = found
+        return self._symbols[id(rule)]
 
     def of(
         self,
@@ -115,7 +134,7 @@ class Families:
         fixed = self._fixed(node)
         carried = tuple(map(self._specs.requires_grad, operands(node)))
         flows = annotation(node).requires_grad
-        key = (signature(node), flows, carried, kept, fixed, more, only, waiting)
+        key = (self._alike(node), flows, carried, kept, fixed, more, only, waiting)
         if key not in self._known:
             rule, spec = self.rule(node), self._specs.op(node)
             found = self._made(node, rule, fixed, more, only, waiting)

@@ -28,7 +28,7 @@ from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes, Split, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, format_placements
-from fxpart.solver.placement import PlacementSolution, solve_placement
+from fxpart.solver.placement import PlacementSolution, evaluate, solve_placement, status_of
 
 if TYPE_CHECKING:
     from fxpart.capture.captured import Captured
@@ -113,12 +113,14 @@ def choose_placements(
     solved = time.process_time()
     if solution.choice is None:
         raise _nothing(solution, budget_, time_limit)
+    choice = built.settled(solution.choice)
+    judged = evaluate(built.problem, choice)
     certificate = Certificate(
-        status=solution.status,
-        seconds=solution.seconds,
+        status=status_of(judged.seconds, solution.bound),
+        seconds=judged.seconds,
         bound=solution.bound,
-        gap=solution.gap,
-        memory=solution.bytes,
+        gap=max(0.0, 1 - solution.bound / judged.seconds) if judged.seconds > 0 else 0.0,
+        memory=judged.bytes,
         budget=budget_,
         solver=solution.solver,
         unruled=built.unruled,
@@ -127,7 +129,7 @@ def choose_placements(
     )
     mesh_ = mesh if mesh is not None else graph.meta[MESH_KEY]
     return (
-        Assignment(mesh_, built.strategies(solution.choice), built.placements(solution.choice)),
+        Assignment(mesh_, built.strategies(choice), built.placements(choice)),
         certificate,
     )
 

@@ -45,6 +45,7 @@ __all__ = [
     "problem_to_json",
     "save_problem",
     "solve_placement",
+    "status_of",
 ]
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal"
@@ -52,6 +53,7 @@ CLOSE = 0.005  # and up to this "within gap"
 EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
 SMALL = 10_000  # variables that HiGHS is given to close a gap that is small already
 LARGE = 500_000  # and a gap that is not
+Status = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 Solver = Literal["auto", "elimination", "highs", "brute"]
 
 
@@ -130,16 +132,19 @@ def _least(numbers: Numbers) -> float:
     return standing + numbers.reserve()
 
 
+def status_of(seconds: float, bound: float) -> Status:
+    """What a choice of ``seconds`` with a proven ``bound`` may be called."""
+    if bound >= seconds * (1 - PROVEN):
+        return "optimal"
+    return "within gap" if bound >= seconds * (1 - CLOSE) else "best found"
+
+
 def solution(record: Record, bound: Bound) -> PlacementSolution:
     """What ``record`` and a proven lower bound amount to."""
     proven = min(bound.seconds, record.seconds)
-    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
-    if record.seconds == inf:
-        status = "infeasible" if bound.seconds == inf else "unknown"
-    elif proven >= record.seconds * (1 - PROVEN):
-        status = "optimal"
-    else:
-        status = "within gap" if proven >= record.seconds * (1 - CLOSE) else "best found"
+    status: Status = "infeasible" if bound.seconds == inf else "unknown"
+    if record.seconds < inf:
+        status = status_of(record.seconds, proven)
     return PlacementSolution(
         status=status,
         choice=record.choice,

@@ -1,0 +1,116 @@
+"""Write chosen strategies and placements where annotations and propagation left axes open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import ClassVar
+
+from torch import fx
+
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.pipeline.annotation import MESH_KEY, Level, NodeSharding
+from fxpart.pipeline.edit import annotate, annotation, value
+from fxpart.pipeline.sizes import tensors
+from fxpart.sharding import REPLICATE, Mesh, Placements, parse_placements
+
+from .rules import REPLICATED, layout, rule_of
+
+CHOSEN = "chosen by the solver"
+_FIX = 'write choice="linear=b|n;weight=dp:R,tp:S(0)", or let choose_placements() write it'
+
+
+@dataclass(frozen=True)
+class Place:
+    """Decide every open axis of the nodes that the choice names.
+
+    choice: ``node=strategy|strategy;...``, one strategy for each axis of the mesh, for ops; and
+    ``node=dp:S(0),tp:R`` for inputs and state. What was decided before stays. FXP109 lists all that
+    is wrong with the choice.
+    """
+
+    choice: str = ""
+    name: ClassVar[str] = "place"
+    requires: ClassVar[Level] = Level.ANNOTATED
+    ensures: ClassVar[Level] = Level.ANNOTATED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Set Annotation.sharding of the named nodes."""
+        mesh = graph_module.meta.get(MESH_KEY)
+        if not isinstance(mesh, Mesh):
+            raise error("FXP109", where="pass place", why="the graph has no mesh", fix=_FIX)
+        nodes = {node.name: node for node in graph_module.graph.nodes}
+        problems = []
+        for entry in filter(None, self.choice.split(";")):
+            name, equals, text = entry.partition("=")
+            node = nodes.get(name)
+            try:
+                if node is None or not equals or node.op == "output":
+                    raise _Wrong("the graph has no such node")
+                if node.op == "call_function":
+                    _op(node, text.split("|"), mesh)
+                else:
+                    _source(node, parse_placements(text, mesh))
+            except _Wrong as fault:
+                where = f"pass place, {entry[:80]!r}"
+                problems.append(Problem("FXP109", where, str(fault), _FIX))
+            except FxpartError as fault:
+                problems += fault.problems
+        if problems:
+            raise FxpartError(problems)
+        return graph_module
+
+
+class _Wrong(Exception):  # noqa: N818  (it never leaves this file)
+    """Why an entry of the choice cannot be taken."""
+
+
+def _op(node: fx.Node, chosen: Sequence[str], mesh: Mesh) -> None:
+    if len(chosen) != len(mesh.axes):
+        raise _Wrong(f"{len(chosen)} strategies, and the mesh has {len(mesh.axes)} axes")
+    old = annotation(node).sharding
+    before = old.strategy if old is not None else (None,) * len(chosen)
+    strategy = tuple(new if had is None else had for had, new in zip(before, chosen, strict=True))
+    results = _results(node, strategy, mesh)
+    if results is None:
+        raise _Wrong(f"its op has no such strategy: {strategy}")
+    _write(node, strategy, results)
+
+
+def _results(node: fx.Node, strategy: tuple[str, ...], mesh: Mesh) -> tuple[Placements, ...] | None:
+    """What the op gives under a strategy; None where there is no such strategy."""
+    rule = rule_of(node) if any(strategy) else None
+    if rule is None:
+        whole: Placements = (REPLICATE,) * len(mesh.axes)
+        return None if any(strategy) else (whole,) * len(tensors(value(node)))
+    made = layout(rule, strategy, mesh)
+    return None if made is None else made.results
+
+
+def _source(node: fx.Node, placements: Placements) -> None:
+    if None in placements:
+        raise _Wrong("an axis of the mesh is left out")
+    _write(node, (REPLICATED,) * len(placements), (placements,))
+
+
+def _write(node: fx.Node, strategy: tuple[str, ...], results: tuple[Placements, ...]) -> None:
+    """Fill in what is open; the origin of a decided axis stays."""
+    old = annotation(node).sharding
+    if old is None:
+        annotate(node, sharding=NodeSharding(strategy, results, (CHOSEN,) * len(strategy)))
+        return
+    placed = tuple(
+        tuple(new if had is None else had for had, new in zip(before, after, strict=True))
+        for before, after in zip(old.results, results, strict=True)
+    )
+    source = node.op != "call_function"
+    open_ = [
+        any(r[axis] is None for r in old.results) if source else old.strategy[axis] is None
+        for axis in range(len(strategy))
+    ]
+    origins = tuple(
+        CHOSEN if is_open else (had or "")
+        for is_open, had in zip_longest(open_, old.origins[: len(open_)], fillvalue="")
+    )
+    annotate(node, sharding=NodeSharding(strategy, placed, origins))
