@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpart import collectives as C
 from fxpart.sharding import Mesh, Shard, indices
@@ -199,29 +198,3 @@ def test_counts_are_of_what_the_collective_is_about() -> None:
         assert counts.bytes == {
             ("all_reduce", "a"): 192, ("reduce_scatter", "a"): 96, ("all_gather", "a"): 192,
         }  # fmt: skip
-
-
-def test_symbolic_sizes() -> None:
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    env = ShapeEnv()
-    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    real = torch.ones(6, 4)
-    with FakeTensorMode(shape_env=env) as mode:
-        source = ConstantSource("x")
-        x = mode.from_tensor(real, symbolic_context=context, source=source)
-        assert isinstance(x.shape[0], torch.SymInt)
-        x.requires_grad_()
-        comm = C.FakeCommunicator(Mesh.parse("a=2"), 1)
-        whole = C.all_gather(comm, x, "a", 0, x.shape[0] * 2)
-        column = C.all_to_all(comm, x, "a", 0, 1, x.shape[0] * 2)
-        back = C.all_to_all(comm, column, "a", 1, 0, 4)
-        half = C.reduce_scatter(comm, x, "a", 1)
-        assert str(whole.shape[0]) == f"2*{x.shape[0]}" and whole.shape[1] == 4
-        assert column.shape[1] == 2 and half.shape[1] == 2
-        assert str(column.shape[0]) == str(whole.shape[0]) and back.shape[1] == 4
-        piece = C.slice_shard(comm, whole, "a", 0)
-        (g,) = torch.autograd.grad(piece.sum() + back.sum() + half.sum() + column.sum(), x)
-        assert str(g.shape) == str(x.shape)
-    assert not env.guards
