@@ -62,12 +62,13 @@ def _embedding_bag(call: Call) -> Rule:
         sizes=sizes,
         forms={"b": "embedding_bag_bags", "v": "embedding_bag_rows"},
         results_of={"d": (None, *told), "v": (PARTIAL, *told)},
-        linear=["weight"] if mode != 2 and not call.has("per_sample_weights") else [],
     )
 
 
 def _like(shape: tuple[Size, ...], call: Call, where: Dim, bag: Dim) -> list[Dim]:
     """Dims of what the op returns beside the bags: by index, by bag, or nothing."""
+    if len(shape) == 2:  # which index gave each maximum
+        return [bag, "_d"]
     if len(shape) != 1 or (isinstance(shape[0], int) and shape[0] == 0):
         return [""] * len(shape)
     return [where if str(shape[0]) == str(call.shape("indices")[0]) else bag]

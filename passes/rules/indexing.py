@@ -78,6 +78,18 @@ def _gather(call: Call) -> Rule:
     return call.rule([data, found], [found], linear=["self"])
 
 
+def _take_along(call: Call) -> Rule:
+    """A gather whose other dims broadcast."""
+    (_, shape), (_, index) = call.operands
+    if call.given.get("dim") is None or len(shape) != len(index):
+        raise UnruledError
+    at = call.dim("dim", len(shape))
+    names: list[Dim] = [f"d{d}" for d in range(len(shape))]
+    data, found = list(names), list(names)
+    data[at], found[at] = "_n", "i"
+    return call.rule([data, found], [found], linear=["self"])
+
+
 def _scatter(call: Call) -> Rule:
     """Writes along ``dim``, which stays whole; other dims are factors where all have them."""
     shape, index = call.shape("self"), call.shape("index")
@@ -151,7 +163,7 @@ TABLE: dict[str, Entry] = {
     "aten.index": _index,
     "aten.index_put": _index_put,
     "aten.gather": _gather,
-    "aten.take_along_dim": _gather,
+    "aten.take_along_dim": _take_along,
     **dict.fromkeys(("aten.scatter", "aten.scatter_add", "aten.scatter_reduce"), _scatter),
     "aten.index_add": _index_add,
     "aten.index_copy": _index_copy,

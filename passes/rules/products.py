@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .call import Call, Dim, Entry, UnruledError, is_one, leading, notation
-from .rule import Rule
+from .rule import Rule, Size
 
 
 def _matmul(call: Call) -> Rule:
@@ -73,15 +73,24 @@ def _tensordot(call: Call) -> Rule:
 
 
 def _grouped(call: Call) -> Rule:
-    """Rows sorted by group, one weight for each group: rows and groups stay whole."""
+    """Rows sorted by group, one weight for each group: rows and groups stay whole.
+
+    torch's own kernel wants widths of 16 bytes: its factors are counted in these.
+    """
     rows, weights = (shape for _, shape in call.operands[:2])
     if len(rows) != 2 or len(weights) != 3 or call.has("bias"):
         raise UnruledError
-    dims: list[list[Dim]] = [["_t", "k"], ["_e", "k", "n"]]
+    unit = 16 // call.nodes[0].meta["val"].element_size() if call.name == "aten._grouped_mm" else 1
+    width, out = weights[1:]
+    if not isinstance(width, int) or not isinstance(out, int) or width % unit or out % unit:
+        raise UnruledError
+    sizes: dict[str, Size] = {"k": width // unit, "n": out // unit, "_u": unit}
+    k, n = ("k", "_u"), ("n", "_u")
+    dims: list[list[Dim]] = [["_t", k], ["_e", k, n]]
     if len(call.operands) > 2:
         dims.append(["_e"])
     names = [name for name, _ in call.operands[:2]]
-    return call.rule(dims, [["_t", "n"]], linear=names)
+    return call.rule(dims, [["_t", n]], sizes=sizes, linear=names)
 
 
 def _outer(call: Call) -> Rule:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard, chunk
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]  # per dim its factors, major first; () has size 1
 Size: TypeAlias = int | torch.SymInt
@@ -127,17 +127,19 @@ def operands(node: fx.Node) -> list[fx.Node]:
 def layout(rule: Rule, strategy: Sequence[str], mesh: Mesh) -> Layout | None:
     """What the factors of ``strategy`` (one for each axis) mean; None where that is impossible.
 
-    A factor that shares a dim with others must divide evenly; one alone may be cut unevenly. What
-    is left of a symbolic factor is taken to divide (the runtime sees to the batch).
+    A factor that shares a dim with others must divide evenly; one alone may be cut unevenly, but no
+    lane is left without any of it. What is left of a symbolic factor is taken to divide (the
+    runtime sees to the batch).
     """
     formed = {f for f in (factor_of(name)[0] for name in strategy) if f in rule.forms}
     if len(formed) > 1 and not any(formed == set(key.split()) for key in rule.forms):
         return None  # there is no form in which both are cut
     left: dict[str, Size] = dict(rule.sizes)
+    held: dict[str, set[int]] = {}
     columns: list[tuple[list[Placement], list[Placement], list[Placement]]] = []
     for name, parts in zip(strategy, mesh.shape, strict=True):
         column = _column(rule, name, left)
-        if column is None or not _cut(rule, name, parts, left):
+        if column is None or not _cut(rule, name, parts, left, held):
             return None
         columns.append(column)
     return Layout(*(
@@ -205,27 +207,29 @@ def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> S
     return None
 
 
-def _cut(rule: Rule, name: str, parts: int, left: dict[str, Size]) -> bool:
-    """Whether ``parts`` pieces can be cut of the factor; notes what is left of it."""
+def _cut(
+    rule: Rule, name: str, parts: int, left: dict[str, Size], held: dict[str, set[int]]
+) -> bool:
+    """Whether ``parts`` pieces can be cut of the factor, none empty; notes what is left of it.
+
+    left: the longest piece of each factor. held: the lengths of all pieces, where they are numbers.
+    """
     if name == REPLICATED or name.startswith(PASS):
         return True
     name, inner = factor_of(name)
-    if name in rule.together:
-        return all(_cut(rule, each, parts, left) for each in rule.together[name])
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
         return inner == 1
-    if inner > 1:
-        left[name] = size // parts
-        return size % (inner * parts) == 0
+    lengths = held.get(name, {size})
+    left[name] = -(-size // parts)
+    held[name] = {b - a for n in lengths for a, b in (chunk(n, parts, i) for i in range(parts))}
+    if all(n % (inner * parts) == 0 for n in lengths):
+        return True
     alone = all(
         dim == (name,) for dims in (*rule.operands, *rule.results) for dim in dims if name in dim
     )
-    if size % parts and (not alone or size < parts):
-        return False
-    left[name] = -(-size // parts)
-    return True
+    return alone and inner == 1 and 0 not in held[name]
 
 
 def choices(rule: Rule) -> tuple[str, ...]:

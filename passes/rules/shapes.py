@@ -182,14 +182,21 @@ def _unsqueeze(call: Call) -> Rule:
 
 
 def _squeeze(call: Call) -> Rule:
-    """Dims of size 1 vanish; the others follow in order."""
+    """Dims of size 1 vanish. Others that are named stay whole: cut to 1, they would vanish too."""
     shape = call.operands[0][1]
-    dims: list[Dim] = ["" if is_one(s) else f"d{i}" for i, s in enumerate(shape)]
-    if "dim" not in call.given:
-        return call.rule([dims], [[d for d in dims if d]], linear=_LINEAR)
-    gone = {d for d in call.dims("dim", len(shape)) if is_one(shape[d])} if shape else set()
-    kept = [d for i, d in enumerate(dims) if i not in gone]
-    return call.rule([dims], [kept], linear=_LINEAR)
+    wanted = call.dims("dim", len(shape)) if "dim" in call.given else set(range(len(shape)))
+    gone = {d for d in wanted if d < len(shape) and is_one(shape[d])}
+    several = isinstance(call.given.get("dim"), list | tuple)  # then only some need be named
+    kept = set() if several else wanted - gone
+    dims: list[Dim] = [f"{'_' if i in kept else ''}d{i}" for i in range(len(shape))]
+    out = [d for i, d in enumerate(dims) if i not in gone]
+
+    def localise(
+        node: fx.Node, arguments: Arguments, _: Sequence[Shape], __: Sequence[Shape]
+    ) -> Arguments:
+        return with_argument(node, arguments, "dim", sorted(gone))
+
+    return call.rule([dims], [out], linear=_LINEAR, localise=localise if several else None)
 
 
 def _expand(call: Call) -> Rule:

@@ -1,0 +1,141 @@
+"""Every rule against its op: cut, run on lanes, recombine, compare, forward and gradient."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from fxpart.passes.rules import RULES, experts, rule_of
+from fxpart.passes.rules.pointwise import LINEAR
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_drawing import Draw, Maker
+from rule_examples_layers import EXAMPLES as LAYERS
+from rule_examples_lookups import EXAMPLES as LOOKUPS
+from rule_examples_products import EXAMPLES as PRODUCTS
+from rule_examples_products import grouped_fallback
+from rule_examples_shapes import EXAMPLES as SHAPES
+from rule_examples_values import EXAMPLES as VALUES
+from rule_soundness import Example, check, node_of
+
+EXAMPLES: dict[str, Maker] = {**PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS}
+if importlib.util.find_spec("transformers") is not None:
+    EXAMPLES["transformers.grouped_mm_fallback"] = lambda r: grouped_fallback()(r)
+
+SOMETIMES = {"aten.argmax"}
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@settings(max_examples=4)
+@given(seed=st.integers(0, 100_000))
+def test_sound(name: str, seed: int) -> None:
+    check(EXAMPLES[name](Draw(seed)), limit=10)
+
+
+def test_every_entry_has_an_example() -> None:
+    """Mixtures of experts are compared in tests/collectives."""
+    names = {name for table in RULES.values() for name in table} - set(experts.TABLE)
+    names -= set() if importlib.util.find_spec("transformers") else {"transformers"}
+    assert names == set(EXAMPLES)
+
+
+def test_every_entry_is_an_op_without_the_tag() -> None:
+    """Names that torch does not have, or tags as pointwise, are no use in a table."""
+    for name in EXAMPLES:
+        space, _, packet = name.partition(".")
+        overloads = getattr(getattr(torch.ops, space), packet)
+        tags = [getattr(overloads, o).tags for o in overloads.overloads()]
+        assert not all(torch.Tag.pointwise in each for each in tags), name
+
+
+def _tagged() -> dict[str, Any]:
+    """An overload of every op that torch tags as pointwise: of tensors where there is one."""
+    found = {}
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not hasattr(packet, "overloads") or name.endswith("backward"):
+            continue
+        for overload in ("Tensor", "Tensor_Tensor", "self", "default", *packet.overloads()):
+            op = getattr(packet, overload, None)
+            if op is not None and torch.Tag.pointwise in op.tags and "out" not in overload:
+                found.setdefault(name, op)
+    return found
+
+
+TAGGED = _tagged()
+# whole numbers, or arguments of a kind of their own
+STRANGE = {"polygamma": (1,), "mvlgamma": (1,), "special_polygamma": (1,)}
+
+
+def _tagged_example(name: str, r: Draw) -> Example | None:
+    """Arguments by the schema: tensors that broadcast, 0.5 for numbers; None where none fit."""
+    op = TAGGED[name]
+    inplace = name.endswith("_") and not name.startswith("__")
+    for kind in ("chance", "more", "ints", "bools"):
+        args: list[Any] = []
+        shape = r.shape()
+        for argument in op._schema.arguments:
+            if argument.has_default_value() or argument.kwarg_only:
+                break
+            if "Tensor" in str(argument.type):
+                here = shape if not args else r.broadcast(shape)
+                args.append(_values(r, kind, here))
+            else:
+                args.append({"int": 1, "bool": True}.get(str(argument.type), 0.5))
+        if name in ("where",) or "masked_fill" in name:
+            args["masked_fill" in name] = r.bools(*shape)
+        example = Example(op, tuple(args), gradients=not inplace and kind in ("chance", "more"))
+        try:
+            node = node_of(example)
+            values = node.meta["val"]
+        except (RuntimeError, ValueError):
+            continue
+        if example.gradients and not _differentiable(example):
+            example = Example(op, tuple(args), gradients=False)
+        del values
+        return example
+    return None
+
+
+def _values(r: Draw, kind: str, shape: list[int]) -> torch.Tensor:
+    if kind in ("chance", "more"):
+        return r.chance(*shape) + (1 if kind == "more" else 0)
+    return r.bools(*shape) if kind == "bools" else r.ints(3, *shape) + 1
+
+
+def _differentiable(example: Example) -> bool:
+    """Whether autograd takes all floating operands."""
+    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point()
+            else a for a in example.args]  # fmt: skip
+    try:
+        found = example.op(*args)
+        first = found if isinstance(found, torch.Tensor) else found[0]
+        if first.requires_grad:
+            first.sum().backward()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED))
+@settings(max_examples=2)
+@given(seed=st.integers(0, 100_000))
+def test_tagged_ops_are_sound(name: str, seed: int) -> None:
+    example = _tagged_example(name, Draw(seed))
+    assert example is not None, "no arguments are known that the op takes"
+    check(example, limit=8)
+
+
+def test_linear_names_are_ops() -> None:
+    for name in LINEAR:
+        assert hasattr(torch.ops.aten, name), name
+
+
+def test_what_no_rule_covers_has_none() -> None:
+    """A boolean mask as index, a maximum with whole-batch bins, a bag of unknown bounds."""
+    x = torch.rand(4, 5)
+    assert rule_of(node_of(Example(torch.ops.aten.index.Tensor, (x, [x[:, 0] > 0.5])))) is None
+    assert rule_of(node_of(Example(torch.ops.aten.histc.default, (x, 4)))) is None
+    assert rule_of(node_of(Example(torch.ops.aten.nonzero.default, (x,)))) is None
