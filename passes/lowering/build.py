@@ -137,9 +137,10 @@ class Builder:
         )
         new.meta = dict(node.meta)
         new.meta["val"] = self._value(node, new)
-        self._check(node, new)
         self.env[node] = new
-        self._pin(node, new)
+        if node in self.demands.given:  # not a number made of sizes
+            self._check(node, new)
+            self._pin(node, new)
 
     def _local_call(self, node: fx.Node) -> Call:
         """Target and arguments on local operands; sizes that the op does not cut are whole."""
