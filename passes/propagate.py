@@ -21,11 +21,11 @@ from .propagation.values import read
 class Propagate:
     """Carry placements forward and backward along the factors of the ops' rules.
 
-    Each axis by itself, the major one first; ops that hand cuts on (pointwise, views, norms) before
-    those that compute anew. Where two factors of an op compete for an axis, an annotation beside it
-    counts first, then fewer bytes of reshards. What was placed before is never changed; what
-    nothing decides stays open for a later choice, with ``close`` it is replicated. FXP109 without a
-    mesh.
+    Each axis by itself, the major one first; from annotated inputs first; ops that hand cuts on
+    (pointwise, views, norms) before those that compute anew. Where two factors of an op compete for
+    an axis, an annotation beside it counts first, then fewer bytes of reshards. What was placed
+    before is never changed; what nothing decides stays open for a later choice, with ``close`` it
+    is replicated. FXP109 without a mesh.
     """
 
     close: bool = False

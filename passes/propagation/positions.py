@@ -13,6 +13,8 @@ from fxpart.sharding import Mesh, Placement, Placements, Shard
 
 def to_whole(placements: Placements, mesh: Mesh) -> Placements:
     """The placements with ``outer`` counted in the whole dim."""
+    if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
+        return placements
     found: list[Placement | None] = []
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Shard):
@@ -28,6 +30,8 @@ def to_whole(placements: Placements, mesh: Mesh) -> Placements:
 
 def to_left(placements: Placements, mesh: Mesh) -> Placements | None:
     """The reverse of :func:`to_whole`; None where an earlier axis cut outer parts unevenly."""
+    if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
+        return placements
     found: list[Placement | None] = []
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Shard):

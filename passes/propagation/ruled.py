@@ -22,7 +22,8 @@ class Ruled:
     """
 
     def __init__(self, rule: Rule, mesh: Mesh) -> None:
-        self.rule, self.mesh = rule, mesh
+        self.rule, self.mesh, self.parts = rule, mesh, mesh.shape
+        self._only = [Mesh((("only", parts),)) for parts in self.parts]
         self._along: dict[tuple[str, int], Layout | None] = {}
         self._joint: dict[tuple[str, ...], Layout | None] = {}
         self._order = {name: i for i, name in enumerate(choices(rule))}
@@ -37,10 +38,9 @@ class Ruled:
 
     def along(self, name: str, axis: int) -> Layout | None:
         """The layout along one axis, as if there were no other; None if impossible."""
-        parts = self.mesh.shape[axis]
-        key = (name, parts)
+        key = (name, self.parts[axis])
         if key not in self._along:
-            self._along[key] = layout(self.rule, (name,), Mesh((("only", parts),)))
+            self._along[key] = layout(self.rule, (name,), self._only[axis])
         return self._along[key]
 
     def joint(self, strategy: tuple[str | None, ...]) -> Layout | None:
@@ -71,7 +71,7 @@ class Ruled:
         """The strategy that cuts a tensor of these dims so; None if no factor lies there."""
         if placed.dim >= len(dims):
             return None
-        parts, before = self.mesh.shape[axis], 1
+        parts, before = self.parts[axis], 1
         for factor in dims[placed.dim]:
             size = self.rule.sizes[factor]
             if before == placed.outer:
@@ -87,49 +87,49 @@ class Ruled:
 
 
 class Rules:
-    """The rules of a graph's ops; each distinct op is looked up once."""
+    """The rules of a graph's ops; each distinct op is looked up once.
+
+    Ops are the same if they have one target, equal arguments, and equal shapes in place of tensors.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.looked_up = 0
         self._known: dict[Hashable, Ruled | None] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, Hashable]] = {}
 
     def of(self, node: fx.Node) -> Ruled | None:
         """The op's rule; None where it has none."""
-        key = signature(node)
+        key = self._signature(node)
         if key not in self._known:
             self.looked_up += 1
             rule = rule_of(node)
             self._known[key] = Ruled(rule, self.mesh) if rule is not None else None
         return self._known[key]
 
+    def _signature(self, node: fx.Node) -> Hashable:
+        given = self._argument(node.args), self._argument(tuple(node.kwargs.items()))
+        return node.target, given, tuple(map(self._shape, tensors(node.meta.get("val"))))
 
-def signature(node: fx.Node) -> Hashable:
-    """Equal for ops that have one rule: target, arguments, and shapes in place of tensors."""
-    given = _argument(node.args), _argument(tuple(node.kwargs.items()))
-    return node.target, given, tuple(map(_shape, tensors(node.meta.get("val"))))
+    def _argument(self, value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return "node", self._argument(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            return self._shape(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._argument, value))
+        if isinstance(value, torch.SymInt):
+            return "symbol", expression(value)
+        if isinstance(value, dict):
+            return tuple((k, self._argument(v)) for k, v in value.items())
+        if isinstance(value, (bool, int, float, str, type(None))):
+            return type(value).__name__, value
+        return type(value).__name__, str(value)
 
-
-def _argument(value: Any) -> Hashable:
-    if isinstance(value, fx.Node):
-        held = value.meta.get("val")
-        if isinstance(held, torch.Tensor):
-            return "tensor", _shape(held), held.dtype
-        if isinstance(held, (list, tuple)):
-            return "tensors", tuple(map(_argument, held))
-        return "size", _argument(held)
-    if isinstance(value, torch.Tensor):
-        return "tensor", _shape(value), value.dtype
-    if isinstance(value, torch.SymInt):
-        return "symbol", expression(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_argument, value))
-    if isinstance(value, dict):
-        return tuple((k, _argument(v)) for k, v in value.items())
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return type(value).__name__, value
-    return type(value).__name__, str(value)
-
-
-def _shape(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    return tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)
+    def _shape(self, tensor: torch.Tensor) -> Hashable:
+        """Shape and dtype; reading a fake tensor's takes a while, so each is read once."""
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            sizes = tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)
+            known = self._tensors[id(tensor)] = (tensor, (tensor.dtype, sizes))
+        return known[1]

@@ -5,6 +5,9 @@ Ops that hand cuts on (pointwise, views, norms) go on as long as there are such;
 take one round; and so on. Ops that one axis may cut in two factors at once (experts and tokens)
 wait until nothing else is left, so that both are known. A decision is final, so each op is looked
 at once per change beside it.
+
+What follows from annotated inputs goes before all else: where an axis cuts the batch, a weight that
+it cuts too is stored in pieces and gathered (ZeRO-3), and not multiplied in pieces.
 """
 
 from __future__ import annotations
@@ -31,21 +34,38 @@ class Choice(NamedTuple):
     origin: str
 
 
-# How near a proposal is to what a user said: smaller is stronger.
-_OWN, _DIRECT, _DERIVED, _SUM = range(4)
+# How near a proposal is to what a user said, smaller is stronger: a weight stays where it is, then
+# the op's own result, an operand, what was derived before, and last a sum that is put off.
+_STATE, _OWN, _DIRECT, _DERIVED, _SUM = range(5)
 
 
 class Spread:
     """The state of one axis while it is propagated."""
 
     def __init__(self, ops: list[Op], axis: int, rules: Rules) -> None:
-        self.axis, self.rules = axis, rules
+        self.axis, self.rules, self._ops = axis, rules, ops
         self._new: tuple[dict[Op, None], ...] = ({}, {}, {})
-        for op in ops:
-            self._begin(op)
+        self._inputs_only = True
 
     def run(self) -> None:
-        """Decide all that follows from what is decided."""
+        """Decide all that follows: from inputs first, then from everything."""
+        for op in self._ops:
+            self._begin(op)
+        self._rounds()
+        self._inputs_only = False
+        for op in self._ops:
+            if self._waits(op):
+                for value in op.results:
+                    self._touch_users(value)
+                self._touch(op)
+        self._rounds()
+
+    def _waits(self, op: Op) -> bool:
+        """Whether what an annotation says of the op counts after what the inputs' say."""
+        return op.annotated[self.axis] and op.node.op != "placeholder"
+
+    def _rounds(self) -> None:
+        """Until nothing new follows."""
         while any(self._new):
             batch = next(filter(None, self._new))
             reached = list(batch)
@@ -65,7 +85,7 @@ class Spread:
         axis, strategy = self.axis, op.strategy[self.axis]
         if op.leaf or strategy is None:
             for value in op.results:
-                if value.placed[axis] is not None:
+                if value.placed[axis] is not None and not self._waits(op):
                     self._touch(op)
                     self._touch_users(value)
         elif op.ruled is not None:
@@ -111,9 +131,11 @@ class Spread:
         for position, value in enumerate(op.inputs):
             placed = value.placed[axis]
             by = value.op
+            if self._inputs_only and self._waits(by) and not rule.together:
+                continue
             if isinstance(placed, Shard):
                 name = op.ruled.cut(rule.operands[position], placed, axis)
-                strength = _DIRECT if by.annotated[axis] else _DERIVED
+                strength = (_STATE if by.trained else _DIRECT) if by.annotated[axis] else _DERIVED
                 if name is not None:
                     yield name, strength, through(by.origins[axis], by.node.name)
             elif placed == PARTIAL and op.turn == 0 and len(op.inputs) == len(value.users) == 1:
@@ -130,7 +152,7 @@ class Spread:
         """How a result should be cut: as an annotation says, or else as its users want it."""
         placed = value.placed[self.axis]
         if value.pinned[self.axis]:
-            if isinstance(placed, Shard):
+            if isinstance(placed, Shard) and not (self._inputs_only and self._waits(value.op)):
                 yield placed, _OWN, through(value.op.origins[self.axis], value.op.node.name)
             return
         for wanted, (_, origin) in value.demands[self.axis].items():
@@ -199,9 +221,7 @@ class Spread:
         for value, into in zip(op.inputs, made.operands, strict=True):
             wanted = into[0]
             assert wanted is not None
-            count, first = value.demands[axis].get(wanted, (0, origin))
-            value.demands[axis][wanted] = (count + 1, min(first, origin) if count else origin)
-            value.asked[axis] += 1
+            value.demand(axis, wanted, origin)
             self._touch(value.op)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -19,8 +21,11 @@ from ..rules import REPLICATED, operands
 from .positions import to_whole
 from .ruled import Ruled, Rules
 
+# What most values have, shared: every container of its own makes the garbage collector slower.
+_NONE: Mapping[Placement, tuple[int, str]] = MappingProxyType({})
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class Value:
     """One tensor. Lists are per axis; placements count ``outer`` in the whole dim.
 
@@ -34,7 +39,7 @@ class Value:
     tensor: torch.Tensor
     placed: list[Placement | None]
     pinned: list[bool]
-    demands: list[dict[Placement, tuple[int, str]]]
+    demands: list[Mapping[Placement, tuple[int, str]]]
     asked: list[int]
     users: list[tuple[Op, int]] = field(default_factory=list)
     leaves: bool = False
@@ -50,6 +55,15 @@ class Value:
             self._bytes = count
         return self._bytes
 
+    def demand(self, axis: int, wanted: Placement, origin: str) -> None:
+        """One more decided user and how it wants the value."""
+        known = self.demands[axis]
+        if not isinstance(known, dict):
+            self.demands[axis] = known = {}
+        count, first = known.get(wanted, (0, origin))
+        known[wanted] = (count + 1, min(first, origin))
+        self.asked[axis] += 1
+
     def unanimous(self, axis: int) -> Placement | None:
         """The placement that every user wants, once all are decided."""
         if self.leaves or self.asked[axis] < len(self.users) or len(self.demands[axis]) != 1:
@@ -57,7 +71,7 @@ class Value:
         return next(iter(self.demands[axis]))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Op:
     """An op, an input or a state. Lists are per axis.
 
@@ -148,7 +162,7 @@ def _op(module: fx.GraphModule, node: fx.Node, rules: Rules) -> Op:
                 tensor=tensor,
                 placed=list(stated),
                 pinned=[placement is not None for placement in stated],
-                demands=[{} for _ in range(axes)],
+                demands=[_NONE] * axes,
                 asked=[0] * axes,
             )
         )

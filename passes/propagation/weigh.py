@@ -19,7 +19,7 @@ def weight(op: Op, name: str, axis: int) -> int:
     assert op.ruled is not None
     made = op.ruled.along(name, axis)
     assert made is not None
-    parts = op.ruled.mesh.shape[axis]
+    parts = op.ruled.parts[axis]
     total = 0
     for value, into, back in zip(op.inputs, made.operands, made.gradients, strict=True):
         gradient = back[0] if op.carries and value.op.carries else None
