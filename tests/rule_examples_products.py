@@ -285,8 +285,8 @@ EXAMPLES: dict[str, Maker] = {
 }
 
 
-def grouped_fallback() -> Maker:
+def grouped_fallback(r: Draw) -> Example:
     """transformers' own product of groups, where it is installed."""
     import transformers.integrations.moe  # noqa: F401
 
-    return _grouped(torch.ops.transformers.grouped_mm_fallback.default, False)
+    return _grouped(torch.ops.transformers.grouped_mm_fallback.default, False)(r)

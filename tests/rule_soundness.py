@@ -329,11 +329,11 @@ def _check(
         if gradient is not None:
             made = whole([found[1][i] for found in lanes], known.gradients[i], mesh, tolerance)
             torch.testing.assert_close(
-                made, gradient, **tolerance, msg=lambda m, i=i: f"gradient {i}: {m}"
+                made, gradient, equal_nan=True, **tolerance, msg=lambda m, i=i: f"gradient {i}: {m}"
             )
     for i, after in enumerate(reference.after):
         made = whole([found[2][i] for found in lanes], known.operands[i], mesh, tolerance)
-        torch.testing.assert_close(made, after, **tolerance)
+        torch.testing.assert_close(made, after, equal_nan=True, **tolerance)
 
 
 def _tolerance(reference: Whole) -> dict[str, float]:

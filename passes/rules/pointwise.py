@@ -114,7 +114,7 @@ LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
     "lerp": _lerp,
     **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh_copy"), _first),
     **dict.fromkeys(("positive", "real", "imag", "conj", "_conj", "view_as"), _first),
-    **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy", "lift_copy"), _first),
+    **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy"), _first),
     **dict.fromkeys(("deg2rad", "rad2deg", "dropout", "native_dropout"), _first),
 }
 
