@@ -65,15 +65,13 @@ def reshard(
             transport.wait(handle)
     except (TransferTimeoutError, PeerLostError) as cause:
         raise lost(transport.local[0], "a move to another mesh", cause) from cause
-    results = {
-        target.rank(lane): torch.zeros(
-            local_shape(shape, target.placements, target.mesh, lane),
-            dtype=dtype,
-            device=place[target.rank(lane)] or cpu,
-        )
-        for lane in range(target.mesh.size)
-        if target.rank(lane) in local
-    }
+    results = {}
+    for lane in range(target.mesh.size):
+        if (rank := target.rank(lane)) in local:
+            # Pieces fill a lane's tensor; one without any holds the zeros of a sum.
+            make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
+            size = local_shape(shape, target.placements, target.mesh, lane)
+            results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
     _fill(results, tensors, pieces, arrived, source, target)
     return results
 

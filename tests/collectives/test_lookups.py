@@ -54,6 +54,7 @@ def bags(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(bags())
 def test_bags_by_rows(case: dict[str, Any]) -> None:
     rows = case["table"].shape[0]

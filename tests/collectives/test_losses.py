@@ -38,6 +38,7 @@ def labelled(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(labelled(), st.booleans())
 def test_rows(case: dict[str, Any], soft: bool) -> None:
     if soft:
@@ -73,6 +74,7 @@ def test_rows(case: dict[str, Any], soft: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @given(labelled(), st.sampled_from(["a=2", "a=3", "a=2,b=2"]))
 def test_classes(case: dict[str, Any], text: str) -> None:
     mesh = Mesh.parse(text)
@@ -99,6 +101,7 @@ def test_classes(case: dict[str, Any], text: str) -> None:
     )
 
 
+@pytest.mark.slow
 @given(labelled())
 def test_rows_and_classes(case: dict[str, Any]) -> None:
     options = (case["reduction"], case["ignore"], case["smoothing"])
@@ -190,6 +193,7 @@ def test_one_term_for_each_element(name: str, rows: int, columns: int, reduction
         )
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=3), st.booleans(), st.sampled_from([0, 1, 2])
 )

@@ -69,6 +69,7 @@ def sums(values: list[torch.Tensor], mesh: Mesh, lane: int, axis: str) -> torch.
     return torch.stack([values[other] for other in mesh.group(lane, axis)]).sum(0)
 
 
+@pytest.mark.slow
 @given(cases(), st.booleans())
 def test_slice_and_gather(
     case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: bool
