@@ -22,9 +22,7 @@ from fxpart.sharding import (
     PARTIAL,
     REPLICATE,
     Mesh,
-    Partial,
     Placements,
-    Shard,
     indices,
     parse_placements,
 )
@@ -140,13 +138,16 @@ def run_whole(
 
 
 def run_lanes(
-    graph: fx.GraphModule,
     lanes: Sequence[fx.GraphModule],
     state: Mapping[str, torch.Tensor],
     inputs: Sequence[Any],
     key: int,
+    like: Outcome,
 ) -> Outcome:
-    """All lanes of the local graphs on parts of the state and inputs, and their results joined."""
+    """All lanes of the local graphs on parts of the state and inputs, and their results joined.
+
+    like: the oracle's, for the shapes of outputs.
+    """
     mesh: Mesh = lanes[0].meta[MESH_KEY]
     homes = {str(n.target): homes_of(n) for n in lanes[0].graph.find_nodes(op="get_attr")}
     users = list(lanes[0].graph.find_nodes(op="placeholder"))[1:]
@@ -182,9 +183,16 @@ def run_lanes(
         n: join([held[n] for _, held, _ in done], home, mesh, state[n].shape)
         for n, home in homes.items()
     }
-    outputs = _outputs(graph, lanes[0], [results for results, _, _ in done], mesh, inputs)
+    shapes = [None if t is None else t.shape for t in (like.loss, *like.outputs)]
+    outputs = [
+        None
+        if home is None or shape is None
+        else join([r[i] for r, _, _ in done], home, mesh, shape)
+        for i, (home, shape) in enumerate(zip(lanes[0].meta[OUTPUTS_KEY], shapes, strict=True))
+    ]
     counts = done[0][2].counts
-    return Outcome(outputs[0], outputs[1:], gradients, after, counts.calls, counts.bytes)
+    assert outputs[0] is not None
+    return Outcome(outputs[0], tuple(outputs[1:]), gradients, after, counts.calls, counts.bytes)
 
 
 def homes_of(node: fx.Node) -> Placements:
@@ -194,34 +202,21 @@ def homes_of(node: fx.Node) -> Placements:
     return known.results[0]
 
 
-def _outputs(
+def check(
     graph: fx.GraphModule,
-    local: fx.GraphModule,
-    results: Sequence[Sequence[Any]],
-    mesh: Mesh,
+    state: Mapping[str, torch.Tensor],
     inputs: Sequence[Any],
-) -> Any:
-    """Whole returned values, by the placements that the local graph notes."""
-    found = []
-    for index, home in enumerate(local.meta[OUTPUTS_KEY]):
-        if home is None:
-            found.append(None)
-            continue
-        pieces = [r[index] for r in results]
-        shape = list(pieces[0].shape)
-        for axis, p in reversed(list(enumerate(home))):
-            if isinstance(p, Shard):
-                group = mesh.group(0, mesh.names[axis])
-                shape[p.dim] = sum(pieces[lane].shape[p.dim] for lane in group)
-                if sum(isinstance(q, Shard) and q.dim == p.dim for q in home) > 1:
-                    lanes = {pieces[lane].shape[p.dim] for lane in range(mesh.size)}
-                    assert len(lanes) == 1, "uneven twice"
-        for dim in range(len(shape)):
-            axes = [a for a, p in enumerate(home) if isinstance(p, Shard) and p.dim == dim]
-            if len(axes) > 1:
-                shape[dim] = pieces[0].shape[dim] * int(np.prod([mesh.shape[a] for a in axes]))
-        found.append(join(pieces, home, mesh, shape))
-    return found
+    *,
+    key: int = 0,
+    rtol: float = 1e-9,
+    whole_outputs: bool = False,
+) -> tuple[list[fx.GraphModule], Outcome]:
+    """Lower the sharded graph, run it whole and on all lanes, and compare."""
+    lanes = lower_all(graph, whole_outputs=whole_outputs)
+    wanted = run_whole(graph, state, inputs, key)
+    got = run_lanes(lanes, state, inputs, key, wanted)
+    assert_same(got, wanted, rtol=rtol)
+    return lanes, got
 
 
 def assert_same(got: Outcome, wanted: Outcome, *, rtol: float = 1e-9) -> None:
@@ -251,6 +246,6 @@ def _close(
 
 
 __all__ = [
-    "LocalGraph", "Outcome", "Partial", "assert_same", "by_hand", "cut", "homes_of", "join",
+    "LocalGraph", "Outcome", "assert_same", "by_hand", "check", "cut", "homes_of", "join",
     "lower_all", "run_lanes", "run_whole",
 ]  # fmt: skip

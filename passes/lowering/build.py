@@ -30,6 +30,7 @@ from fxpart.sharding import Placements
 from .calls import Call, call_of
 from .demands import Demand, Demands, is_free_size, is_item
 from .moves import Moves
+from .order import turned
 from .sizes import Local, Size, SizeNodes, factors
 from .values import Runner
 
@@ -131,12 +132,14 @@ class Builder:
         if is_free_size(node) and self.sizes.known(self.local.whole(value(node))):
             return  # made where it is used
         self.block, self.like = annotation(node).block, node
-        call = self._local_call(node)
+        call, back = turned(node, self._local_call(node), self._add)
         new = self.graph.create_node(
             "call_function", call.target, call.args, call.kwargs, node.name, node.type
         )
         new.meta = dict(node.meta)
         new.meta["val"] = self._value(node, new)
+        if back is not None:
+            new = self._add(torch.ops.aten.permute.default, (new, back))
         self.env[node] = new
         if node in self.demands.given:  # not a number made of sizes
             self._check(node, new)
