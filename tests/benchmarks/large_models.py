@@ -22,8 +22,8 @@ MODELS = ("gpt3-175b", "llama-70b")
 CLUSTER, ROWS, LENGTH = "16x8xh100", 32, 2048
 
 
-def model(name: str) -> Any:
-    """The model on the meta device, in training mode."""
+def model(name: str, layers: int = 96) -> Any:
+    """The model on the meta device, in training mode. layers: of GPT-3."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +31,7 @@ def model(name: str) -> Any:
         if name == "gpt3-175b":
             made: torch.nn.Module = GPT2LMHeadModel(
                 GPT2Config(
-                    n_layer=96, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257,
+                    n_layer=layers, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257,
                     attn_pdrop=0.0,
                 )
             )  # fmt: skip

@@ -1,0 +1,358 @@
+"""Placement problems of graphs: what they cost, what is chosen, and that the choice runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fxpart.passes import PREPARE
+from fxpart.passes.place import CHOSEN, Place
+from local_runs import assert_same, lower_all, run_lanes, run_whole
+from sharded_graphs import MODELS, propagated, shardings
+from torch import fx, nn
+
+from fxpart import costmodels
+from fxpart.capture import Captured, capture
+from fxpart.cluster import Cluster
+from fxpart.errors import FxpartError
+from fxpart.pipeline import PassManager
+from fxpart.pricing.groups import Rings
+from fxpart.pricing.placement_edges import Reshards, asked
+from fxpart.pricing.placements import Assignment, build, choose_placements
+from fxpart.sharding import Mesh, Placements, parse_placements
+from fxpart.solver.placement import evaluate, solve_placement
+from fxpart.solver.placement_problem import Numbers
+
+CLUSTER = Cluster.parse("2x8xh100")
+
+
+@cache
+def model(name: str) -> tuple[Captured, fx.GraphModule]:
+    """One of MODELS in float64, prepared; not to be changed."""
+    torch.manual_seed(0)
+    made = MODELS[name]().double()
+    captured = capture(made, (torch.randn(4, 6, 8, dtype=torch.float64),), batch_size=4)
+    return captured, PassManager().run(PREPARE, captured.graph)
+
+
+@cache
+def gpt(layers: int = 2) -> tuple[Captured, fx.GraphModule]:
+    """GPT-3's layers on the meta device."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        made = GPT2LMHeadModel(
+            GPT2Config(
+                n_layer=layers, n_embd=12288, n_head=96, n_positions=2048, vocab_size=50257,
+                attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+    ids = torch.zeros(16, 2048, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    captured = capture(made.bfloat16().train(), None, batch, batch_size=16)
+    return captured, PassManager().run(PREPARE, captured.graph)
+
+
+def reshards(text: str) -> Reshards:
+    """On a mesh over the cluster."""
+    mesh = Mesh.parse(text)
+    return Reshards(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh))
+
+
+def at(text: str, mesh: str) -> Placements:
+    """Placements from text."""
+    return parse_placements(text, Mesh.parse(mesh))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ("x:S(0)", "x:R", ("shard(0)", "replicate")),
+        ("x:P", "x:R", ("partial", "replicate")),
+        ("x:P", "x:S(1)", ("partial", "shard(1)")),
+        ("x:S(0)", "x:S(1)", ("shard(0)", "shard(1)")),
+        ("x:R", "x:S(1)", None),
+        ("x:R", "x:P", None),
+        ("x:S(1)", "x:S(1)", None),
+    ],
+)
+def test_a_reshard_costs_what_the_model_says(
+    source: str, target: str, words: tuple[str, str] | None
+) -> None:
+    found = reshards("x=8")
+    wanted = 0.0
+    if words is not None:
+        ring = Rings(CLUSTER, Mesh.parse("x=8"))("x")
+        wanted = costmodels.find("roofline").reshard(*words, 1e6, ring).seconds
+        assert wanted > 0
+    assert found.seconds(at(source, "x=8"), at(target, "x=8"), 1e6) == wanted
+
+
+def test_a_reshard_moves_what_the_other_axis_leaves() -> None:
+    found, mesh = reshards("a=2,b=8"), "a=2,b=8"
+    whole = found.seconds(at("a:R,b:S(1)", mesh), at("a:R,b:R", mesh), 8e6)
+    half = found.seconds(at("a:S(0),b:S(1)", mesh), at("a:S(0),b:R", mesh), 16e6)
+    assert whole == half > 0
+    # pieces of pieces are joined innermost first
+    both = found.seconds(at("a:S(0),b:S(0)", mesh), at("a:R,b:R", mesh), 8e6)
+    inner = found.seconds(at("a:S(0),b:S(0)", mesh), at("a:S(0),b:R", mesh), 8e6)
+    outer = found.seconds(at("a:S(0),b:R", mesh), at("a:R,b:R", mesh), 8e6)
+    assert both == pytest.approx(inner + outer)
+
+
+def test_gradients_go_the_way_back() -> None:
+    """Column-parallel: a replicated operand leaves a Partial gradient, an all-reduce away."""
+    found = reshards("x=8")
+    r, p, s = (at(f"x:{text}", "x=8") for text in ("R", "P", "S(0)"))
+    givers = found.ports([(r, asked(r)), (p, asked(p)), (s, asked(s)), (r, p)])
+    takers = found.ports([(r, p), (s, s), (r, r)])
+    values = found.matrix(givers, takers, 1e6, True)
+    forward = found.matrix(givers, takers, 1e6, False)
+    reduce, gather = found.seconds(p, r, 1e6), found.seconds(s, r, 1e6)
+    scatter = found.seconds(p, s, 1e6)
+    assert forward.tolist() == [
+        [0, 0, 0], [reduce, scatter, reduce], [gather, 0, gather], [0, 0, 0]
+    ]  # fmt: skip
+    assert (values - forward).tolist() == [
+        [reduce, gather, 0],  # replicated: all-reduce, all-gather, nothing
+        [reduce, gather, 0],  # partial: the same, its gradient is whole
+        [scatter, 0, 0],  # sharded: reduce-scatter, nothing, a slice
+        [0, 0, 0],  # replicated, its sum may wait: nothing at all
+    ]
+
+
+@pytest.mark.parametrize("mesh", ["x=8", "x=4,y=2"])
+@pytest.mark.parametrize("name", ["mlp", "fused"])
+def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> None:
+    captured, graph = model(name)
+    problem = build(graph, captured, CLUSTER, mesh=Mesh.parse(mesh), budget=1e12).problem
+    one = solve_placement(problem, solver="elimination")
+    assert one.status == "optimal"
+    if "," not in mesh:
+        two = solve_placement(problem, solver="highs", time_limit=120.0)
+        assert one.seconds == pytest.approx(two.seconds, rel=1e-6)
+    draw = random.Random(0)
+    numbers = Numbers(problem)
+    for _ in range(50):
+        choice = tuple(draw.randrange(n) for n in numbers.sizes)
+        assert numbers.evaluate(choice).seconds >= one.bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "fused", *(pytest.param(n, marks=pytest.mark.slow) for n in ("attention", "layer"))],
+)
+def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
+    """Also with the least memory, and for choices at random: every strategy is a real one."""
+    captured, graph = model(name)
+    whole = propagated(graph, mesh, {})
+    built = build(whole, captured, CLUSTER, budget=1e12)
+    free = solve_placement(built.problem)
+    tight = solve_placement(msgspec.structs.replace(built.problem, budget=free.least))
+    assert free.choice is not None and tight.choice is not None
+    draw = random.Random(mesh + name)
+    sizes = Numbers(built.problem).sizes
+    others = [tuple(draw.randrange(n) for n in sizes) for _ in range(2)]
+    inputs = [torch.randn(4, 6, 8, dtype=torch.float64)]
+    wanted = run_whole(graph, captured.state, inputs, 7)
+    for choice in dict.fromkeys([free.choice, tight.choice, *others]):
+        choice = built.settled(choice)
+        chosen = Assignment(Mesh.parse(mesh), built.strategies(choice), built.placements(choice))
+        ready = PassManager().run([Place(chosen.text())], whole)
+        found = run_lanes(lower_all(ready), captured.state, inputs, 7, wanted)
+        # the loss, a mean of squares, is kept in float32
+        assert_same(found, wanted, rtol=1e-6)
+
+
+def test_chosen_placements_are_written_where_axes_are_open() -> None:
+    captured, graph = model("layer")
+    whole = propagated(graph, "dp=2,tp=2", {"input:x": "dp:S(0)", "mlp.up.weight": "tp:S(0)"})
+    before = shardings(whole)
+    assert any(None in s.strategy for s in before.values())
+    chosen, certificate = choose_placements(whole, captured, CLUSTER, batch_size=4)
+    ready = PassManager().run([Place(chosen.text())], whole)
+    after = shardings(ready)
+    assert before.keys() == after.keys()
+    for name, old in before.items():
+        new = after[name]
+        assert None not in new.strategy
+        assert all(None not in placements for placements in new.results)
+        for axis, strategy in enumerate(old.strategy):
+            if strategy is not None:
+                assert new.strategy[axis] == strategy
+            for had, have in zip(old.results, new.results, strict=True):
+                assert had[axis] is None or had[axis] == have[axis]
+            source = whole_node(ready, name).op != "call_function"
+            was_open = old.results[0][axis] is None if source else strategy is None
+            assert (new.origins[axis] == CHOSEN) == was_open, (name, new)
+    assert certificate.bound <= certificate.seconds
+    assert certificate.memory <= certificate.budget
+    assert not certificate.unruled
+    text = json.dumps(chosen.text())
+    assert shardings(PassManager().run(f"place{{choice={text}}}", whole)) == after
+
+
+def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
+    """A node by its name."""
+    return next(n for n in graph.graph.nodes if n.name == name)
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ("nothing=b|b", "no such node"),
+        ("x", "no such node"),
+        ("linear=b", "1 strategies, and the mesh has 2 axes"),
+        ("linear=zebra|", "no such strategy"),
+        ("x=dp:S(0)", "left out"),
+        ("x=dp:S(0),tp:Q", "it is not S"),
+    ],
+)
+def test_a_wrong_choice_is_refused(choice: str, why: str) -> None:
+    whole = propagated(model("mlp")[1], "dp=2,tp=2", {})
+    with pytest.raises(FxpartError, match="FXP109") as caught:
+        PassManager().run([Place(choice)], whole)
+    assert why in str(caught.value)
+    with pytest.raises(FxpartError, match="FXP109"):
+        PassManager().run([Place("")], model("mlp")[1])
+
+
+def test_what_does_not_fit_says_so() -> None:
+    captured, graph = gpt()
+    with pytest.raises(FxpartError, match="FXP204") as caught:
+        choose_placements(graph, captured, CLUSTER, mesh=Mesh.parse("tp=2"), budget=1e9)
+    assert "GiB" in str(caught.value)
+
+
+MEGATRON = {
+    "transformer.h.*.attn.c_attn.weight": "tp:S(1,3)",
+    "transformer.h.*.attn.c_attn.bias": "tp:S(0,3)",
+    "transformer.h.*.attn.c_proj.weight": "tp:S(0)",
+    "transformer.h.*.attn.c_proj.bias": "tp:R",
+    "transformer.h.*.mlp.c_fc.weight": "tp:S(1)",
+    "transformer.h.*.mlp.c_fc.bias": "tp:S(0)",
+    "transformer.h.*.mlp.c_proj.weight": "tp:S(0)",
+    "transformer.h.*.mlp.c_proj.bias": "tp:R",
+    "transformer.wte.weight": "tp:S(0)",
+}
+
+
+def solved(graph: fx.GraphModule, mesh: str, seeds: dict[str, str], **options: Any) -> Any:
+    """The best step with these annotations, and the strategies."""
+    captured, _ = gpt()
+    whole = propagated(graph, mesh, seeds, close=options.pop("close", False))
+    built = build(whole, captured, CLUSTER, **{"budget": 1e15} | options)
+    found = solve_placement(built.problem)
+    assert found.status == "optimal" and found.choice is not None
+    return found, built.strategies(found.choice), built
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("tp=8", 1), ("tp=8", 16), ("dp=2,tp=8", 1)])
+def test_never_worse_than_megatron(mesh: str, microbatches: int) -> None:
+    graph = gpt()[1]
+    seeds = MEGATRON | ({"input:input_ids": "dp:S(0)"} if "dp" in mesh else {})
+    theirs, _, _ = solved(graph, mesh, seeds, close=True, microbatches=microbatches)
+    free, _, _ = solved(graph, mesh, {}, microbatches=microbatches)
+    assert free.seconds <= theirs.seconds
+    # nor with the memory that theirs take
+    fit, _, _ = solved(graph, mesh, {}, microbatches=microbatches, budget=theirs.bytes)
+    assert fit.seconds <= theirs.seconds and fit.bytes <= theirs.bytes
+
+
+def test_equal_to_megatron_where_that_is_optimal() -> None:
+    """Single rows on 8 GPUs: columns, then rows, heads apart; with sequence parallelism between."""
+    graph = gpt()[1]
+    theirs, wanted, _ = solved(graph, "tp=8", MEGATRON, microbatches=16)
+    free, found, _ = solved(graph, "tp=8", {}, microbatches=16)
+    assert free.seconds == pytest.approx(theirs.seconds, rel=1e-9)
+    products = [
+        n.name for n in graph.graph.nodes
+        if "addmm" in n.name or ("attention" in n.name and n.op == "call_function")
+    ]  # fmt: skip
+    assert len(products) == 10
+    assert {name: found[name] for name in products} == {name: wanted[name] for name in products}
+    assert [found[name][0] for name in products[:5]] == ["n/3", "b0", "k", "n", "k"]
+    norms = [n.name for n in graph.graph.nodes if "layer_norm" in n.name]
+    assert {found[name][0] for name in norms if name in found} == {"b0"}  # the sequence
+
+
+def test_problems_are_deterministic_and_layers_share_tables() -> None:
+    captured, graph = gpt()
+    first, second = (
+        build(graph, captured, CLUSTER, mesh=Mesh.parse("dp=2,tp=8"), budget=1e15).problem
+        for _ in range(2)
+    )
+    assert first == second
+    more_captured, more = gpt(4)
+    deeper = build(more, more_captured, CLUSTER, mesh=Mesh.parse("dp=2,tp=8"), budget=1e15).problem
+    assert len(deeper.nodes) > len(first.nodes) + 60
+    assert len(deeper.kinds) <= len(first.kinds) + 2
+    assert len(deeper.matrices) <= len(first.matrices) + 2
+
+
+def test_the_objective_counts_each_op_on_its_local_shapes() -> None:
+    """All replicated: every op whole, no reshard, every parameter and gradient whole."""
+    captured, graph = model("mlp")
+    mesh = Mesh.parse("x=4")
+    whole = propagated(graph, "x=4", {}, close=True)
+    built = build(whole, captured, CLUSTER, mesh=mesh, budget=1e12)
+    found = solve_placement(built.problem)
+    alone = build(graph, captured, Cluster.parse("1xh100"), mesh=Mesh(), budget=1e12)
+    single = solve_placement(alone.problem)
+    assert found.choice is not None
+    assert set(built.strategies(found.choice).values()) == {("",)}
+    assert found.seconds == pytest.approx(single.seconds)
+    assert found.bytes == single.bytes
+    weights = sum(t.numel() * t.element_size() for t in captured.state.values())
+    assert found.bytes > 4 * weights  # weight, gradient and AdamW's two
+
+
+def test_memory_falls_with_the_mesh() -> None:
+    captured, graph = gpt()
+    least = [
+        solve_placement(
+            build(graph, captured, CLUSTER, mesh=Mesh.parse(f"x={n}"), budget=0.0).problem
+        ).least
+        for n in (2, 4, 8)
+    ]
+    assert least[0] > 1.8 * least[1] > 3.2 * least[2]
+
+
+def test_certificates_hold_for_the_settled_choice() -> None:
+    """Inputs are cut where rows are, and the certificate is that of what is returned."""
+    captured, graph = model("layer")
+    whole = propagated(graph, "tp=2", {})
+    built = build(whole, captured, CLUSTER, budget=1e12)
+    found = solve_placement(built.problem)
+    assert found.choice is not None
+    settled = built.settled(found.choice)
+    assert evaluate(built.problem, settled).seconds >= found.bound * (1 - 1e-9)
+    strategies = built.strategies(settled)
+    symbols = {n.name: built.symbols[n] for n in built.ops}
+    cut = any(strategies[n][0] in symbols[n] for n in strategies)
+    assert cut == any("S" in str(p) for p in built.placements(settled)["x"])
+
+
+def test_inference_keeps_no_gradients() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    frozen = Model().requires_grad_(False)
+    captured = capture(frozen, (torch.randn(4, 8),), batch_size=4)
+    graph = PassManager().run(PREPARE, captured.graph)
+    built = build(graph, captured, CLUSTER, mesh=Mesh.parse("x=1"), budget=1e12)
+    found = solve_placement(built.problem)
+    held = sum(t.numel() * t.element_size() for t in captured.state.values())
+    inputs = 4 * 8 * 4
+    assert found.bytes == held + inputs
