@@ -109,8 +109,8 @@ def embedding_bag_bags(
         weight, indices, offsets - offsets[:1], scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, None if padding_idx == _NONE else padding_idx,
     )  # fmt: skip
-    bags, bag_of, *rest = found
-    return bags, bag_of + span(mesh, axes, size)[0], *rest
+    bags, bag_of, sizes, largest = found
+    return bags, bag_of + span(mesh, axes, size)[0], sizes, largest
 
 
 def _own(indices: torch.Tensor, start: Size, rows: Size) -> tuple[torch.Tensor, torch.Tensor]:
