@@ -34,7 +34,7 @@ class _Here(NamedTuple):
     """A value on the way down from an annotated one."""
 
     node: fx.Node
-    index: int
+    result: int
     placement: Placement
     path: tuple[str, ...]
 
@@ -53,7 +53,7 @@ def is_view(node: fx.Node) -> bool:
 
 def conflicts(graph: fx.Graph, rules: Rules) -> list[Problem]:
     """FXP112 for each pair of annotations that place one value differently."""
-    problems = []
+    problems: list[Problem] = []
     for node in graph.nodes:
         known = sharding(node)
         if known is None:
@@ -102,7 +102,7 @@ def _said(result: Placements, axis: int, rules: Rules) -> Placement | None:
 
 def _views(here: _Here, axis: int, rules: Rules) -> Iterator[tuple[fx.Node, list[Placement]]]:
     """The views of a value and how their results lie; none where a view cannot keep the cut."""
-    for user in _users(here.node, here.index):
+    for user in _users(here.node, here.result):
         if not is_view(user):
             continue
         if not isinstance(here.placement, Shard):
