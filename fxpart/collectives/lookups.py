@@ -110,7 +110,8 @@ def embedding_bag_bags(
         per_sample_weights, include_last_offset, None if padding_idx == _NONE else padding_idx,
     )  # fmt: skip
     bags, bag_of, sizes, largest = found
-    return bags, bag_of + span(mesh, axes, size)[0], sizes, largest
+    first: torch.Tensor = bag_of + span(mesh, axes, size)[0]  # type: ignore[assignment]
+    return bags, first, sizes, largest
 
 
 def _own(indices: torch.Tensor, start: Size, rows: Size) -> tuple[torch.Tensor, torch.Tensor]:
