@@ -10,14 +10,16 @@ made with the parameters themselves, so groups that look at shapes stay right.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
-from fxpart.collectives import start_all_gather, start_reduce_scatter, start_sum
+from fxpart.collectives import Communicator, Pending, start_all_gather, start_sum
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.scatter import Scatter, dense, in_buckets
 from fxpart.runtime.state import Entry, ModelState, cut_again
 
 
@@ -37,8 +39,16 @@ class Held:
         self._pieces: dict[int, nn.Parameter] = {}
         for name, entry in state.entries.items():
             if self.axis(name):
-                for (_, lane), copy in entry.copies.items():
-                    self._pieces.setdefault(id(copy), _piece(entry, lane, self._axis, copy))
+                for (_, at), copy in entry.copies.items():
+                    self._pieces.setdefault(id(copy), _piece(entry, at, self._axis, copy))
+        self._scatters: dict[tuple[int, int], Scatter] = {}
+        if meshes is not None and self._pieces:
+            for lane in state.lanes:
+                for stage in lane.modules:
+                    mesh = meshes.of(stage, lane.index)
+                    self._scatters[stage, lane.index] = Scatter(mesh, self._axis)
+        if self.zero == 2:
+            self._send_early()
 
     def axis(self, name: str) -> str:
         """The axis along which what a lane holds of a parameter is cut for the optimizer, or "".
@@ -87,9 +97,18 @@ class Held:
     # -- gradients ------------------------------------------------------------------------------
 
     def after_backward(self, lane: int, stage: int) -> None:
-        """ZeRO-2: keep this lane's pieces of the gradients that a backward has left."""
-        mine = list(self._owned(lane, stage))
-        self._scatter(lane, stage, mine)
+        """ZeRO-2: keep this lane's pieces of the gradients that a backward has left.
+
+        Most have been sent while it ran; the sums of ties are complete only now.
+        """
+        self._scatter(lane, stage, list(self._owned(lane, stage)))
+
+    def reset(self) -> None:
+        """Drop all gradients."""
+        for scatter in self._scatters.values():
+            scatter.reset()
+        for _, parameter in self._state.parameters():
+            parameter.grad = self.of(parameter).grad = None
 
     def finish(self, lane: Lane) -> None:
         """Make the sums over lanes that all gradients of the owners still need."""
@@ -100,7 +119,7 @@ class Held:
             for name, entry, parameter in mine:
                 held, axes = self.of(parameter), self._rest(name, entry)
                 if axes and held.grad is not None:
-                    held.grad = _dense(held.grad)
+                    held.grad = dense(held)
                     summed[name] = axes, held.grad
             self._sum(lane.index, stage, summed)
 
@@ -117,9 +136,9 @@ class Held:
                 held = self.of(parameter)
                 if held.grad is not None:
                     rest = () if summed else self._rest(name, entry)
-                    mine[name] = rest, _dense(held.grad).clone()
+                    mine[name] = rest, dense(held).clone()
                 elif parameter.grad is not None:
-                    mine[name] = entry.partial, _dense(parameter.grad).clone()
+                    mine[name] = entry.partial, dense(parameter).clone()
             self._sum(lane.index, stage, mine)
             found |= {name: tensor for name, (_, tensor) in mine.items()}
         return found
@@ -134,12 +153,13 @@ class Held:
                 for name, entry in self._state.entries.items()
                 if self.axis(name) and (stage, lane.index) in entry.copies
             ]
-            start_all_gather(
-                self._meshes.of(stage, lane.index),
-                [self.of(parameter).detach() for parameter in mine],
-                self._axis,
-                [parameter.data.view(-1) for parameter in mine],
-            ).wait()
+            mesh = self._meshes.of(stage, lane.index)
+            pieces = [self.of(parameter).detach() for parameter in mine]
+            wholes = [parameter.data.view(-1) for parameter in mine]
+            in_buckets(
+                [whole.nbytes for whole in wholes],
+                partial(_start_gather, mesh, self._axis, pieces, wholes),
+            )
 
     def _owned(self, lane: int, stage: int) -> Iterator[tuple[str, Entry, torch.Tensor]]:
         for name, entry in self._state.entries.items():
@@ -154,24 +174,30 @@ class Held:
         """Move gradients from parameters to the lane's pieces of them."""
         if self._meshes is None or not self._pieces:
             return
-        there = [
-            (entry, parameter, self.of(parameter))
-            for _, entry, parameter in mine
-            if parameter.grad is not None and self.of(parameter) is not parameter
-        ]
-        sums = [(p, held) for entry, p, held in there if self._axis in entry.partial]
-        full = [(entry, p, held) for entry, p, held in there if self._axis not in entry.partial]
-        lines = [_dense(_gradient(p)).reshape(-1) for p, _ in sums]
-        found = start_reduce_scatter(self._meshes.of(stage, lane), lines, self._axis).wait()
-        pairs = [(held, piece) for (_, held), piece in zip(sums, found, strict=True)]
-        for entry, parameter, held in full:  # equal on all lanes of the axis: a part is enough
-            line = _dense(_gradient(parameter)).reshape(-1)
-            pieces = cut_again(entry.pieces, self._axis)
-            pairs.append((held, line[slice(*pieces.range(lane, len(line)))].clone()))
-        for held, piece in pairs:
-            held.grad = piece if held.grad is None else held.grad.add_(piece)
-        for _, parameter, _ in there:
-            parameter.grad = None
+        scatter = self._scatters[stage, lane]
+        scatter.finish()  # what a backward has given it, whose gradients may not be there twice
+        for _, entry, parameter in mine:
+            held = self.of(parameter)
+            if parameter.grad is None or held is parameter:
+                continue
+            if self._axis in entry.partial:
+                scatter.add(parameter, held)
+            else:  # equal on all lanes of the axis: a part is enough
+                line = dense(parameter).reshape(-1)
+                pieces = cut_again(entry.pieces, self._axis)
+                piece = line[slice(*pieces.range(lane, len(line)))].clone()
+                held.grad = piece if held.grad is None else held.grad.add_(piece)
+                parameter.grad = None
+        scatter.finish()
+
+    def _send_early(self) -> None:
+        """ZeRO-2: a gradient is on its way as soon as a backward has made it."""
+        for name, entry in self._state.entries.items():
+            if not self.axis(name) or len(entry.stages) > 1 or self._axis not in entry.partial:
+                continue
+            for place, parameter in entry.copies.items():
+                send = partial(self._scatters[place].add, held=self.of(parameter))
+                parameter.register_post_accumulate_grad_hook(send)
 
     def _sum(
         self,
@@ -187,8 +213,8 @@ class Held:
             if axes:
                 groups.setdefault(axes, []).append(gradient)
         mesh = self._meshes.of(stage, lane)
-        for pending in [start_sum(mesh, tensors, axes) for axes, tensors in groups.items()]:
-            pending.wait()
+        for axes, tensors in groups.items():
+            in_buckets([t.nbytes for t in tensors], partial(_start_sum, mesh, axes, tensors))
 
 
 def _piece(entry: Entry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
@@ -200,10 +226,17 @@ def _piece(entry: Entry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Pa
     return nn.Parameter(line[start:stop])
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _start_sum(
+    mesh: Communicator, axes: tuple[str, ...], tensors: list[torch.Tensor], these: slice
+) -> Pending:
+    return start_sum(mesh, tensors[these], axes)
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _start_gather(
+    mesh: Communicator,
+    axis: str,
+    pieces: list[torch.Tensor],
+    wholes: list[torch.Tensor],
+    these: slice,
+) -> Pending:
+    return start_all_gather(mesh, pieces[these], axis, wholes[these])

@@ -176,8 +176,7 @@ class Trainer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for _, parameter in self._state.parameters():
-            parameter.grad = self._held.of(parameter).grad = None
+        self._held.reset()
         self._stale, self._pending = False, 0
 
     def eval_step(self, batch: Any) -> torch.Tensor:

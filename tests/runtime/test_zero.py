@@ -15,7 +15,8 @@ from ranks import Pool
 
 from fxpart.collectives import moves
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime import InProcess, Trainer, scatter
+from fxpart.runtime.held import Held
 from fxpart.runtime.stage import Keeping
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -110,6 +111,36 @@ def test_zero_2_accumulates_a_part_of_the_gradients(lanes: int) -> None:
     )
     assert held_bytes(plain, 0)[1] == owned
     assert max(held) > 0
+
+
+def test_zero_2_sends_gradients_while_a_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small buckets: at its end whole gradients are left of ties alone, and sums are right."""
+    left: set[str] = set()
+    after = Held.after_backward
+
+    def look(self: Held, lane: int, stage: int) -> None:
+        for name, entry in self._state.entries.items():
+            found = entry.copies.get((stage, lane))
+            if found is not None and found.grad is not None:
+                left.add(name)
+        after(self, lane, stage)
+
+    monkeypatch.setattr(scatter, "BUCKET", 1)
+    monkeypatch.setattr(Held, "after_backward", look)
+    for mine, expected in zip(train("dp=2", {"zero": 2}), one_process(), strict=True):
+        assert_close(mine, expected)
+    assert left == {"embed.weight", "scale"}, "the number without dims is not cut"
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}])
+def test_buckets_of_any_size_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    found = []
+    for size in (1, 100, 1 << 20):
+        monkeypatch.setattr(scatter, "BUCKET", size)
+        found.append(train("dp=2,tp=2", options))
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_piece_is_a_view_of_its_parameter() -> None:
