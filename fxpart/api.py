@@ -27,7 +27,8 @@ from fxpart.requests import DATA_AXIS, Request, check_counts, find_cluster, make
 from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
-from fxpart.sharded import Sharded, find_annotations, given_annotations, shard
+from fxpart.shard import find_annotations, given_annotations, shard
+from fxpart.sharded import Sharded
 from fxpart.solver.portfolio import explain_infeasible, solve
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def _solve(
 ) -> Program:
     """Price the graph, or one lane's, choose, and make the program and its plan."""
     fixed = request.constraints
-    sharded = shard(graph, captured, request, annotations) if request.sharded else None
+    sharded = (
+        shard(graph, captured, request, annotations, microbatches) if request.sharded else None
+    )
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else sharded.sharing()
     problem, provenance = price(
@@ -243,6 +246,7 @@ def _solve(
     if sharded is not None and sharing is not None:
         sums = step_sums(local, captured, request.cluster, request.cost_model, sharing)
         shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
+        provenance = {**provenance, "placements": sharded.provenance}
     plan = make_plan(
         info,
         request.cluster,

@@ -141,6 +141,7 @@ def _origins(known: NodeSharding, mesh: Mesh) -> tuple[tuple[str, str], ...]:
     found = []
     for axis, origin in zip(mesh.names, known.origins, strict=False):
         if origin:
-            says = origin if is_annotated(origin) else f"follows from {key_of(origin)!r}"
-            found.append((axis, says))
+            key = key_of(origin)
+            direct = is_annotated(origin) or key == origin
+            found.append((axis, origin if direct else f"follows from '{key}'"))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A prepared graph and a mesh: annotate, propagate, choose, and the graph of each lane."""
+"""A prepared graph whose placements over a mesh are decided, and the graph of each lane."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from fxpart.annotations import annotations_of, load_annotations
-from fxpart.annotations.entries import Key, merged, read_placements
-from fxpart.annotations.files import parse_annotations
-from fxpart.annotations.origin import annotated, is_annotated
+from fxpart.annotations.origin import is_annotated
 from fxpart.annotations.values import sharding
 from fxpart.pipeline import MESH_KEY, PassManager
 from fxpart.pipeline.annotation import PARTIAL_KEY, NodeSharding
 from fxpart.pipeline.edit import annotate
 from fxpart.pricing.sharing import Sharing
-from fxpart.requests import DATA_AXIS
 from fxpart.runtime.lane_batch import parts_of
 from fxpart.sharding import (
     Mesh,
@@ -33,7 +29,6 @@ from fxpart.sharding import (
 if TYPE_CHECKING:
     from fxpart.capture import Captured
     from fxpart.plan import Certificate
-    from fxpart.requests import Request
 
 
 @dataclass(frozen=True)
@@ -57,6 +52,16 @@ class Sharded:
         mesh = self.whole.meta[MESH_KEY]
         assert isinstance(mesh, Mesh)
         return mesh
+
+    @property
+    def provenance(self) -> str:
+        """Where the placements come from, for the plan."""
+        known = [k for node in self.whole.graph.nodes if (k := sharding(node)) is not None]
+        origins = [o for k in known for o in k.origins if o]
+        said = sum(map(is_annotated, origins))
+        chosen = origins.count(CHOSEN)
+        parts = [f"{said} annotated", f"{len(origins) - said - chosen} by propagation"]
+        return ", ".join([*parts, *([f"{chosen} chosen by the solver"] if chosen else [])])
 
     def local(self, lane: int) -> fx.GraphModule:
         """The graph that one lane runs; lanes with equal shapes share one."""
@@ -149,36 +154,8 @@ class Sharded:
         return tuple(found)
 
 
+CHOSEN = "chosen by the solver"  # the origin of what the pass `place` decides
 _EVEN = 2**20 * 3**4 * 5**2 * 7  # in place of a symbolic size: it can be cut into any equal parts
-
-
-def find_annotations(model: torch.nn.Module, request: Request) -> dict[str, str]:
-    """What :func:`fxpart.annotate` put on the model, DTensors, and those of the constraint."""
-    return merged(annotations_of(model), given_annotations(request))
-
-
-def given_annotations(request: Request) -> dict[str, str]:
-    """The constraint ``annotations``: a file's, or as text a TOML table or JSON object."""
-    given = str(request.constraints.get("annotations", ""))
-    if not given:
-        return {}
-    if given.endswith((".toml", ".json")) and "\n" not in given:
-        return load_annotations(given)
-    return parse_annotations(given, ".json" if given.lstrip().startswith("{") else ".toml")
-
-
-def shard(
-    graph: fx.GraphModule, captured: Captured, request: Request, given: Mapping[str, str]
-) -> Sharded:
-    """Annotate, propagate and choose. given: the user's annotations, from all sources.
-
-    Raises FXP111 and FXP112 for annotations that are wrong or contradict each other.
-    """
-    seeds = merged(_batch_cut(captured, request.mesh, given), given)
-    whole = propagated(graph, request.mesh, seeds, captured.aliases, close=True)
-    if request.zero == 3:
-        _store_in_parts(whole, captured, request)
-    return Sharded(whole, captured, request.zero, request.zero_axis)
 
 
 def propagated(
@@ -197,59 +174,6 @@ def propagated(
     options = {"mesh": str(mesh), "seeds": json.dumps(seeds), "aliases": json.dumps(aliases)}
     text = ",".join(f"{name}={json.dumps(value)}" for name, value in options.items())
     return PassManager().run(f"annotate{{{text}}},{last}", graph)
-
-
-def _batch_cut(captured: Captured, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
-    """The data axis cuts the batch dim of every input that no annotation places on that axis."""
-    if DATA_AXIS not in mesh.names:
-        return {}
-    found = {}
-    for item in captured.inputs:
-        key = f"input:{item.name}"
-        if item.batch_dim is None or _says(given, key, DATA_AXIS):
-            continue
-        found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
-    return found
-
-
-def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
-    """Whether an annotation places an input along an axis."""
-    for text, placements in given.items():
-        key = Key.parse(text)
-        if key.kind == "input" and key.matches(name.removeprefix("input:")):
-            if axis in read_placements(placements):
-                return True
-    return False
-
-
-def _store_in_parts(graph: fx.GraphModule, captured: Captured, request: Request) -> None:
-    """ZeRO-3: parameters lie in parts over the axis, and are put together where they are used.
-
-    The first dim that no other axis cuts and that falls into equal parts is cut, else the first
-    dim unevenly; a parameter too small for that, or annotated on the axis, stays as it is.
-    """
-    mesh, at = request.mesh, request.mesh.index(request.zero_axis)
-    parts, parameters = mesh.shape[at], frozenset(captured.parameters)
-    for node in graph.graph.find_nodes(op="get_attr"):
-        known = sharding(node)
-        if known is None or str(node.target) not in parameters:
-            continue
-        if at < len(known.origins) and is_annotated(known.origins[at]):
-            continue
-        placed, shape = known.results[0], tuple(node.meta["val"].shape)
-        dim = _dim_to_cut(shape, placed, parts)
-        if dim is not None:
-            now = (*placed[:at], Shard(dim), *placed[at + 1 :])
-            place(node, now, {at: annotated("zero=3")})
-
-
-def _dim_to_cut(shape: tuple[int, ...], placed: Placements, parts: int) -> int | None:
-    cut = {p.dim for p in placed if isinstance(p, Shard)}
-    free = [dim for dim in range(len(shape)) if dim not in cut]
-    even = [dim for dim in free if shape[dim] % parts == 0 and shape[dim]]
-    if even:
-        return even[0]
-    return 0 if 0 in free and shape[0] >= parts else None
 
 
 def place(node: fx.Node, placed: Placements, origins: Mapping[int, str]) -> None:

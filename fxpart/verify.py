@@ -119,18 +119,7 @@ class Seen:
 def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verification:
     """Repeat the run in one process, on the whole graph, and measure every difference."""
     captured = program.captured
-
-    def process() -> OneProcess:
-        return OneProcess(
-            captured,
-            program.graph,
-            factory,
-            microbatches=program.plan.microbatches,
-            seed=program.plan.seed,
-            multiple=row_multiple(program.spec),
-        )
-
-    one, table = process(), _Table.of(captured.parameters)
+    one, table = _one_process(program, factory), _Table.of(captured.parameters)
     for loss, found in zip(seen.losses, seen.gradients, strict=True):
         wanted = one.backward(list(take_apart(batch).tensors))
         table.add(loss, wanted, found, one.gradients())
@@ -156,7 +145,10 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     loss_, held = table.loss, dict(buffers)
     if not alone and _worst(loss_, held, rows) > TOLERANCE:
         known = rounding(
-            process, lambda: list(take_apart(batch).tensors), len(seen.losses), relative
+            lambda: _one_process(program, factory),
+            lambda: list(take_apart(batch).tensors),
+            len(seen.losses),
+            relative,
         )
         rows = tuple(_judged(row, known) for row in rows)
         loss_ = 0.0 if loss_ <= known.loss else loss_
@@ -178,6 +170,18 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         eager_loss=eager_loss,
         eager_gradient=eager_gradient,
         passed=bits if exact else worst <= TOLERANCE,
+    )
+
+
+def _one_process(program: Program, factory: Any) -> OneProcess:
+    """One process at the beginning of the run, on the same microbatches."""
+    return OneProcess(
+        program.captured,
+        program.graph,
+        factory,
+        microbatches=program.plan.microbatches,
+        seed=program.plan.seed,
+        multiple=row_multiple(program.spec),
     )
 
 

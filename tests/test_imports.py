@@ -18,7 +18,7 @@ LAYERS = (
     ("cli",),
     ("report", "api"),
     ("verify", "running"),
-    ("lanes", "placed", "rounding"),
+    ("shard", "lanes", "placed", "rounding"),
     ("sharded", "planning", "price"),
     ("requests",),
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),

@@ -1,0 +1,160 @@
+"""Annotate a prepared graph, propagate, choose what is open, and store parameters in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from fxpart.annotations import annotations_of, load_annotations
+from fxpart.annotations.entries import Key, merged, read_placements
+from fxpart.annotations.files import parse_annotations
+from fxpart.annotations.origin import annotated, is_annotated
+from fxpart.annotations.values import sharding
+from fxpart.pipeline import PassManager
+from fxpart.plan import Certificate
+from fxpart.pricing.placements import choose_placements
+from fxpart.requests import DATA_AXIS
+from fxpart.sharded import Sharded, place, propagated
+from fxpart.sharding import Mesh, Placements, Shard
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.requests import Request
+
+
+def find_annotations(model: torch.nn.Module, request: Request) -> dict[str, str]:
+    """What :func:`fxpart.annotate` put on the model, DTensors, and those of the constraint."""
+    return merged(annotations_of(model), given_annotations(request))
+
+
+def given_annotations(request: Request) -> dict[str, str]:
+    """The constraint ``annotations``: a file's, or as text a TOML table or JSON object."""
+    given = str(request.constraints.get("annotations", ""))
+    if not given:
+        return {}
+    if given.endswith((".toml", ".json")) and "\n" not in given:
+        return load_annotations(given)
+    return parse_annotations(given, ".json" if given.lstrip().startswith("{") else ".toml")
+
+
+def shard(
+    graph: fx.GraphModule,
+    captured: Captured,
+    request: Request,
+    given: Mapping[str, str],
+    microbatches: int | None = None,
+) -> Sharded:
+    """Annotate, propagate and choose. given: the user's annotations, from all sources.
+
+    Raises FXP111 and FXP112 for annotations that are wrong or contradict each other, FXP204 and
+    FXP205 where no choice of what they leave open fits.
+    """
+    seeds = merged(_batch_cut(captured, request.mesh, given), given)
+    close = request.constraints.get("placements", "solver") == "annotated"
+    whole = propagated(graph, request.mesh, seeds, captured.aliases, close=close)
+    certificate = None
+    if left := _open(whole):
+        chosen, certificate = _chosen(whole, captured, request, microbatches, left)
+        rows = Sharded(chosen, captured).degrees()[0]
+        if captured.batch_size % (rows * (microbatches or 1)):
+            # More parts than the batch has: what is open is replicated instead.
+            chosen = propagated(graph, request.mesh, seeds, captured.aliases, close=True)
+            certificate = None
+        whole = chosen
+    if request.zero == 3:
+        _store_in_parts(whole, captured, request)
+    return Sharded(whole, captured, request.zero, request.zero_axis, certificate)
+
+
+def _open(graph: fx.GraphModule) -> int:
+    """How many ops, inputs and parameters have an axis that nothing has decided."""
+    known = [k for node in graph.graph.nodes if (k := sharding(node)) is not None]
+    return sum(None in k.strategy or any(None in r for r in k.results) for k in known)
+
+
+def _chosen(
+    graph: fx.GraphModule,
+    captured: Captured,
+    request: Request,
+    microbatches: int | None,
+    left: int,
+) -> tuple[fx.GraphModule, Certificate]:
+    """The solver's choice of what is open, and its certificate for the plan."""
+    found, proof = choose_placements(
+        graph,
+        captured,
+        request.cluster,
+        cost_model=request.cost_model,
+        microbatches=microbatches or 1,
+        optimizer=request.optimizer,
+        stages=request.stages[1],
+        time_limit=float(request.constraints.get("time_limit", 30.0)),
+    )
+    whole = PassManager().run(f"place{{choice={json.dumps(found.text())}}}", graph)
+    status = proof.status
+    assert status in ("optimal", "within gap", "best found"), status
+    return whole, Certificate(
+        status=status,  # type: ignore[arg-type]
+        objective=proof.seconds,
+        lower_bound=min(proof.bound, proof.seconds),
+        gap=proof.gap,
+        solver=proof.solver,
+        over=f"placements of {left} ops and values that annotations left open, for one stage",
+    )
+
+
+def _batch_cut(captured: Captured, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
+    """The data axis cuts the batch dim of every input that no annotation places on that axis."""
+    if DATA_AXIS not in mesh.names:
+        return {}
+    found = {}
+    for item in captured.inputs:
+        key = f"input:{item.name}"
+        if item.batch_dim is None or _says(given, key, DATA_AXIS):
+            continue
+        found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
+    return found
+
+
+def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
+    """Whether an annotation places an input along an axis."""
+    for text, placements in given.items():
+        key = Key.parse(text)
+        if key.kind == "input" and key.matches(name.removeprefix("input:")):
+            if axis in read_placements(placements):
+                return True
+    return False
+
+
+def _store_in_parts(graph: fx.GraphModule, captured: Captured, request: Request) -> None:
+    """ZeRO-3: parameters lie in parts over the axis, and are put together where they are used.
+
+    The first dim that no other axis cuts and that falls into equal parts is cut, else the first
+    dim unevenly; a parameter too small for that, or annotated on the axis, stays as it is.
+    """
+    mesh, at = request.mesh, request.mesh.index(request.zero_axis)
+    parts, parameters = mesh.shape[at], frozenset(captured.parameters)
+    for node in graph.graph.find_nodes(op="get_attr"):
+        known = sharding(node)
+        if known is None or str(node.target) not in parameters:
+            continue
+        if at < len(known.origins) and is_annotated(known.origins[at]):
+            continue
+        placed, shape = known.results[0], tuple(node.meta["val"].shape)
+        dim = _dim_to_cut(shape, placed, parts)
+        if dim is not None:
+            now = (*placed[:at], Shard(dim), *placed[at + 1 :])
+            place(node, now, {at: annotated("zero=3")})
+
+
+def _dim_to_cut(shape: tuple[int, ...], placed: Placements, parts: int) -> int | None:
+    cut = {p.dim for p in placed if isinstance(p, Shard)}
+    free = [dim for dim in range(len(shape)) if dim not in cut]
+    even = [dim for dim in free if shape[dim] % parts == 0 and shape[dim]]
+    if even:
+        return even[0]
+    return 0 if 0 in free and shape[0] >= parts else None
