@@ -8,11 +8,14 @@ import pytest
 import torch
 from fxpart.passes import PREPARE
 from local_runs import assert_same, lower_all, run_lanes, run_whole
+from ranks import Pool
 from sharded_graphs import propagated, shardings
 from torch import fx
 from zoo import ZOO
+from zoo_entry import Built
 from zoo_language import _LLAMA, _causal
 
+import fxpart
 from fxpart.capture import Captured, capture
 from fxpart.pipeline import PassManager
 
@@ -41,21 +44,22 @@ CASES = {
 }
 
 
-@cache
-def mixtral(losses: bool) -> tuple[fx.GraphModule, Captured, list[torch.Tensor]]:
-    """Two layers, prepared, with their inputs. losses: the router's own loss too."""
+def built(**options: bool) -> Built:
+    """Mixtral of two layers, seeded."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        options = {**_LLAMA, "num_hidden_layers": 2, "output_router_logits": losses}
-        built = _causal(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            **options,
-        )()
-    held = capture(built.model, built.batch, loss=None, batch_size=built.batch_size)
-    given = [built.batch[spec.path[0]] for spec in held.inputs]
+        return _causal(
+            "MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2,
+            **{**_LLAMA, "num_hidden_layers": 2, **options},
+        )()  # fmt: skip
+
+
+@cache
+def mixtral(losses: bool) -> tuple[fx.GraphModule, Captured, list[torch.Tensor]]:
+    """Prepared, with its inputs. losses: the router's own loss too."""
+    made = built(output_router_logits=losses)
+    held = capture(made.model, made.batch, loss=None, batch_size=made.batch_size)
+    given = [made.batch[spec.path[0]] for spec in held.inputs]
     return PassManager().run(PREPARE, held.graph), held, given
 
 
@@ -76,3 +80,27 @@ def test_mixtral(name: str, losses: bool) -> None:
         assert got.calls.get(("all_to_all", axis), 0) == sent
         reduced = {a: n for (kind, a), n in got.calls.items() if kind == "all_reduce"}
         assert reduced == summed
+
+
+def _trained(mesh: str, seeds: dict[str, str]) -> tuple[bool, float]:
+    """On every rank: whether three AdamW steps agree with one process, and the difference."""
+    made = built()
+    program = fxpart.compile(
+        fxpart.annotate(made.model, seeds), f"local:{torch.distributed.get_world_size()}",
+        example_inputs=made.batch, microbatches=2, optimizer="adamw",
+        constraints={"mesh": mesh, "stages": 1, "placements": "annotated"},
+    )  # fmt: skip
+    assert ("experts_dispatched" if seeds == SHARED else "experts_cut") in program.sources[0]
+    found = program.verify(steps=3)
+    return found.passed, found.largest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ZOO["mixtral"].available, reason="needs transformers")
+@pytest.mark.parametrize(
+    ("mesh", "seeds", "ranks"),
+    [("dp=2", SHARED, 2), ("dp=2,ep=2", EXPERTS, 4)],
+)
+def test_mixtral_over_gloo(pool: Pool, mesh: str, seeds: dict[str, str], ranks: int) -> None:
+    for passed, largest in pool.run(_trained, mesh, seeds, ranks=ranks, timeout=240):
+        assert passed and largest <= 1e-6
