@@ -1,0 +1,190 @@
+"""``fxpart rules``: which ops have sharding rules, and a proposal for one that has none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+from fxpart.errors import error
+
+DISCOVER = "discover"
+
+
+@click.command()
+@click.argument("subjects", nargs=-1, metavar="[TARGET]... | discover OP")
+@click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch of the targets.")
+@click.option(
+    "--arguments", metavar="JSON",
+    help='For discover: arguments by name, {"dim": -1}; a tensor as its shape, {"x": "4x6"}.',
+)  # fmt: skip
+@json_option
+def command(
+    subjects: tuple[str, ...], batch_size: int | None, arguments: str | None, as_json: bool
+) -> int:
+    """Say how much of each TARGET has a sharding rule, by ops and by FLOPs.
+
+    Without a target: the table of rules. `rules discover aten.kron` proposes a rule for an op: it
+    is run on random operands that are cut in every way its shapes allow.
+    """
+    if subjects and subjects[0] == DISCOVER:
+        if len(subjects) != 2:
+            raise error(
+                "FXP109",
+                where="rules discover",
+                why=f"it takes one op, here are {len(subjects) - 1}",
+                fix="name it as aten.kron or aten.kron.default",
+            )
+        return _discover(subjects[1], arguments, as_json)
+    if not subjects:
+        return _table(as_json)
+    found = {target: _coverage(target, batch_size) for target in subjects}
+    if as_json:
+        output.data(found)
+    else:
+        output.text("\n\n".join(_described(target, each) for target, each in found.items()))
+    return 0
+
+
+def _table(as_json: bool) -> int:
+    """Every family and its ops."""
+    from fxpart.passes.rules import RULES
+
+    families = {name: sorted(table) for name, table in RULES.items()}
+    if as_json:
+        output.data(families)
+        return 0
+    total = sum(map(len, families.values()))
+    lines = [f"{total} ops in {len(families)} families, and every op that torch tags as pointwise"]
+    for name, ops in families.items():
+        shown = ", ".join(op.removeprefix("aten.") for op in ops)
+        lines.append(f"  {name:<14}{len(ops):>4}  {shown}")
+    output.text("\n".join(lines))
+    return 0
+
+
+def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
+    """Capture, prepare, and count."""
+    from msgspec import to_builtins
+
+    from fxpart.capture import capture
+    from fxpart.passes import PREPARE
+    from fxpart.pipeline import PassManager
+    from fxpart.pricing.rule_coverage import coverage
+    from fxpart.target import load_target
+
+    workload = load_target(target)
+    with output.busy(f"capturing {target}"):
+        captured = capture(
+            workload.model,
+            workload.example,
+            workload.example_kwargs,
+            loss=workload.loss,
+            batch_size=batch_size or workload.batch_size,
+        )
+        found = coverage([PassManager().run(PREPARE, captured.graph).graph])
+    names = ("calls", "ruled", "cut", "flops", "flops_cut")
+    return {**{name: getattr(found, name) for name in names}, "ops": to_builtins(found.ops)}
+
+
+def _described(target: str, found: dict[str, Any]) -> str:
+    """One target's coverage for a person: the sums, then every op that is not cut."""
+
+    def share(part: int, whole: int) -> str:
+        return f"{part / whole:.1%}" if whole else "all"
+
+    lines = [
+        f"{target}",
+        f"  ops     {found['calls']}, {share(found['ruled'], found['calls'])} with a rule, "
+        f"{share(found['cut'], found['calls'])} can be cut",
+        f"  FLOPs   {found['flops']:.3g}, {share(found['flops_cut'], found['flops'])} can be cut",
+    ]
+    for op in found["ops"]:
+        kept, none = op["whole"], op["calls"] - op["cuts"] - op["whole"]
+        if kept:
+            lines.append(f"  whole   {op['op']} x{kept}")
+        if none:
+            lines.append(f"  none    {op['op']} x{none}: replicated")
+    return "\n".join(lines)
+
+
+def _discover(name: str, arguments: str | None, as_json: bool) -> int:
+    """Propose a rule, and say how to accept it."""
+    from fxpart.passes.rules.discover import discover, example
+
+    op = _op(name)
+    given = _given(arguments)
+    with output.busy(f"running {op} on cut operands"):
+        found = example(op, given)
+        if found is None:
+            raise error(
+                "FXP109",
+                where=f"rules discover {name}",
+                why="no arguments were found that the op takes",
+                fix='give them: --arguments \'{"self": "4x6", "dim": 0}\'',
+            )
+        proposal = discover(op, *found)
+    if as_json:
+        output.data({
+            "op": proposal.op,
+            "notation": proposal.notation,
+            "additive": proposal.additive,
+            "linear": [sorted(proposal.names[i] for i in some) for some in proposal.linear],
+            "operands": proposal.operands,
+            "entry": proposal.entry,
+        })  # fmt: skip
+        return 0
+    shapes = ", ".join(
+        f"{n}{list(s)}" for n, s in zip(proposal.names, proposal.operands, strict=True)
+    )
+    output.text(
+        f"{proposal.op} on {shapes}\n\n  {proposal.entry}\n\n"
+        "A dim with _ stays whole. To accept it, check that it holds for other arguments too, put\n"
+        "the line in the TABLE of a file in passes/rules, and give the op an example in\n"
+        "tests/rule_examples_*.py: the soundness test then compares it, gradients included."
+    )
+    return 0
+
+
+def _op(name: str) -> Any:
+    """The op overload of that name; the first overload where only the op is named. FXP109."""
+    import torch
+
+    parts = name.split(".")
+    packet = None
+    if 2 <= len(parts) <= 3:
+        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
+    overloads = packet.overloads() if packet is not None else []
+    wanted = parts[2] if len(parts) == 3 else next(iter(overloads), "")
+    if packet is None or wanted not in overloads:
+        known = f"it has {', '.join(overloads)}" if overloads else "there is no such op"
+        fix = "name it as aten.kron or aten.kron.default"
+        raise error("FXP109", where=f"op {name[:60]!r}", why=known, fix=fix)
+    return getattr(packet, wanted)
+
+
+def _given(arguments: str | None) -> dict[str, Any]:
+    """The arguments of --arguments; shapes as tensors of random numbers. FXP109."""
+    import torch
+
+    if arguments is None:
+        return {}
+    fix = 'write {"dim": -1, "x": "4x6"}'
+    try:
+        held = json.loads(arguments)
+    except ValueError as fault:
+        raise error("FXP109", where="--arguments", why=f"no JSON: {fault}", fix=fix) from fault
+    if not isinstance(held, dict):
+        raise error("FXP109", where="--arguments", why="it is no object", fix=fix)
+    made = torch.Generator().manual_seed(0)
+
+    def value(text: Any) -> Any:
+        sizes = text.split("x") if isinstance(text, str) else []
+        if sizes and all(s.isascii() and s.isdigit() and len(s) < 4 for s in sizes):
+            return torch.rand(*map(int, sizes), generator=made, dtype=torch.float64)
+        return text
+
+    return {name: value(text) for name, text in held.items()}

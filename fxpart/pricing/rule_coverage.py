@@ -1,0 +1,121 @@
+"""How much of a graph has a sharding rule: ops by count and by FLOPs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpart.costmodels.symbolic import flops
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.passes.rules import Rule, rule_of
+from fxpart.pipeline.sizes import expression, hint, tensors
+from fxpart.pricing.specs import Specs
+
+CUTS, WHOLE, NONE = "cuts", "whole", "none"  # what an op's rule can do
+
+
+@dataclass(frozen=True)
+class OpCoverage:
+    """The calls of one op: how many, their forward FLOPs at the example sizes, and their rules.
+
+    cuts, whole: calls whose rule has a factor that may be cut, and those whose rule has none. The
+    others have no rule. flops_cut: FLOPs of the calls that can be cut.
+    """
+
+    op: str
+    calls: int
+    cuts: int
+    whole: int
+    flops: int
+    flops_cut: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Ops of some graphs, those with the most FLOPs first."""
+
+    ops: tuple[OpCoverage, ...]
+
+    @property
+    def calls(self) -> int:
+        """All calls of ops that give tensors."""
+        return sum(op.calls for op in self.ops)
+
+    @property
+    def ruled(self) -> int:
+        """Those with a rule."""
+        return sum(op.cuts + op.whole for op in self.ops)
+
+    @property
+    def cut(self) -> int:
+        """Those with a rule that can cut something."""
+        return sum(op.cuts for op in self.ops)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all forwards."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def flops_cut(self) -> int:
+        """FLOPs of the forwards that can be cut."""
+        return sum(op.flops_cut for op in self.ops)
+
+
+def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
+    """The coverage of prepared graphs, at the sizes of their examples."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    for graph in graphs:
+        specs = Specs(())
+        for node in graph.nodes:
+            spec = specs.op(node)
+            if spec is None or not tensors(node.meta.get("val")):
+                continue
+            kind = kind_of(rule_of(node))
+            work = int(flops(_numbers(spec, graph)))
+            entry = counts[spec.name]
+            for i, more in enumerate((1, kind == CUTS, kind == WHOLE, work, work * (kind == CUTS))):
+                entry[i] += more
+    rows = (OpCoverage(name, *entry) for name, entry in counts.items())
+    return Coverage(tuple(sorted(rows, key=lambda op: (-op.flops, -op.calls, op.op))))
+
+
+def kind_of(rule: Rule | None) -> str:
+    """Whether a rule can cut, only says that all stays whole, or is missing."""
+    if rule is None:
+        return NONE
+    return CUTS if any(f not in rule.whole for f in rule.factors) else WHOLE
+
+
+def _numbers(spec: OpSpec, graph: fx.Graph) -> OpSpec:
+    """The op at the sizes of the example."""
+    known = _hints(graph)
+
+    def numbers(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                tuple(s if isinstance(s, int) else int(s.subs(known)) for s in t.shape), t.dtype
+            )
+            for t in found
+        )
+
+    return OpSpec(spec.name, numbers(spec.inputs), numbers(spec.outputs), spec.attributes)
+
+
+def _hints(graph: fx.Graph) -> dict[object, int]:
+    """Each symbol's size in the example, read from the inputs."""
+    found: dict[object, int] = {}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        for tensor in tensors(node.meta.get("val")):
+            for size in tensor.shape:
+                if isinstance(size, torch.SymInt):
+                    symbol = expression(size)
+                    if getattr(symbol, "is_Symbol", False):
+                        found[symbol] = hint(size)
+    return found
