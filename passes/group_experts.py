@@ -110,7 +110,7 @@ class _Mixture:
         _check(len(_shape(node)) == 1 and len(_shape(source)) == 2)
         return source  # type: ignore[return-value]
 
-    def _routing(self, ends: Any, number: int | str) -> None:
+    def _routing(self, ends: Any, number: Any) -> None:
         """From where the rows end back to the choices: sort, count, add up."""
         sums = self._take(ends, "aten.cumsum")
         _check(argument(sums, "dim") in (0, -1) and argument(sums, "dtype") == torch.int32)
@@ -218,13 +218,14 @@ class _Mixture:
         """Which part of a first product the node is, how it was parted, and the product."""
         if _is_item(node, 0) or _is_item(node, 1):
             halves = self._take(node.args[0], "aten.chunk")
-            _check(halves.args[1] == 2 and argument(halves, "dim") in (-1, 1))
+            _check(argument(halves, "chunks") == 2 and argument(halves, "dim") in (-1, 1))
             return node.args[1], HALVES, halves.args[0]  # type: ignore[return-value]
         if _calls(node, "aten.slice"):
             _check(argument(node, "dim") in (-1, 1) and argument(node, "step") == 2)
             start, end = argument(node, "start"), argument(node, "end")
             whole = _shape(node.args[0])[1]
-            _check(start in (0, 1) and isinstance(whole, int) and (end is None or end >= whole))
+            _check(start in (0, 1) and isinstance(whole, int))
+            _check(end is None or bool(end >= whole))
             return start, PAIRS, node.args[0]
         if _calls(node, *_PRODUCTS) or (
             _calls(node, "aten.add") and any(_calls(n, *_PRODUCTS) for n in node.all_input_nodes)
