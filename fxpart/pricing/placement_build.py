@@ -4,116 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.passes.rules import operands
+from fxpart.pricing.placement_built import Built, Map, Placed, StateCosts
+from fxpart.pricing.placement_domains import Domains
 from fxpart.pricing.placement_edges import Matrix, Port, Reshards
 from fxpart.pricing.placement_graph import Flow, Value, follows
 from fxpart.pricing.placement_options import Families, Family, Option, Strategy
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
-from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 from fxpart.solver.placement_problem import Edge, Kind, PlacementProblem
-
-Map = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class StateCosts:
-    """What a parameter costs beside its use, for each byte of it.
-
-    memory: bytes held, itself included. step: bytes moved by the optimizer, and launches. gradient:
-    whether it is trained.
-    """
-
-    memory: float
-    moved: float
-    launches: float
-    gradient: bool
-
-
-@dataclass
-class Placed:
-    """Where a graph node stands in the problem: the solver's node, and its own option for each of
-    that node's strategies (None: the same number)."""
-
-    root: int
-    options: Sequence[Option] | Sequence[Port]
-    map: Map | None = None
-    number: int = 0  # of the map, equal for equal maps
-
-    def at(self, strategy: int) -> int:
-        """The node's own option where the solver's node has ``strategy``."""
-        return strategy if self.map is None else int(self.map[strategy])
-
-
-@dataclass
-class Built:
-    """The problem and what its nodes mean."""
-
-    problem: PlacementProblem
-    mesh: Mesh
-    ops: dict[fx.Node, Placed]
-    sources: dict[fx.Node, Placed]
-    unruled: tuple[str, ...]
-    symbols: dict[fx.Node, dict[str, frozenset[str]]]
-
-    def settled(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice with every open input cut along each axis that cuts its rows somewhere.
-
-        An op may cut a dim whose size is only known at run time. The runtime sees to it that such a
-        size can be cut if the input that it is read from is cut so; inputs are small, and what
-        needs them whole gathers them. The first dim of an input that fits is cut.
-        """
-        found = list(choice)
-        cut: list[set[str]] = [set() for _ in self.mesh.axes]
-        for node, placed in self.ops.items():
-            option = placed.options[placed.at(choice[placed.root])]
-            assert isinstance(option, Option), "ops have options"
-            for axis, name in enumerate(option.strategy):
-                cut[axis] |= self.symbols[node].get(name, frozenset())
-        for node, placed in self.sources.items():
-            if node.op != "placeholder":
-                continue
-            port = placed.options[choice[placed.root]]
-            assert not isinstance(port, Option), "sources have ports"
-            wanted = tuple(self._cut(node, p, cut[axis]) for axis, p in enumerate(port[0]))
-            found[placed.root] = next(
-                (i for i, p in enumerate(placed.options) if p[0] == wanted), choice[placed.root]
-            )
-        return tuple(found)
-
-    def _cut(self, node: fx.Node, placement: Placement | None, cut: set[str]) -> Placement | None:
-        """The placement of an input on an axis that cuts these symbols."""
-        if placement != REPLICATE:
-            return placement
-        return next(
-            (Shard(dim) for dim, s in enumerate(node.meta["val"].shape) if str(s) in cut),
-            placement,
-        )
-
-    def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
-        """The strategy of every op, by node name."""
-        found = {}
-        for node, placed in self.ops.items():
-            option = placed.options[placed.at(choice[placed.root])]
-            assert isinstance(option, Option), "ops have options"
-            found[node.name] = option.strategy
-        return found
-
-    def placements(self, choice: Sequence[int]) -> dict[str, Placements]:
-        """The placements of every input and of all state, by node name."""
-        found = {}
-        for node, placed in self.sources.items():
-            port = placed.options[choice[placed.root]]
-            assert not isinstance(port, Option), "sources have ports"
-            found[node.name] = port[0]
-        return found
 
 
 @dataclass
@@ -142,18 +48,17 @@ class Builder:
     ops: dict[fx.Node, Placed] = field(default_factory=dict)
     sources: dict[fx.Node, Placed] = field(default_factory=dict)
     givers: dict[Value, tuple[Placed, int]] = field(default_factory=dict)
-    _pairs: dict[tuple[int, int], list[tuple[object, Matrix]]] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], list[tuple[int, Matrix]]] = field(default_factory=dict)
     _maps: dict[bytes, int] = field(default_factory=dict)
     _gathered: dict[object, Matrix] = field(default_factory=dict)
     _ports: dict[tuple[int, int, str], int] = field(default_factory=dict)
-    _domains: dict[object, tuple[Port, ...]] = field(default_factory=dict)
     _held: list[object] = field(default_factory=list)
 
     def build(self, budget: float) -> Built:
         """Every op in order, its parameters just before it."""
-        self._carried = {value: len(users) for value, users in self.flow.users.items()}
+        self._users = {value: len(users) for value, users in self.flow.users.items()}
         families = {op: self._family(op) for op in self.flow.ops}
-        self._families = families
+        self._domains = Domains(self.mesh, self.flow, families, self.specs, self.sizes)
         for op in self.flow.ops:
             for operand in self._operands(op):
                 if operand.node.op != "call_function" and operand not in self.givers:
@@ -170,8 +75,6 @@ class Builder:
         return tuple(op.name for op in self.flow.ops if self.families.rule(op) is None)
 
     def _operands(self, op: fx.Node) -> list[Value]:
-        from fxpart.passes.rules import operands
-
         return [self.flow.value[o] for o in operands(op) if o in self.flow.value]
 
     def _family(self, op: fx.Node) -> Family:
@@ -193,14 +96,12 @@ class Builder:
         return len(self.nodes) - 1
 
     def _op(self, op: fx.Node, family: Family) -> None:
-        leader = follows(op, self.flow, self._carried)
+        leader = follows(op, self.flow, self._users)
         placed = None if leader is None else self._follow(op, family, leader)
         if placed is None:
             root = self._add(op.name, family.seconds, family.standing)
             placed = Placed(root, family.options)
         self.ops[op] = placed
-        from fxpart.passes.rules import operands
-
         for position, operand in enumerate(operands(op)):
             value = self.flow.value.get(operand)
             if value is not None and value in self.givers:
@@ -213,10 +114,10 @@ class Builder:
                     self._convert(value)
 
     def _follow(self, op: fx.Node, family: Family, position: int) -> Placed | None:
-        """The op as a follower: for each strategy of its leader its own cheapest one without cost
-        between them. None where some strategy of the leader has none, or a choice is decided."""
-        from fxpart.passes.rules import operands
+        """The op as a follower: for each of its leader's strategies its own cheapest free one.
 
+        Free: nothing is moved between them. None where some strategy of the leader has none.
+        """
         value = self.flow.value[operands(op)[position]]
         giver, index = self.givers[value]
         between = self._matrix(value, giver, index, Placed(0, family.options), position,
@@ -237,7 +138,7 @@ class Builder:
     def _convert(self, value: Value) -> None:
         """A node for the conversion that several users share: what it gives, they start from."""
         giver, index = self.givers[value]
-        ports = self._domain(value, self._given(giver, index))
+        ports = self._domains.of_conversion(value, self._given(giver, index))
         root = self._add(f"{value.node.name} shared", [0.0] * len(ports), [0.0] * len(ports))
         placed = Placed(root, ports)
         self._edge(value, placed, 0, flows=True)
@@ -250,8 +151,8 @@ class Builder:
         fixed = decided.results[0] if decided is not None and decided.results else None
         state = self.state.get(str(node.target)) if node.op == "get_attr" else None
         trained = state is not None and state.gradient
-        ports = self._domain(value, (), fixed, trained=trained)
-        size = self._bytes(value)
+        ports = self._domains.of_source(value, fixed, trained=trained)
+        size = self._domains.bytes(value)
         standing, seconds = [], []
         for place, gradient in ports:
             parts = prod(
@@ -272,83 +173,6 @@ class Builder:
         placed = Placed(self._add(node.name, seconds, standing), ports)
         self.sources[node] = placed
         self.givers[value] = (placed, 0)
-
-    def _domain(
-        self,
-        value: Value,
-        given: Sequence[Port],
-        fixed: Placements | None = None,
-        *,
-        trained: bool = False,
-    ) -> tuple[Port, ...]:
-        """Every port made of what the giver gives and the users take, axis by axis.
-
-        given: the giver's ports; empty for a source, which may also be cut along any dim.
-        """
-        columns: list[dict[tuple[Placement, Placement], None]] = []
-        takes = self._taken(value)
-        flows = trained or bool(given)
-        for axis in range(len(self.mesh.axes)):
-            found: dict[tuple[Placement, Placement], None] = {}
-            if not given:
-                found[REPLICATE, REPLICATE] = None
-                if flows:
-                    found[REPLICATE, PARTIAL] = None
-            for place, gradient in (*given, *takes):
-                held, back = place[axis], gradient[axis]
-                assert held is not None and back is not None, "ports are decided"
-                if not given and not isinstance(held, Shard):
-                    continue
-                found[held, back if flows or isinstance(held, Shard) else REPLICATE] = None
-            if not given:
-                for dim, size in enumerate(self._shape(value)):
-                    if size >= self.mesh.shape[axis] and size % self.mesh.shape[axis] == 0:
-                        found[Shard(dim), Shard(dim)] = None
-            wanted = None if fixed is None else fixed[axis]
-            if wanted is not None:
-                backs = [REPLICATE, PARTIAL] if wanted == REPLICATE and flows else [
-                    REPLICATE if wanted == PARTIAL else wanted
-                ]  # fmt: skip
-                found = {(wanted, back): None for back in backs}
-            columns.append(found)
-        ports = tuple(
-            (tuple(p for p, _ in each), tuple(g for _, g in each)) for each in product(*columns)
-        )
-        fits = tuple(p for p in ports if self._fits(value, p[0]))
-        return self._domains.setdefault(fits or ports, fits or ports)
-
-    def _taken(self, value: Value) -> list[Port]:
-        """Every port in which a user may take the value."""
-        found: dict[Port, None] = {}
-        seen: set[tuple[int, int]] = set()
-        for op, position in self.flow.users[value]:
-            family = self._families[op]
-            if (id(family), position) not in seen:
-                seen.add((id(family), position))
-                found.update(dict.fromkeys(o.takes[position] for o in family.options))
-        return list(found)
-
-    def _fits(self, value: Value, placements: Placements) -> bool:
-        """Whether the dims that are cut have as many equal pieces as all axes ask for.
-
-        One axis alone may cut unevenly, if there is something for each place.
-        """
-        shape = self._shape(value)
-        cuts: dict[int, int] = {}
-        for placement, parts in zip(placements, self.mesh.shape, strict=True):
-            if isinstance(placement, Shard):
-                outer = placement.outer if placement.dim not in cuts else 1
-                cuts[placement.dim] = cuts.get(placement.dim, 1) * parts * outer
-        single = sum(isinstance(p, Shard) for p in placements) <= 1
-        return all(shape[d] % n == 0 or (single and shape[d] >= n) for d, n in cuts.items())
-
-    def _shape(self, value: Value) -> tuple[int, ...]:
-        tensor = self.specs.tensors(value.node)[value.index]
-        return tuple(self.sizes.number(d) for d in tensor.shape)
-
-    def _bytes(self, value: Value) -> float:
-        tensor = self.specs.tensors(value.node)[value.index]
-        return float(self.sizes.number(tensor_bytes(tensor)))
 
     # -- edges ---------------------------------------------------------------------------------
 
@@ -383,7 +207,7 @@ class Builder:
             self._numbered(giver, index, "gives"),
             self._numbered(taker, position, "takes"),
         )
-        size = self._bytes(value)
+        size = self._domains.bytes(value)
         key = (rows, columns, size, flows, giver.number, taker.number)
         if key not in self._gathered:
             found = self.microbatches * self.reshards.matrix(rows, columns, size, flows)
@@ -432,12 +256,12 @@ class Builder:
         matrices: list[tuple[tuple[float, ...], ...]] = []
         edges = []
         for (source, target), parts in self._pairs.items():
-            key_ = tuple(sorted(identity for identity, _ in parts))  # type: ignore[type-var]
-            if key_ not in numbers:
-                numbers[key_] = len(matrices)
+            same = tuple(sorted(identity for identity, _ in parts))
+            if same not in numbers:
+                numbers[same] = len(matrices)
                 total = sum(matrix for _, matrix in parts)
                 matrices.append(tuple(map(tuple, np.asarray(total).tolist())))
-            edges.append(Edge(source=source, target=target, matrix=numbers[key_]))
+            edges.append(Edge(source=source, target=target, matrix=numbers[same]))
         return PlacementProblem(
             names=tuple(node.name for node in self.nodes),
             kinds=tuple(made),

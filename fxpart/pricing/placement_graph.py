@@ -79,9 +79,9 @@ def read(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> Flo
 
 
 def _call(node: fx.Node, flow: Flow, users: defaultdict[Value, list[tuple[fx.Node, int]]]) -> None:
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        source, index = node.args
-        parts = source.meta.get("val")
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(source, fx.Node):
+        index, parts = node.args[1], source.meta.get("val")
         if isinstance(parts, tuple | list) and isinstance(index, int):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 before = parts[: index % len(parts)]

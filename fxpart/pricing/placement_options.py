@@ -108,9 +108,8 @@ class Families:
             found: dict[str, frozenset[str]] = {}
             for name in choices(rule):
                 factors = rule.together.get(name, (name,))
-                sizes = [rule.sizes[f] for f in factors if f in rule.sizes]
-                names = {str(s) for z in sizes if not isinstance(z, int)
-                         for s in expression(z).free_symbols}  # fmt: skip
+                sizes = [expression(rule.sizes[f]) for f in factors if f in rule.sizes]
+                names = {str(s) for z in sizes if not isinstance(z, int) for s in z.free_symbols}
                 if names:
                     found[name] = frozenset(names)
             self._symbols[id(rule)] = found

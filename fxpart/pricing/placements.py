@@ -19,7 +19,8 @@ from fxpart.errors import error
 from fxpart.optimizers import choose, state_bytes
 from fxpart.pipeline import MESH_KEY
 from fxpart.pricing.groups import Rings, grouped
-from fxpart.pricing.placement_build import Builder, Built, StateCosts
+from fxpart.pricing.placement_build import Builder
+from fxpart.pricing.placement_built import Built, StateCosts
 from fxpart.pricing.placement_edges import Reshards
 from fxpart.pricing.placement_graph import fused, read
 from fxpart.pricing.placement_options import Families, Strategy

@@ -173,13 +173,16 @@ class Elimination:
         what, which, strategy = key
         if what == "kind":
             numbers = self.numbers
-            return time * numbers.seconds[which] + price * numbers.standing[which]
-        matrix = time * self.numbers.matrices[which]
+            cost: Table = time * numbers.seconds[which] + price * numbers.standing[which]
+            return cost
+        matrix: Table = time * self.numbers.matrices[which]
         if what == "column":
-            return matrix[:, strategy]
-        if what == "row":
-            return matrix[strategy]
-        return matrix if what == "matrix" else matrix.T
+            matrix = matrix[:, strategy]
+        elif what == "row":
+            matrix = matrix[strategy]
+        elif what == "transposed":
+            matrix = matrix.T
+        return matrix
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def _model(
         flows = [[model.add_variable(lb=0, ub=1) for _ in row] for row in matrix]
         for variable, flow in zip(picks[edge.source], flows, strict=True):
             model.add_linear_constraint(mathopt.fast_sum(flow) == variable)
-        for variable, flow in zip(picks[edge.target], zip(*flows, strict=True), strict=True):
-            model.add_linear_constraint(mathopt.fast_sum(flow) == variable)
+        for variable, column in zip(picks[edge.target], zip(*flows, strict=True), strict=True):
+            model.add_linear_constraint(mathopt.fast_sum(column) == variable)
         terms += [
             float(c) * scale * y
             for costs, flow in zip(matrix, flows, strict=True)

@@ -93,12 +93,14 @@ def segments_of(numbers: Numbers, hubs: frozenset[int]) -> list[Segment]:
             if not cuts or cuts[-1][1] != node:
                 cuts.append((v, node))
                 before = v
-    found, start, first = [], 0, None
-    for stop, node in [*cuts, (count - 1, None)]:
+    found: list[Segment] = []
+    start, first = 0, None
+    ends: list[tuple[int, int | None]] = [*cuts, (count - 1, None)]
+    for stop, last_node in ends:
         own = tuple(v for v in range(start, stop + 1) if v not in hubs)
         mine = tuple(e for v in own for e in edges.get(v, ()))
-        found.append(Segment(first, node, own, mine))
-        start, first = stop + 1, node
+        found.append(Segment(first, last_node, own, mine))
+        start, first = stop + 1, last_node
     return found
 
 

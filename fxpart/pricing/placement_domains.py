@@ -1,0 +1,116 @@
+"""The ports that a parameter, an input or a shared conversion may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.pricing.placement_edges import Port
+from fxpart.pricing.placement_graph import Flow, Value
+from fxpart.pricing.placement_options import Family
+from fxpart.pricing.specs import Specs
+from fxpart.pricing.variants import Sizes
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
+
+Side = tuple[Placement, Placement]  # a value and its gradient along one axis
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Made of what givers give and users take, axis by axis. families: of every op."""
+
+    mesh: Mesh
+    flow: Flow
+    families: Mapping[fx.Node, Family]
+    specs: Specs
+    sizes: Sizes
+    _known: dict[tuple[Port, ...], tuple[Port, ...]] = field(default_factory=dict)
+
+    def of_conversion(self, value: Value, given: Sequence[Port]) -> tuple[Port, ...]:
+        """Of what several users share: as it is given, or as one of them takes it."""
+        takes = self._taken(value)
+        columns = [
+            dict.fromkeys(_side(port, axis) for port in (*given, *takes))
+            for axis in range(len(self.mesh.axes))
+        ]
+        return self._product(value, columns)
+
+    def of_source(
+        self, value: Value, fixed: Placements | None, *, trained: bool
+    ) -> tuple[Port, ...]:
+        """Of an input or state: whole, cut as a user takes it, or cut evenly along any dim.
+
+        fixed: what is decided. trained: its gradient may be a sum that waits for the step's end.
+        """
+        takes = self._taken(value)
+        columns = []
+        for axis, parts in enumerate(self.mesh.shape):
+            found: dict[Side, None] = {(REPLICATE, REPLICATE): None}
+            if trained:
+                found[REPLICATE, PARTIAL] = None
+            sides = (_side(port, axis) for port in takes)
+            found.update((side, None) for side in sides if isinstance(side[0], Shard))
+            for dim, size in enumerate(self.shape(value)):
+                if size >= parts and size % parts == 0:
+                    found[Shard(dim), Shard(dim)] = None
+            wanted = None if fixed is None else fixed[axis]
+            if wanted is not None:
+                back = REPLICATE if wanted == PARTIAL else wanted
+                decided = {side: None for side in found if side[0] == wanted}
+                found = decided or {(wanted, back): None}
+            columns.append(found)
+        return self._product(value, columns)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The whole value's dims."""
+        tensor = self.specs.tensors(value.node)[value.index]
+        return tuple(self.sizes.number(d) for d in tensor.shape)
+
+    def bytes(self, value: Value) -> float:
+        """The whole value's bytes."""
+        tensor = self.specs.tensors(value.node)[value.index]
+        return float(self.sizes.number(tensor_bytes(tensor)))
+
+    def _product(self, value: Value, columns: Sequence[Mapping[Side, None]]) -> tuple[Port, ...]:
+        """Every combination that the value's dims allow; equal results are one object."""
+        ports = tuple(
+            (tuple(place for place, _ in each), tuple(back for _, back in each))
+            for each in product(*columns)
+        )
+        found = tuple(port for port in ports if self._fits(value, port[0])) or ports
+        return self._known.setdefault(found, found)
+
+    def _taken(self, value: Value) -> list[Port]:
+        """Every port in which a user may take the value."""
+        found: dict[Port, None] = {}
+        seen: set[tuple[int, int]] = set()
+        for op, position in self.flow.users[value]:
+            family = self.families[op]
+            if (id(family), position) not in seen:
+                seen.add((id(family), position))
+                found.update(dict.fromkeys(o.takes[position] for o in family.options))
+        return list(found)
+
+    def _fits(self, value: Value, placements: Placements) -> bool:
+        """Whether the dims that are cut have as many equal pieces as all axes ask for.
+
+        One axis alone may cut unevenly, if there is something for each place.
+        """
+        shape = self.shape(value)
+        cuts: dict[int, int] = {}
+        for placement, parts in zip(placements, self.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                outer = placement.outer if placement.dim not in cuts else 1
+                cuts[placement.dim] = cuts.get(placement.dim, 1) * parts * outer
+        single = sum(isinstance(p, Shard) for p in placements) <= 1
+        return all(shape[d] % n == 0 or (single and shape[d] >= n) for d, n in cuts.items())
+
+
+def _side(port: Port, axis: int) -> Side:
+    place, back = port[0][axis], port[1][axis]
+    assert place is not None and back is not None, "ports are decided"
+    return place, back
