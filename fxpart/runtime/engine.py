@@ -14,7 +14,7 @@ from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost, merge, problems_of
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.executor import Executor, Failure, Feed
-from fxpart.runtime.lanes import Lane, lane_ranks, together
+from fxpart.runtime.lanes import Crew, Lane, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
@@ -49,11 +49,13 @@ class Engine:
         *,
         schedule: str,
         meshes: Meshes | None = None,
+        crew: Crew | None = None,
         after_backward: Callable[[int, int], None] | None = None,
     ) -> None:
         """lanes: those of this process. ranks: of each stage, the rank of its first lane.
 
-        meshes: what connects the lanes. after_backward: called with lane and stage.
+        meshes: what connects the lanes. crew: their threads. after_backward: called with lane and
+        stage.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
@@ -62,6 +64,7 @@ class Engine:
         self._devices = devices
         self._schedule = schedule
         self._meshes = meshes
+        self._crew = crew or Crew([lane.index for lane in lanes], self._leave)
         self._after_backward = after_backward
         self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
@@ -100,7 +103,7 @@ class Engine:
                 lane.index: partial(self._drive, mine, cut, keys, gate)
                 for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
             }
-            together(drives, self._leave)
+            self._crew.together(drives)
             return self._conclude(executors, cuts[0])
         except FxpartError as cause:
             if any(executor.lost for executor in executors):

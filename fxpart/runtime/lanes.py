@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,47 +59,61 @@ def shared_text(spec: ProgramSpec) -> str:
     return msgspec.json.encode([whole, stages]).decode()
 
 
-def together(
-    tasks: Mapping[int, Callable[[], T]], leave: Callable[[int, BaseException | str], Any]
-) -> list[T]:
-    """Run each lane's task at the same time, since they wait for each other; results in order.
+class Crew:
+    """The threads of this process's lanes, one for each; kept, since a new one starts slowly.
 
-    A single one runs in this thread. leave: called with the lane and the reason when a task has
-    ended, so that no other waits for it. If one raises, the first exception is raised when all have
-    ended.
+    A single lane runs in the caller's own thread.
     """
-    if len(tasks) == 1:
-        return [task() for task in tasks.values()]
-    results: dict[int, T] = {}
-    raised: list[BaseException] = []
-    gradients = torch.is_grad_enabled()
 
-    def run(lane: int, task: Callable[[], T]) -> None:
+    def __init__(
+        self, lanes: Sequence[int], leave: Callable[[int, BaseException | str], Any]
+    ) -> None:
+        """leave: called with the lane and the reason when a task ends: no other waits for it."""
+        self._lanes = tuple(lanes)
+        self._leave = leave
+        self._pool = None if len(lanes) == 1 else ThreadPoolExecutor(len(lanes), "lane")
+
+    def together(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run each lane's task at the same time, since they wait for each other; by lane.
+
+        If any raises, the first exception is raised when all have ended.
+        """
+        assert tuple(tasks) == self._lanes, "one task for each lane"
+        if self._pool is None:
+            return {lane: task() for lane, task in tasks.items()}
+        raised: list[BaseException] = []
+        gradients = torch.is_grad_enabled()
+        running = {
+            lane: self._pool.submit(self._run, lane, task, gradients, raised)
+            for lane, task in tasks.items()
+        }
+        try:
+            wait(running.values())
+        except BaseException as cause:  # Ctrl-C: the lanes must not go on without their caller
+            for lane in tasks:
+                self._leave(lane, cause)
+            wait(running.values())
+            raise
+        if raised:
+            raise raised[0]
+        return {lane: future.result() for lane, future in running.items()}
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _run(
+        self, lane: int, task: Callable[[], T], gradients: bool, raised: list[BaseException]
+    ) -> T:
         # A backward runs in its lane's own thread: torch has one thread for each GPU, and a lane
         # that waits in it for another would keep the other out.
         with torch.set_grad_enabled(gradients), torch.autograd.set_multithreading_enabled(False):
             try:
-                results[lane] = task()
-                leave(lane, "it has ended")
+                result = task()
+                self._leave(lane, "it has ended")
+                return result
             except BaseException as cause:
                 raised.append(cause)
-                leave(lane, cause)
-
-    threads = [
-        threading.Thread(target=run, args=each, name=f"lane {each[0]}", daemon=True)
-        for each in tasks.items()
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as cause:  # Ctrl-C: the lanes must not go on without their caller
-        for lane in tasks:
-            leave(lane, cause)
-        for thread in threads:
-            thread.join()
-        raise
-    if raised:
-        raise raised[0]
-    return [results[lane] for lane in tasks]
+                self._leave(lane, cause)
+                raise

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
+from fxpart.errors import error
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.transport import Transport
 from fxpart.sharding import Mesh
@@ -22,6 +23,13 @@ class Meshes:
         self, mesh: Mesh, lanes: Sequence[Lane], ranks: Sequence[int], transport: Transport
     ) -> None:
         """ranks: of each stage, the rank of its first lane. Every rank must call it."""
+        if sorted(ranks) != [stage * mesh.size for stage in range(len(ranks))]:
+            raise error(
+                "FXP109",
+                where=f"the stages' first ranks, {tuple(ranks)}",
+                why=f"a stage on the mesh {mesh} is {mesh.size} ranks that follow each other",
+                fix=f"rank = stage * {mesh.size} + lane",
+            )
         self.mesh = mesh
         self.threads = len(transport.local) == transport.ranks
         self._hubs: list[InProcessHub] = []
@@ -55,3 +63,9 @@ class Meshes:
         """All lanes of this process are through: they may meet again."""
         for hub in self._hubs:
             hub.reset()
+
+    def close(self) -> None:
+        """Give back what connects processes; nothing may be called after it."""
+        for end in self._ends.values():
+            if isinstance(end, GroupCommunicator):
+                end.close()

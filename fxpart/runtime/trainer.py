@@ -18,7 +18,7 @@ from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.gradients import clip, gather_gradients, share_ties
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
-from fxpart.runtime.lanes import Lane, mesh_of, shared_text, together
+from fxpart.runtime.lanes import Crew, Lane, mesh_of, shared_text
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
@@ -85,6 +85,8 @@ class Trainer:
         self._meshes: Meshes | None = None
         if spec.sharding is not None:
             self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
+        leave = _nobody if self._meshes is None else self._meshes.leave
+        self._crew = Crew([lane.index for lane in self._lanes], leave)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
         self._sharded_state = ShardedState(self._state, self._meshes)
         self._held = Held(self._state, self._meshes)
@@ -248,6 +250,9 @@ class Trainer:
 
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
+        self._crew.close()
+        if self._meshes is not None:
+            self._meshes.close()
         self._transport.close()
 
     # -- inner ----------------------------------------------------------------------------------
@@ -257,14 +262,11 @@ class Trainer:
 
     def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
         """``do`` for every lane of this process, at the same time."""
-        tasks = {lane.index: partial(do, lane) for lane in self._lanes}
-        meshes = self._meshes
         try:
-            found = together(tasks, _nobody if meshes is None else meshes.leave)
-            return dict(zip(tasks, found, strict=True))
+            return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
         finally:
-            if meshes is not None:
-                meshes.recover()
+            if self._meshes is not None:
+                self._meshes.recover()
 
     def _make_engine(
         self,
@@ -279,6 +281,7 @@ class Trainer:
             self._devices,
             schedule=schedule,
             meshes=self._meshes,
+            crew=self._crew,
             after_backward=after_backward,
         )
 
