@@ -59,11 +59,10 @@ def drawn_order(node: fx.Node) -> Order | None:
     """The operand's dims, the slowest in memory first; None for other ops than those here."""
     if packet_name(op_of(node)) not in _ALONG:
         return None
-    first = op_args(node)[0]
-    held = value(first)
-    if not isinstance(held, torch.Tensor) or not isinstance(value(node), torch.Tensor):
+    drawn = value(node)
+    if not isinstance(value(op_args(node)[0]), torch.Tensor) or not isinstance(drawn, torch.Tensor):
         return None
-    return memory_order(held)
+    return memory_order(drawn)  # that of a new tensor like the operand, which may have holes
 
 
 def memory_order(held: torch.Tensor) -> Order:
