@@ -5,9 +5,9 @@ from __future__ import annotations
 from fxpart.annotations.values import results
 from fxpart.pipeline.annotation import NodeSharding
 from fxpart.pipeline.edit import annotate
-from fxpart.sharding import REPLICATE, Mesh, Placements, Shard
+from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
-from ..rules import REPLICATED
+from ..rules import PASS, REPLICATED
 from .positions import to_left
 from .values import Op, Value
 
@@ -21,7 +21,8 @@ CLOSED = "nothing cuts it: every rank holds it whole"
 def settle(ops: list[Op], axes: int, *, close: bool) -> None:
     """Decide what is forced along each axis; with ``close`` all that is open stays whole.
 
-    Ops without a rule and ops that nothing can cut have one choice. Constants that no user wants
+    Ops without a rule and ops that nothing can cut have one choice (ops stand after those they
+    use, so that is known of their operands). Constants that no user wants
     cut alike are made whole. Inputs and state whose users are all decided are whole if none wants
     a cut.
     """
@@ -29,7 +30,7 @@ def settle(ops: list[Op], axes: int, *, close: bool) -> None:
         for axis in range(axes):
             if op.leaf or op.strategy[axis] is not None:
                 continue
-            if op.ruled is None or op.ruled.alone(axis, op.strategy):
+            if not _choices(op, axis):
                 _whole(op, axis, NO_RULE if op.ruled is None else ONLY)
             elif op.constant:
                 _whole(op, axis, CONSTANT)
@@ -43,6 +44,22 @@ def settle(ops: list[Op], axes: int, *, close: bool) -> None:
                 if close or decided:
                     value.placed[axis] = REPLICATE
                     op.origins[axis] = WHOLE if decided and value.users else CLOSED
+
+
+def _choices(op: Op, axis: int) -> list[str]:
+    """What an op could do beside replication; sums only where one of its operands may be one."""
+    if op.ruled is None:
+        return []
+    found = op.ruled.possible(axis, op.strategy)
+    return [
+        name
+        for name in found
+        if not name.startswith(PASS)
+        or any(
+            not op.inputs[i].op.leaf and op.inputs[i].placed[axis] in (None, PARTIAL)
+            for i in op.ruled.rule.linear[int(name.removeprefix(PASS))]
+        )
+    ]
 
 
 def _whole(op: Op, axis: int, origin: str) -> None:

@@ -56,11 +56,9 @@ class Ruled:
             return False
         return self.joint((*strategy[:axis], name, *strategy[axis + 1 :])) is not None
 
-    def alone(self, axis: int, strategy: list[str | None]) -> bool:
-        """Whether nothing but replication is possible along the axis."""
-        return not any(
-            name != REPLICATED and self.feasible(name, axis, strategy) for name in self._order
-        )
+    def possible(self, axis: int, strategy: list[str | None]) -> list[str]:
+        """The strategies other than replication that the axis may take beside those of others."""
+        return [n for n in self._order if n != REPLICATED and self.feasible(n, axis, strategy)]
 
     def rank(self, name: str) -> tuple[int, int]:
         """A fixed order of strategies: that of the rule."""

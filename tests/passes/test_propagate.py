@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ from fxpart.errors import FxpartError
 from fxpart.pipeline import MESH_KEY, PassManager
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Shard
 
+aten = torch.ops.aten
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
 
@@ -246,7 +248,7 @@ def test_the_fewer_bytes_win(rows: int, columns: int, expected: str) -> None:
     """Two inputs ask for two factors of one product: the smaller one is gathered."""
     builder = Builder()
     x, y = builder.input(rows, 16), builder.input(16, columns)
-    product = builder.call(torch.ops.aten.mm.default, x, y)
+    product = builder.call(aten.mm.default, x, y)
     graph = PassManager().run(PREPARE, builder.finish(product))
     seeds = {f"input:{x.name}": "a:S(0)", f"input:{y.name}": "a:S(1)"}
     assert strategy(propagated(graph, "a=2", seeds), product.name) == expected
@@ -371,3 +373,68 @@ def test_placements_of_a_strategy() -> None:
     assert made.operands == ((Shard(2),), (Shard(1),), (PARTIAL,))
     assert made.results == ((PARTIAL,),)
     assert made.gradients[2] == (REPLICATE,)
+
+
+def built(builder: Builder, *outputs: fx.Node) -> fx.GraphModule:
+    return PassManager().run(PREPARE, builder.finish(*outputs))
+
+
+def test_one_choice_is_taken() -> None:
+    """Nothing of these ops can be cut: no rule, a whole dim, fewer elements than ranks."""
+    builder = Builder()
+    x, y = builder.input(8), builder.input(3)
+    ordered = builder.call(operator.getitem, builder.call(aten.sort.default, x), 0)
+    whole = builder.call(aten.cumsum.default, ordered, 0)
+    small_ = builder.call(aten.gelu.default, y)
+    graph = propagated(built(builder, whole, small_), "a=4", {})
+    for name in (ordered.args[0].name, whole.name, small_.name):  # type: ignore[union-attr]
+        assert strategy(graph, name) == ""
+        assert "every rank computes it whole" in why(graph, name)
+    assert placed(graph, x.name) == "R"
+
+
+def test_constants_are_cut_where_all_users_want_the_same_piece() -> None:
+    builder = Builder(table=torch.ones(8, 6))
+    x = builder.input(8, 6)
+    held = builder.get("table")
+    mask = builder.call(aten.ones.default, [8, 6])
+    twice = builder.call(aten.mul.Tensor, mask, 2.0)
+    y = builder.call(aten.mul.Tensor, x, twice)
+    y = builder.call(aten.add.Tensor, y, held)
+    z = builder.call(aten.add.Tensor, y, mask)
+    module = built(builder, z)
+    for dim in (0, 1):
+        graph = propagated(module, "a=2", {f"input:{x.name}": f"a:S({dim})"})
+        assert [placed(graph, n.name) for n in (z, mask, twice, held)] == [f"S({dim})"] * 4
+
+
+def test_constants_that_users_want_differently_are_whole() -> None:
+    builder = Builder()
+    x, y = builder.input(8, 6), builder.input(8, 6)
+    mask = builder.call(aten.ones.default, [8, 6])
+    one, two = (builder.call(aten.mul.Tensor, v, mask) for v in (x, y))
+    seeds = {f"input:{x.name}": "a:S(0)", f"input:{y.name}": "a:S(1)"}
+    graph = propagated(built(builder, one, two), "a=2", seeds)
+    assert [placed(graph, n.name) for n in (one, two, mask)] == ["S(0)", "S(1)", "R"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "expected"), [("dp", "S(0)"), ("ep", "P")])
+def test_experts_on_the_ranks_that_cut_the_batch_or_on_their_own(axis: str, expected: str) -> None:
+    seeds = {"input:*": "dp:S(0)", "model.layers.*.mlp.experts.*": f"{axis}:S(0)"}
+    mesh = "dp=2" if axis == "dp" else "ep=2"
+    if axis == "ep":
+        del seeds["input:*"]
+    graph = propagated(prepared("mixtral"), mesh, seeds)
+    experts = names(graph, "experts")
+    assert experts
+    assert [placed(graph, n) for n in experts] == [expected] * len(experts)
+
+
+def test_data_axis_and_tensor_axis_in_one_dim() -> None:
+    """Two axes cut the rows, the major one first; the result is a product of both."""
+    seeds = {"input:x": "a:S(0),b:S(0)"}
+    graph = propagated(small("mlp"), "a=2,b=2", seeds)
+    up = names(graph, "linear")[0]
+    assert (placed(graph, up, 0), placed(graph, up, 1)) == ("S(0)", "S(0)")
+    assert (strategy(graph, up, 0), strategy(graph, up, 1)) == ("b1", "b1")
