@@ -95,8 +95,9 @@ def materialise(
         raise FxpartError(problems)
     for state in stage.state:
         tensor = found[state.name]
-        whole = part is None or state.name in cut
-        _fill(module, state, tensor if whole else part(state.name, tensor))
+        if part is not None and state.name not in cut:
+            tensor = part(state.name, tensor)
+        _fill(module, state, tensor)
 
 
 def _whole(spec: ProgramSpec, state: StateSpec) -> tuple[int, ...]:
