@@ -6,11 +6,13 @@ loss. Axis ``dp`` cuts the batch, ``tp`` the MLP's hidden dim (and the norm of n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
-from hand_stages import HandStage
+from hand_stages import Hand, HandStage
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,8 +26,7 @@ from fxpart.program import (
     StateSpec,
     ValueSpec,
 )
-from fxpart.rng import microbatch_key
-from fxpart.runtime import Trainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.lanes import Lane, lane_ranks
 from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.transport import Transport
@@ -210,6 +211,41 @@ def trainer(
     )
 
 
+def data_parallel(make: Callable[[], Hand], size: int, zero: int, **options: Any) -> Trainer:
+    """Any program of ``hand_stages`` on lanes that share its rows, all in this process."""
+    lanes = []
+    for index in range(size):
+        hand = make()
+        spec = hand.spec()
+        held = {s.name: s.shape for stage in spec.stages for s in stage.state}
+        given = ShardingSpec(
+            mesh=f"dp={size}",
+            inputs=spec.inputs,
+            placements={i.name: "dp:S(0)" for i in spec.inputs if i.batch_dim == 0},
+            state={n: StateSharding(shape=s, partial=("dp",)) for n, s in held.items()},
+            zero=zero,
+            zero_axis="dp" if zero else "",
+        )
+        last = hand.stages[-1]
+        last.forward = partial(_averaged, last, last.forward)  # type: ignore[method-assign]
+        modules = dict(enumerate(hand.stages))
+        lanes.append(Lane(index, msgspec.structs.replace(spec, sharding=given), modules))
+    ranks = [size * stage for stage in range(len(lanes[0].modules))]
+    transport = InProcess(size * len(ranks))
+    given_options = {"microbatches": 4, "optimizer": torch.optim.AdamW, **options}
+    return Trainer(
+        lanes[0].spec, {}, ranks=ranks, transport=transport, lanes=lanes, **given_options
+    )
+
+
+def _averaged(
+    stage: Any, forward: Callable[..., tuple[torch.Tensor, ...]], *inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    """The loss as the mean over the lanes, each of which has as many rows."""
+    loss, *rest = forward(*inputs)
+    return (collectives.all_reduce(stage.mesh, loss / stage.mesh.size("dp"), "dp"), *rest)
+
+
 class Whole:
     """The oracle: the model in one process, its gradients by autograd alone."""
 
@@ -246,7 +282,3 @@ class Whole:
 
     def state(self) -> dict[str, torch.Tensor]:
         return {n: t.detach() for n, t in self.p.items()}
-
-
-def keys(count: int) -> list[int]:
-    return [microbatch_key(7, 0, i) for i in range(count)]

@@ -103,6 +103,11 @@ class Held:
         """
         self._scatter(lane, stage, list(self._owned(lane, stage)))
 
+    def collect(self, lane: Lane) -> None:
+        """ZeRO-2: the same for what came at the end of a step, which are late sums of ties."""
+        for stage in sorted(lane.modules):
+            self.after_backward(lane.index, stage)
+
     def reset(self) -> None:
         """Drop all gradients."""
         for scatter in self._scatters.values():

@@ -143,6 +143,9 @@ class Trainer:
             cuts = self._feed.parts(read.value)
             keys = self._keys(read.value)
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
+            if self._held.zero == 2 and self.spec.ties:
+                with reporting(self._transport, "sharing gradients"):
+                    self._each_lane(self._held.collect)
         except BaseException:
             if read.confirmed:
                 self.zero_grad()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hand_stages
 import pytest
 import torch
-from hand_lanes import Whole, batch, trainer, weights
+from hand_lanes import Whole, batch, data_parallel, trainer, weights
 from lane_programs import assert_close, checkpoint, fail, move, one_process, ranks_of, refuse, train
 from ranks import Pool
 
@@ -57,6 +58,25 @@ def test_copies_of_one_parameter_stay_equal_in_every_bit() -> None:
             key = tuple((s.start, s.stop) for s in where)
             value = tensor.detach().numpy().tobytes()
             assert shards.setdefault(key, value) == value, name
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_branches_that_share_a_matrix_on_lanes(zero: int, schedule: str) -> None:
+    """Four stages that are no chain: sums of ties that come late, accumulated over two batches."""
+    made = data_parallel(hand_stages.branches, 2, zero, schedule=schedule, clip_norm=0.1)
+    whole = hand_stages.Whole(hand_stages.branches(), torch.optim.AdamW, 0.1)
+    for seed in range(3):
+        for more in (0, 10):
+            given = hand_stages.batch(16, seed=seed + more)
+            loss = made.backward(given)
+            assert_close(loss, whole.backward(given, 4))
+            assert_close(made.gradients(), {n: p.grad for n, p in whole.named.items()})
+        made.update()
+        whole.update()
+        assert made.last_grad_norm is not None and whole.norm is not None
+        assert_close(made.last_grad_norm, whole.norm)
+        assert_close({n: made.state_dict()[n] for n in whole.named}, whole.state())
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
