@@ -100,6 +100,14 @@ def everywhere(seeds: dict[str, str]) -> dict[str, str]:
     return {f"layers.*.{name}": text for name, text in seeds.items()}
 
 
+SEQUENCE = {
+    **everywhere(MEGATRON),
+    "module:layers.*.first": "tp:S(1)",
+    "module:layers.*.second": "tp:S(1)",
+    "module:end": "tp:S(1)",
+}
+
+
 def ran(mesh: str, seeds: dict[str, str], inner: int = 16) -> tuple[list[fx.GraphModule], Outcome]:
     """Annotate, propagate, lower, run and compare."""
     found, graph = model(inner)
@@ -124,7 +132,7 @@ def test_tensor_parallel_is_megatron() -> None:
 
 def test_sequence_parallel_is_megatron() -> None:
     """All-gather and reduce-scatter in place of each all-reduce: the same bytes."""
-    lanes, outcome = ran("tp=2", {"input:x": "tp:S(1)", **everywhere(MEGATRON)})
+    lanes, outcome = ran("tp=2", SEQUENCE)
     found = kinds(lanes[0])
     assert found["all_gather"] == found["reduce_scatter"] == 2 * 2
     pairs = 2 * 4  # forward and backward, two in each layer
@@ -235,9 +243,7 @@ def test_lane_outside_the_mesh() -> None:
 def test_golden_texts(name: str) -> None:
     """One lane's graph of a layer, as text."""
     _, graph = model()
-    seeds = everywhere(MEGATRON)
-    if name == "sequence":
-        seeds["input:x"] = "tp:S(1)"
+    seeds = SEQUENCE if name == "sequence" else everywhere(MEGATRON)
     local = lower_all(sharded(graph, "tp=2", seeds))[0]
     text = "\n".join(map(line, local.graph.nodes)) + "\n"
     path = GOLDEN / f"lowered_{name}_parallel.txt"

@@ -1,0 +1,117 @@
+"""Local graphs as programs: stages of all lanes, in threads, against the whole graph."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from fxpart.passes.annotate import Annotate
+from fxpart.passes.lower import Lower
+from fxpart.passes.propagate import Propagate
+from local_runs import cut, homes_of, join, run_whole
+from stage_runs import Stages, assigned
+from torch import fx
+from zoo_graphs import captured, inputs, prepared
+
+from fxpart.codegen import emit, split
+from fxpart.codegen.sharded import local_captured, sharding_spec
+from fxpart.collectives import Communicator, InProcessHub
+from fxpart.pipeline import BLOCKS_KEY, PassManager
+from fxpart.sharding import PARTIAL, Mesh, parse_placements
+
+MESH = "dp=2,tp=2"
+SEEDS = {
+    "gpt2": {
+        "*.c_attn.weight": "tp:S(1,3)", "*.attn.c_proj.weight": "tp:S(0)",
+        "*.c_fc.weight": "tp:S(1)", "*.mlp.c_proj.weight": "tp:S(0)",
+    },
+    "llama": {
+        "*.[qkv]_proj.weight": "tp:S(0)", "*.o_proj.weight": "tp:S(1)",
+        "*.gate_proj.weight": "tp:S(0)", "*.up_proj.weight": "tp:S(0)",
+        "*.down_proj.weight": "tp:S(1)",
+    },
+}  # fmt: skip
+
+
+@cache
+def local(name: str, lane: int) -> fx.GraphModule:
+    """A zoo model's graph on a lane: rows over dp, Megatron's weights over tp."""
+    seeds = json.dumps({"input:*": "dp:S(0)", **SEEDS[name]})
+    aliases = json.dumps(dict(captured(name).aliases))
+    passes = [Annotate(MESH, seeds, aliases), Propagate(), Lower(lane=str(lane))]
+    return PassManager().run(passes, prepared(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SEEDS))
+def test_stages_of_all_lanes(name: str) -> None:
+    """Three stages: loss and gradients are those of the whole graph."""
+    found, mesh, data = captured(name), Mesh.parse(MESH), inputs(name)
+    lane = local(name, 0)  # the lanes' graphs are the same: all cuts are even
+    blocks = len(lane.meta[BLOCKS_KEY])
+    graph = assigned(lane, (0, blocks // 3, 2 * blocks // 3))
+    spec = sharding_spec(found, lane)
+    users = list(lane.graph.find_nodes(op="placeholder"))[1:]
+
+    def one(mine: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mine_of = {n: parse_placements(s.placements, mesh) for n, s in spec.state.items()}
+        state = {n: cut(found.state[n], p, mesh, mine.lane) for n, p in mine_of.items()}
+        for n in state:
+            state[n].requires_grad_(found.state[n].requires_grad)
+        stages = Stages(replace(local_captured(found, graph), state=found.state | state), graph)
+        for module in stages.modules:
+            module.mesh = mine
+        given = [cut(t, homes_of(n), mesh, mine.lane) for t, n in zip(data, users, strict=True)]
+        loss = stages.run(given, 7)[stages.spec.loss]
+        assert len(stages.spec.stages) == 3
+        return loss.detach(), stages.gradients()
+
+    done = InProcessHub(mesh, timeout=60.0).run(one)
+    wanted = run_whole(prepared(name), found.state, data, 7)
+    for loss, _ in done:
+        torch.testing.assert_close(loss, wanted.loss.detach(), rtol=1e-6, atol=0.0)
+    assert wanted.gradients.keys() == done[0][1].keys()
+    for n, gradient in wanted.gradients.items():
+        state = spec.state[n]
+        sums = tuple(
+            PARTIAL if axis in state.partial else p
+            for axis, p in zip(mesh.names, parse_placements(state.placements, mesh), strict=True)
+        )
+        whole = torch.zeros_like(gradient)
+        whole += join([g[n] for _, g in done], sums, mesh, state.shape, rtol=1e-4)
+        assert float((whole - gradient).abs().max()) <= 2e-5 * float(gradient.abs().max()), n
+
+
+def test_specs_of_a_lane() -> None:
+    """The lane's program has local shapes; the sharding has the whole ones; text is the same."""
+    found = captured("gpt2")
+    graph = assigned(local("gpt2", 0), (0,))
+    lane = local_captured(found, graph)
+    sharding = sharding_spec(found, graph, 1, "dp")
+    program, stages = split(graph, lane, sharding=sharding)
+    assert program.sharding is sharding and (sharding.zero, sharding.zero_axis) == (1, "dp")
+    assert sharding.inputs == found.inputs
+    assert sharding.placements["input_ids"] == "dp:S(0)"
+    assert lane.batch_size * 2 == found.batch_size
+    name = "transformer.h.0.attn.c_attn.weight"
+    held = next(s for s in program.stages[0].state if s.name == name)
+    width, three = found.state[name].shape
+    assert held.shape == (width, three // 2)
+    assert sharding.state[name].shape == (width, three)
+    assert sharding.state[name].placements == "tp:S(1,3)"
+    assert sharding.state[name].partial == ("dp",)
+    text = emit(stages[0])
+    assert "from fxpart import collectives\n" in text
+    assert "self.mesh = None" in text
+    assert "collectives.all_reduce(self.mesh, " in text
+    again = split(assigned(local("gpt2", 3), (0,)), lane, sharding=sharding)[1]
+    assert emit(again[0]) == text, "even cuts give every lane the same program"
+
+
+def test_unsharded_programs_know_no_mesh() -> None:
+    graph = assigned(prepared("mlp"), (0,))
+    text = emit(split(graph, captured("mlp"))[1][0])
+    assert "mesh" not in text and "collectives" not in text
