@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
+from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
+from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
+from fxpart.capture.batch import assemble
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
@@ -76,10 +79,11 @@ def compile(
     request = make_request(
         find_cluster(cluster, chosen), optimizer, cost_model, constraints or {}, seed
     )
+    model, given = whole_model(model), (example_inputs, example_kwargs)
     captured = _capture(
         model,
-        example_inputs,
-        example_kwargs,
+        whole_batch(example_inputs),
+        whole_batch(example_kwargs),
         microbatches=microbatches if chosen is None else chosen.microbatches,
         request=request,
         loss=loss,
@@ -93,7 +97,7 @@ def compile(
     info = model_info(captured, graph)
     if chosen is not None:
         return _apply(request, captured, graph, info, chosen)
-    said = find_annotations(model, request) if request.sharded else {}
+    said = _annotations(model, request, captured, given) if request.sharded else {}
     return _solve(request, captured, graph, info, microbatches, said)
 
 
@@ -306,6 +310,17 @@ def _prepare(granularity: str) -> str:
     if granularity == "block":
         return PREPARE
     return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
+
+
+def _annotations(
+    model: nn.Module, request: Request, captured: Captured, given: tuple[Any, Any]
+) -> dict[str, str]:
+    """All that a user said: on the model, in the constraint, and with DTensors as inputs."""
+    said = find_annotations(model, request)
+    if all(part is None for part in given):
+        return said
+    paths = {item.name: item.path for item in captured.inputs}
+    return merged(said, annotations_of_batch(paths, assemble(*given)))
 
 
 def _capture(

@@ -14,10 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharded_graphs import FeedForward, Layer
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 
 import fxpart
-from fxpart.annotations import annotations_of, annotations_of_inputs, load_annotations
+from fxpart.annotations import (
+    annotations_of,
+    annotations_of_batch,
+    annotations_of_inputs,
+    load_annotations,
+    whole_batch,
+    whole_model,
+)
 from fxpart.annotations.entries import Key, merged, read_placements
 from fxpart.annotations.files import parse_annotations
 from fxpart.errors import FxpartError
@@ -182,6 +189,59 @@ def test_dtensors_are_annotations() -> None:
     with pytest.raises(FxpartError) as caught:
         annotations_of(model)
     assert caught.value.code == "FXP112"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_whole_tensors_in_place_of_dtensors() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("tp",))
+    plain = FeedForward()
+    model = copy.deepcopy(plain)
+    fxpart.annotate(model, {"input:x": "dp:S(0)"})
+    held = distribute_tensor(model.up.weight.detach(), mesh, [Shard(0)])
+    model.up.weight = nn.Parameter(held, requires_grad=False)
+    model.register_buffer("table", distribute_tensor(torch.arange(3), mesh, [Replicate()]))
+    whole = whole_model(model)
+    assert annotations_of(whole) == annotations_of(model)
+    assert annotations_of(whole) == {
+        "input:x": "dp:S(0)",
+        "up.weight": "tp:S(0)",
+        "table": "tp:R",
+    }
+    assert type(whole.up.weight) is nn.Parameter
+    assert not whole.up.weight.requires_grad
+    assert torch.equal(whole.up.weight, plain.up.weight)
+    assert torch.equal(whole.table, torch.arange(3))  # type: ignore[arg-type]
+    assert whole.down.weight is model.down.weight
+    assert isinstance(model.up.weight, DTensor)
+    assert whole_model(plain) is plain
+    rows = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    batch = whole_batch(({"a": rows}, [rows, 3], torch.ones(1)))
+    assert type(batch[0]["a"]) is torch.Tensor
+    assert batch[1][1] == 3
+    paths = {"a": (0, "a"), "b": (1, 1), "c": (2,), "d": (2, "deep")}
+    held_batch = ({"a": rows}, [rows, 3], torch.ones(1))
+    assert annotations_of_batch(paths, held_batch) == {"input:a": "tp:S(0)"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+def test_compile_reads_dtensors() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("tp",))
+    model = FeedForward()
+    model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [Shard(0)]))
+    rows = distribute_tensor(torch.randn(4, 6, 8), mesh, [Replicate()])
+    program = fxpart.compile(
+        model,
+        "local:2",
+        example_inputs=(rows,),
+        constraints={"mesh": "tp=2", "placements": "annotated"},
+    )
+    assert program.annotations == {"up.weight": "tp:S(0)", "input:x": "tp:R"}
+    assert program.plan.sharding is not None
+    placed = {
+        name: group.placements for group in program.plan.sharding.placed for name in group.names
+    }
+    assert (placed["up.weight"], placed["down.weight"]) == ("tp:S(0)", "tp:S(1)")
 
 
 @pytest.mark.usefixtures("one_process")

@@ -16,7 +16,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import PARTIAL, REPLICATE, Placement, Shard
 
 Model = TypeVar("Model", bound=nn.Module)
-_ATTRIBUTE = "_fxpart_annotations"
+ATTRIBUTE = "_fxpart_annotations"
 
 
 def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model:
@@ -37,17 +37,17 @@ def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model
         problems = [p for key, text in given.items() for p in _misfits(model, key, text)]
     if problems:
         raise FxpartError(problems)
-    own = merged(getattr(model, _ATTRIBUTE, {}), given)
+    own = merged(getattr(model, ATTRIBUTE, {}), given)
     problems = contradictions(own, _state_names(model))
     if problems:
         raise FxpartError(problems)
-    setattr(model, _ATTRIBUTE, own)
+    setattr(model, ATTRIBUTE, own)
     return model
 
 
 def annotations_of(model: nn.Module) -> dict[str, str]:
     """What :func:`annotate` was told and what DTensor parameters say; FXP111, FXP112."""
-    own: dict[str, str] = getattr(model, _ATTRIBUTE, {})
+    own: dict[str, str] = getattr(model, ATTRIBUTE, {})
     state = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
