@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.passes.rules import origin
 from fxpart.pipeline.sizes import expression
 
 
@@ -28,6 +29,7 @@ class Signatures:
                 self._of(node.args),
                 self._of(tuple(node.kwargs.items())),
                 self._of(node.meta.get("val")),
+                origin(node),
             )
             self._known[node] = self._numbers.setdefault(key, len(self._numbers))
         return self._known[node]

@@ -15,6 +15,7 @@ from fxpart.pricing.placement_built import Built, Map, Placed, StateCosts
 from fxpart.pricing.placement_domains import Domains
 from fxpart.pricing.placement_edges import Matrix, Port, Reshards
 from fxpart.pricing.placement_graph import Flow, Value, follows
+from fxpart.pricing.placement_live import points
 from fxpart.pricing.placement_options import Families, Family, Option, Strategy
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
@@ -155,10 +156,7 @@ class Builder:
         size = self._domains.bytes(value)
         standing, seconds = [], []
         for place, gradient in ports:
-            parts = prod(
-                n for p, n in zip(place, self.mesh.shape, strict=True) if isinstance(p, Shard)
-            )
-            held = size / parts
+            held = size / self._parts(place)
             time, memory = 0.0, held
             if state is None:
                 time = held / self.bandwidth * self.microbatches  # an input is read once
@@ -238,19 +236,46 @@ class Builder:
 
     # -- the problem ---------------------------------------------------------------------------
 
+    def _live(self) -> tuple[dict[int, NDArray[np.float64]], tuple[tuple[int, ...], ...]]:
+        """Temporary bytes by strategy of the nodes that points list, and the points.
+
+        Of several tensors of one node those count that live together.
+        """
+        most: dict[int, NDArray[np.float64]] = {}
+        found: dict[tuple[int, ...], None] = {}
+        for alive in points(self.flow, self.specs, self.sizes):
+            here: dict[int, NDArray[np.float64]] = {}
+            for value in alive:
+                placed = self.ops[value.node]
+                size = self._domains.bytes(value)
+                own = np.array([
+                    size / self._parts(o.gives[value.index][0])
+                    for o in placed.options if isinstance(o, Option)
+                ])  # fmt: skip
+                held = own if placed.map is None else own[placed.map]
+                here[placed.root] = here.get(placed.root, 0.0) + held
+            for root, held in here.items():
+                most[root] = np.maximum(most[root], held) if root in most else held
+            found[tuple(sorted(here))] = None
+        return most, tuple(found)
+
+    def _parts(self, placements: Placements) -> int:
+        """Into how many pieces the lanes cut a tensor."""
+        cut = zip(placements, self.mesh.shape, strict=True)
+        return prod(parts for p, parts in cut if isinstance(p, Shard))
+
     def _problem(self, budget: float) -> PlacementProblem:
         kinds: dict[bytes, int] = {}
         made: list[Kind] = []
         nodes = []
-        for node in self.nodes:
-            key = node.seconds.tobytes() + node.standing.tobytes()
+        temporary, moments = self._live()
+        for number, node in enumerate(self.nodes):
+            live = temporary.get(number, np.zeros(0))
+            key = node.seconds.tobytes() + node.standing.tobytes() + live.tobytes()
             if key not in kinds:
                 kinds[key] = len(made)
-                made.append(
-                    Kind(
-                        seconds=tuple(node.seconds.tolist()), standing=tuple(node.standing.tolist())
-                    )
-                )
+                rows = [tuple(row.tolist()) for row in (node.seconds, node.standing, live)]
+                made.append(Kind(seconds=rows[0], standing=rows[1], temporary=rows[2]))
             nodes.append(kinds[key])
         numbers: dict[object, int] = {}
         matrices: list[tuple[tuple[float, ...], ...]] = []
@@ -269,4 +294,5 @@ class Builder:
             matrices=tuple(matrices),
             edges=tuple(edges),
             budget=budget,
+            points=moments,
         )

@@ -81,11 +81,16 @@ class Families:
         sizes: Sizes,
         specs: Specs,
         microbatches: int,
+        rows: frozenset[str] | None = None,
     ) -> None:
-        """microbatches: of a step; seconds are those of a step."""
+        """microbatches: of a step; seconds are those of a step. rows: the symbols of batch dims.
+
+        Factors of other symbolic sizes are cut by annotation only: nothing says that two of them
+        that are equal at run time (the lengths of two inputs) fall into the same parts.
+        """
         self.mesh, self._model, self._device = mesh, model, device
         self._reshards, self._sizes, self._specs = reshards, sizes, specs
-        self._microbatches = microbatches
+        self._microbatches, self._rows = microbatches, rows
         self._rules: dict[object, Rule | None] = {}
         self._alike = Signatures()
         self._symbols: dict[int, dict[str, frozenset[str]]] = {}
@@ -167,9 +172,13 @@ class Families:
                 ((whole, whole),) * results,
             )  # fmt: skip
             return self._waiting(plain) if waiting else (plain,)
-        names = [
-            (decided,) if decided is not None else (*choices(rule), *more) for decided in fixed[0]
+        symbols = self.symbols(node) if self._rows is not None else {}
+        free = [
+            name
+            for name in (*choices(rule), *more)
+            if self._rows is None or not symbols.get(name) or symbols[name] & self._rows
         ]
+        names = [(decided,) if decided is not None else tuple(free) for decided in fixed[0]]
         if only is not None and all(o in n for o, n in zip(only, names, strict=True)):
             names = [(name,) for name in only]
         found: dict[object, Option] = {}

@@ -160,7 +160,9 @@ def build(
     rows = batch_size or captured.batch_size
     size = -(-rows // microbatches) if captured.symbolic else captured_rows(captured)
     sizes = Sizes(captured, Split(size, microbatches))
-    families = Families(mesh_, model, device, reshards, sizes, specs, microbatches)
+    families = Families(
+        mesh_, model, device, reshards, sizes, specs, microbatches, _row_symbols(captured)
+    )
     flow = read(graph.graph, specs, sizes, in_flight)
     fused(flow, families)
     builder = Builder(
@@ -177,6 +179,12 @@ def build(
         only=only or {},
     )
     return builder.build(_budget(cluster, budget))
+
+
+def _row_symbols(captured: Captured) -> frozenset[str]:
+    """The symbols that are read from a batch dim."""
+    dims = {spec.name: spec.batch_dim for spec in captured.inputs}
+    return frozenset(s for s, (name, dim) in captured.symbols.items() if dims.get(name) == dim)
 
 
 def _budget(cluster: Cluster, given: float | None) -> float:

@@ -339,6 +339,21 @@ def test_certificates_hold_for_the_settled_choice() -> None:
     assert cut == any("S" in str(p) for p in built.placements(settled)["x"])
 
 
+def test_points_hold_what_lives_together() -> None:
+    """The logits and what is made of them are not kept, but are there all at once."""
+    captured, graph = gpt()
+    mesh = Mesh.parse("x=1")
+    problem = build(graph, captured, CLUSTER, mesh=mesh, budget=1e15).problem
+    assert 1 <= len(problem.points) <= 8
+    logits = 16 * 2047 * 50257
+    numbers = Numbers(problem)
+    choice = tuple(0 for _ in numbers.sizes)
+    # bfloat16 and float32 side by side
+    assert numbers.peak(choice) >= 6 * logits
+    standing = sum(float(numbers.standing[k][0]) for k in problem.nodes)
+    assert numbers.evaluate(choice).bytes == standing + numbers.peak(choice)
+
+
 def test_inference_keeps_no_gradients() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -354,5 +369,6 @@ def test_inference_keeps_no_gradients() -> None:
     built = build(graph, captured, CLUSTER, mesh=Mesh.parse("x=1"), budget=1e12)
     found = solve_placement(built.problem)
     held = sum(t.numel() * t.element_size() for t in captured.state.values())
-    inputs = 4 * 8 * 4
-    assert found.bytes == held + inputs
+    rows = 4 * 8 * 4
+    # the input; and the result with its square, of which the loss is made
+    assert found.bytes == held + rows + 2 * rows
