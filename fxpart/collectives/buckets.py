@@ -7,6 +7,7 @@ share buckets of about 25 MiB, in the order given (that of PyTorch's data-parall
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
@@ -56,16 +57,15 @@ def start_reduce_scatter(
     """Sum every tensor over the axis; the results are this lane's pieces of them, new tensors.
 
     dims: per tensor, which one has at least one dim, the dim that is cut (the first by default).
+    The tensors themselves are not kept: they are packed when this returns.
     """
     cuts = [0] * len(tensors) if dims is None else list(dims)
-    results = [
-        take(t, dim, 1, mesh.size(axis), mesh.place(axis)) if mesh.size(axis) == 1 else t
-        for t, dim in zip(tensors, cuts, strict=True)
-    ]
     if mesh.size(axis) == 1:
-        return Pending([], results)
+        return Pending([], [take(t, d, 1, 1, 0) for t, d in zip(tensors, cuts, strict=True)])
+    results = [torch.empty(0)] * len(tensors)
     steps = [
-        _scatter_bucket(mesh, results, group, cuts, axis) for group in _buckets(tensors, bucket)
+        _scatter_bucket(mesh, tensors, results, group, cuts, axis)
+        for group in _buckets(tensors, bucket)
     ]
     return Pending(steps, results)
 
@@ -174,11 +174,16 @@ def _sum_bucket(mesh: Communicator, tensors: list[torch.Tensor], axes: Axis) -> 
 
 
 def _scatter_bucket(
-    mesh: Communicator, results: list[torch.Tensor], group: list[int], cuts: list[int], axis: Axis
+    mesh: Communicator,
+    given: Sequence[torch.Tensor],
+    results: list[torch.Tensor],
+    group: list[int],
+    cuts: list[int],
+    axis: Axis,
 ) -> Callable[[], None]:
     """Start one bucket: lane after lane, and for each lane its pieces of all tensors."""
     parts, place = mesh.size(axis), mesh.place(axis)
-    tensors = [results[i].detach() for i in group]
+    tensors = [given[i].detach() for i in group]
     cut = [cuts[i] for i in group]
     sizes = [lengths(t.shape[d], parts) for t, d in zip(tensors, cut, strict=True)]
     counts = _totals(tensors, cut, sizes, parts)
@@ -190,12 +195,15 @@ def _scatter_bucket(
             flat.narrow(0, at, piece.numel()).view(piece.shape).copy_(piece)
             at += piece.numel()
     handle: Handle = mesh.start_reduce_scatter(flat, axis, counts)
+    shapes = [
+        resized(tensor.shape, dim, size[place])
+        for tensor, dim, size in zip(tensors, cut, sizes, strict=True)
+    ]
 
     def finish() -> None:
         found, at = handle.wait(), 0
-        for index, tensor, dim, size in zip(group, tensors, cut, sizes, strict=True):
-            shape = resized(tensor.shape, dim, size[place])
-            count = tensor.numel() // max(tensor.shape[dim], 1) * size[place]
+        for index, shape in zip(group, shapes, strict=True):
+            count = prod(shape)
             results[index] = found.narrow(0, at, count).view(shape)
             at += count  # type: ignore[assignment]
 
