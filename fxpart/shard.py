@@ -55,14 +55,14 @@ def shard(
     """
     seeds = merged(_batch_cut(captured, request.mesh, given), given)
     close = request.constraints.get("placements", "solver") == "annotated"
-    whole = propagated(graph, request.mesh, seeds, captured.aliases, close=close)
+    whole = propagated(graph, request.mesh, seeds, _names(graph, captured), close=close)
     certificate = None
     if left := _open(whole):
         chosen, certificate = _chosen(whole, captured, request, microbatches, left)
         rows = Sharded(chosen, captured).degrees()[0]
         if captured.batch_size % (rows * (microbatches or 1)):
             # More parts than the batch has: what is open is replicated instead.
-            chosen = propagated(graph, request.mesh, seeds, captured.aliases, close=True)
+            chosen = propagated(graph, request.mesh, seeds, _names(graph, captured), close=True)
             certificate = None
         whole = chosen
     if request.zero == 3:
@@ -105,6 +105,12 @@ def _chosen(
         solver=proof.solver,
         over=f"placements of {left} ops and values that annotations left open, for one stage",
     )
+
+
+def _names(graph: fx.GraphModule, captured: Captured) -> dict[str, str]:
+    """Other names of state -> the graph's; "" for state that the graph does not use."""
+    used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+    return {**{name: "" for name in captured.state if name not in used}, **captured.aliases}
 
 
 def _batch_cut(captured: Captured, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:

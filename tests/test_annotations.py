@@ -252,3 +252,14 @@ def test_dtensors_that_say_nothing() -> None:
     model.up.weight = nn.Parameter(held)
     with pytest.raises(FxpartError, match="no mesh_dim_names"):
         annotations_of(model)
+
+
+@pytest.mark.slow
+def test_compile_takes_annotations_of_what_the_loss_does_not_use() -> None:
+    model = FeedForward()
+    model.idle = nn.Linear(8, 8)
+    fxpart.annotate(model, {"*.weight": "dp:R", "idle.weight": "tp:S(0)"})
+    rows = torch.randn(4, 6, 8)
+    constraints = {"mesh": "dp=1,tp=2", "placements": "annotated"}
+    program = fxpart.compile(model, "local:2", example_inputs=(rows,), constraints=constraints)
+    assert program.annotations["idle.weight"] == "tp:S(0)"

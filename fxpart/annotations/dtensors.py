@@ -54,11 +54,12 @@ def annotations_of_batch(
 
 def _at(batch: Any, path: Sequence[str | int]) -> Any:
     """A leaf of nested tuples, lists and dicts; None where there are others on the way."""
+    held: Any = batch
     for step in path:
-        if not isinstance(batch, (dict, tuple, list)):
+        if type(held) not in (dict, tuple, list):
             return None
-        batch = batch[step]
-    return batch
+        held = held[step]
+    return held
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
