@@ -5,34 +5,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fxpart.errors import error
-from fxpart.pipeline.annotation import (
-    BLOCKS_KEY,
-    KEY,
-    LANE_KEY,
-    MESH_KEY,
-    OUTPUTS_KEY,
-    PARTIAL_KEY,
-    Annotation,
-    NodeSharding,
-)
+from fxpart.pipeline.annotation import BLOCKS_KEY, KEY, Annotation, NodeSharding
 from fxpart.pipeline.edit import annotate, annotation, place, value
-from fxpart.pipeline.sizes import expression, hint, tensors
-from fxpart.sharding import Placements
+from fxpart.pipeline.sizes import expression, tensors
+from fxpart.sharding import REPLICATE, Placements
 
 from .calls import Call, call_of
 from .demands import Demand, Demands, is_free_size, is_item
 from .moves import Moves
+from .notes import local_module
 from .order import turned
 from .sizes import Local, Size, SizeNodes, factors
-from .values import Runner
+from .values import Runner, map_tensors, same
 
 
 class Builder:
@@ -50,13 +40,12 @@ class Builder:
         self.local = Local(mesh, lane, factors(inputs, mesh))
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.items: dict[fx.Node, dict[int, fx.Node]] = {}
         self.block: int | None = None  # of the op that is being added
         self.like: fx.Node | None = None
         self.run = Runner(module.graph, mesh, lane)
         made = [self._input(n) for n in module.graph.find_nodes(op="placeholder")]
         self.sizes = SizeNodes(self.graph, [n for n in made if isinstance(value(n), torch.Tensor)])
-        self.moves = Moves(demands, self.local, self._size, self._add)
+        self.moves = Moves(demands, self.local, self.sizes.node, self._add)
 
     def build(self) -> fx.GraphModule:
         """The local module; state on the meta device."""
@@ -67,16 +56,7 @@ class Builder:
                 self._call(node)
             elif node.op == "output":
                 self._output(node)
-        state = {str(n.target): self._attribute(n) for n in self.graph.find_nodes(op="get_attr")}
-        result = fx.GraphModule(state, self.graph)  # type: ignore[arg-type]
-        result.meta = {
-            k: v for k, v in self.module.meta.items() if not str(k).endswith("behaviours")
-        }
-        result.meta[MESH_KEY], result.meta[LANE_KEY] = self.demands.mesh, self.lane
-        result.meta[BLOCKS_KEY] = self.module.meta[BLOCKS_KEY]
-        result.meta[PARTIAL_KEY] = self._partial()
-        result.meta[OUTPUTS_KEY] = self._returned()
-        return result
+        return local_module(self.module, self.graph, self.demands, self.lane)
 
     # inputs and state
 
@@ -86,8 +66,8 @@ class Builder:
         new.meta = dict(node.meta)
         held = value(node)
         if isinstance(held, torch.Tensor):
-            new.meta["val"] = self._like(held, self.demands.home(node), self.run.symint)
-            self._state_home(node, new)
+            new.meta["val"] = self._like(held, self.demands.home(node))
+            self._lies(node, new)
         self.env[node] = new
         return new
 
@@ -95,32 +75,23 @@ class Builder:
         """A local get_attr; its value is the lane's part."""
         new = self.graph.create_node("get_attr", node.target, (), {}, node.name)
         new.meta = dict(node.meta)
-        new.meta["val"] = self._like(value(node), self.demands.home(node), self.run.symint)
-        self._state_home(node, new)
+        new.meta["val"] = self._like(value(node), self.demands.home(node))
+        self._lies(node, new)
         self.env[node] = new
 
-    def _state_home(self, node: fx.Node, new: fx.Node) -> None:
+    def _lies(self, node: fx.Node, new: fx.Node) -> None:
         """Note how an input or state lies; open axes are replicated."""
         plain = ("",) * len(self.demands.mesh.axes)
         known = annotation(node).sharding or NodeSharding(plain, ())
         annotate(new, sharding=replace(known, results=self.demands.homes[node]))
 
-    def _like(self, held: torch.Tensor, home: Placements, number: Any) -> torch.Tensor:
+    def _like(self, held: torch.Tensor, home: Placements) -> torch.Tensor:
         """A fake tensor of the local shape; the very tensor where that is the same."""
         whole = [self.local.whole(s) for s in held.shape]
         shape = self.local.shape(whole, home)
         if shape == [expression(s) for s in held.shape]:
             return self.run.alike(held)
-        return self.run.alike(self.run.empty([number(s) for s in shape], held))
-
-    def _attribute(self, node: fx.Node) -> torch.Tensor:
-        """The state of a get_attr node, local and without data."""
-        held = attrgetter(str(node.target))(self.module)
-        local = value(node)
-        made = torch.empty_strided(local.shape, local.stride(), dtype=held.dtype, device="meta")
-        if isinstance(held, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=held.requires_grad)
-        return made.requires_grad_(held.requires_grad)
+        return self.run.alike(self.run.empty([self.run.symint(s) for s in shape], held))
 
     # ops
 
@@ -149,20 +120,18 @@ class Builder:
         """Target and arguments on local operands; sizes that the op does not cut are whole."""
         operands = iter(self.demands.wishes.get(node, ()))
 
-        def replace(item: Any) -> Any:
+        def made_local(item: Any) -> Any:
             if isinstance(item, fx.Node):
                 return self._argument(item, node, operands)
             if isinstance(item, (list, tuple)):
-                return type(item)(replace(i) for i in item)
+                return type(item)(made_local(i) for i in item)
             if isinstance(item, torch.SymInt):
                 return self.sizes.value(self.local.whole(item))
             return item
 
-        args = tuple(replace(a) for a in node.args)
-        kwargs = {k: replace(v) for k, v in node.kwargs.items()}
-        made = call_of(
-            node, (args, kwargs), self.demands, self._shapes(node, args, kwargs), self._whole_value
-        )
+        args = tuple(made_local(a) for a in node.args)
+        kwargs = {k: made_local(v) for k, v in node.kwargs.items()}
+        made = call_of(node, (args, kwargs), self.demands, self._shapes(node), self._whole_value)
         return Call(made.target, *self._settle((made.args, made.kwargs)))
 
     def _argument(self, item: fx.Node, user: fx.Node, operands: Iterator[Demand]) -> Any:
@@ -171,7 +140,7 @@ class Builder:
         if isinstance(held, torch.Tensor):
             return self._moved(next(operands))
         if item in self.env:
-            if tensors(held) and any(any(map(_moves, h)) for h in self.demands.homes[item]):
+            if tensors(held) and any(p != REPLICATE for h in self.demands.homes[item] for p in h):
                 why = f"it takes the whole tuple {item.name}, which is cut"
                 raise error("FXP900", where=place(user), why=why)
             return self.env[item]
@@ -186,16 +155,8 @@ class Builder:
         """Symbolic sizes among arguments as nodes."""
         return fx.node.map_aggregate(
             arguments,
-            lambda a: self._size(self._plain(a)) if isinstance(a, torch.SymInt) else a,
+            lambda a: self.sizes.node(expression(a)) if isinstance(a, torch.SymInt) else a,
         )
-
-    @staticmethod
-    def _plain(size: torch.SymInt) -> Size:
-        found = expression(size)
-        return found
-
-    def _size(self, size: Size) -> Any:
-        return self.sizes.node(size)
 
     def _whole_value(self, size: Any) -> Any:
         """A whole size of the whole graph as a number or SymInt of the local one."""
@@ -204,9 +165,7 @@ class Builder:
     def _whole_shape(self, node: fx.Node) -> list[Size]:
         return [self.local.whole(s) for s in value(node).shape]
 
-    def _shapes(
-        self, node: fx.Node, args: Any, kwargs: Any
-    ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    def _shapes(self, node: fx.Node) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
         """Local shapes of operands, and of results as the op is to give them."""
         wishes = self.demands.wishes.get(node, ())
         inside = [
@@ -228,7 +187,7 @@ class Builder:
         held = value(node)
         if self.run.decided_by_data(held):
             homes = iter(self.demands.given[node])
-            return _map(held, lambda t: self._like(t, next(homes), self.run.symint))
+            return map_tensors(held, lambda t: self._like(t, next(homes)))
         return self.run.value(new)
 
     def _check(self, node: fx.Node, new: fx.Node) -> None:
@@ -237,7 +196,7 @@ class Builder:
             tensors(value(new)), tensors(value(node)), self.demands.given[node], strict=True
         ):
             wanted = self.local.shape([self.local.whole(s) for s in whole.shape], home)
-            if not all(_same(a, b) for a, b in zip(t.shape, wanted, strict=True)):
+            if not all(same(a, b) for a, b in zip(t.shape, wanted, strict=True)):
                 why = f"its local shape is {list(t.shape)}, its layout says {wanted}"
                 raise error("FXP900", where=place(node), why=why)
 
@@ -252,6 +211,8 @@ class Builder:
 
     def _taken(self, node: fx.Node) -> fx.Node:
         """One item of a tuple, at its home."""
+        source: Any
+        index: Any
         source, index = node.args
         self.block, self.like = annotation(node).block, node
         new = self.graph.create_node(
@@ -288,49 +249,3 @@ class Builder:
         )
         new = self.graph.output(self._settle(held))
         new.meta = dict(node.meta)
-
-    # what the runtime must know
-
-    def _partial(self) -> dict[str, tuple[str, ...]]:
-        names = self.demands.mesh.names
-        return {
-            str(n.target): tuple(names[a] for a in sorted(axes))
-            for n in self.module.graph.find_nodes(op="get_attr")
-            if (axes := self.demands.partial.get(n))
-        }
-
-    def _returned(self) -> tuple[Placements | None, ...]:
-        (node,) = self.module.graph.find_nodes(op="output")
-        wishes = iter(self.demands.wishes[node])
-        returned: Any = node.args[0]
-        return tuple(
-            next(wishes).target
-            if isinstance(r, fx.Node) and isinstance(value(r), torch.Tensor)
-            else None
-            for r in returned
-        )
-
-
-def _moves(placement: Any) -> bool:
-    from fxpart.sharding import REPLICATE
-
-    return bool(placement != REPLICATE)
-
-
-def _map(held: Any, function: Any) -> Any:
-    if isinstance(held, torch.Tensor):
-        return function(held)
-    if isinstance(held, (list, tuple)):
-        return type(held)(_map(h, function) for h in held)
-    return held
-
-
-def _same(size: Any, wanted: Size) -> bool:
-    """Whether two sizes are equal for certain, or at least at the traced sizes."""
-    found = expression(size)
-    if found == wanted:
-        return True
-    if isinstance(found, int) and isinstance(wanted, int):
-        return False
-    difference = sympy.simplify(found - wanted)
-    return not difference.is_number or difference == 0 or hint(size) is None

@@ -190,7 +190,7 @@ def _gradients(found: Demands, graph: fx.Graph) -> None:
                 replicated = found.home(node)[axis] == REPLICATE
                 (left if replicated and axis in may[node] else joined).add(axis)
         if is_item(node):
-            wanted.setdefault(node.args[0], set()).update(left)  # type: ignore[arg-type]
+            wanted.setdefault(node.args[0], set()).update(left)
         found.partial[node], found.joined[node] = frozenset(left), frozenset(joined)
     for node in graph.nodes:
         if is_item(node) and node in found.partial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -17,7 +17,7 @@ from fxpart.sharding import Mesh, Placements, Shard, chunk
 
 from .values import apply
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 def factors(inputs: Mapping[fx.Node, Placements], mesh: Mesh) -> dict[sympy.Symbol, int]:
@@ -47,7 +47,8 @@ class Local:
         expr = expression(size)
         if expr.is_number:
             return int(expr)
-        return expr.xreplace(self._whole) if self._whole else expr
+        found: sympy.Expr = expr.xreplace(self._whole) if self._whole else expr
+        return found
 
     def part(self, size: Size, placement: Shard, axis: int) -> Size:
         """What the lane holds of a dim that an axis cuts. Symbolic sizes divide evenly."""
@@ -107,7 +108,8 @@ class SizeNodes:
             return size
         if size not in self._values:
             self._values[size] = fold(size, self._symint, apply)
-        return self._values[size]  # type: ignore[no-any-return]
+        found: int | torch.SymInt = self._values[size]
+        return found
 
     def _symint(self, symbol: sympy.Symbol) -> Any:
         node, dim, expr = self._sources[symbol]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -45,7 +45,7 @@ class Runner:
     def empty(self, shape: Sequence[int | torch.SymInt], like: torch.Tensor) -> torch.Tensor:
         """A fake tensor of another shape, contiguous."""
         with self.mode, guards_off(self.mode):
-            return torch.empty(shape, dtype=like.dtype, device=like.device)  # type: ignore[arg-type]
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def decided_by_data(self, held: Any) -> bool:
         """Whether a value's sizes, or a number itself, are known only when the program runs."""
@@ -116,7 +116,26 @@ def _sizes(held: Any) -> list[torch.SymInt]:
     """The symbolic sizes in a value."""
     if isinstance(held, torch.SymInt):
         return [held]
-    return [s for t in tensors(held) for s in t.shape if isinstance(s, torch.SymInt)]
+    every: list[Any] = [s for t in tensors(held) for s in t.shape]
+    return [s for s in every if isinstance(s, torch.SymInt)]
+
+
+def map_tensors(held: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nesting with each tensor replaced."""
+    if isinstance(held, torch.Tensor):
+        return function(held)
+    if isinstance(held, (list, tuple)):
+        return type(held)(map_tensors(part, function) for part in held)
+    return held
+
+
+def same(size: int | torch.SymInt, wanted: int | sympy.Expr) -> bool:
+    """Whether two sizes are equal, or may be where that cannot be told."""
+    found = expression(size)
+    if found == wanted:
+        return True
+    difference = sympy.simplify(found - wanted)
+    return not difference.is_number or bool(difference == 0)
 
 
 def apply(function: Any, left: Any, right: Any) -> Any:
