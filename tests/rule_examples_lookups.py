@@ -92,7 +92,7 @@ def _index_select(r: Draw) -> Example:
 def own_rows(r: Draw) -> Example:
     """Rows by an arange over all of them, as attention masks are looked up."""
     rows, length, width = r.sizes(3)
-    first = Made(ATEN.unsqueeze.default, (torch.arange(rows), 1))
+    first = Made(ATEN.unsqueeze.default, (Made(ATEN.arange.default, (rows,)), 1))
     second = _indices(r, length, [1, width])
     return Example(ATEN.index.Tensor, (r.real(rows, length), [first, second]))
 
@@ -127,7 +127,7 @@ def _bags(op: Any) -> Maker:
 
 
 EXAMPLES: dict[str, Maker] = {
-    "aten.index": lambda r: r.pick([_index, _index, own_rows])(r),
+    "aten.index": lambda r: r.pick([_index, own_rows])(r),
     "aten.index_put": _index_put,
     "aten.gather": _gather,
     "aten.take_along_dim": _take_along,

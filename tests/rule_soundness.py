@@ -45,7 +45,8 @@ class Made:
     @property
     def tensor(self) -> torch.Tensor:
         """Its value."""
-        found: torch.Tensor = self.op(*self.args)
+        args = [a.tensor if isinstance(a, Made) else a for a in self.args]
+        found: torch.Tensor = self.op(*args)
         return found
 
 
@@ -72,7 +73,7 @@ def node_of(example: Example) -> fx.Node:
 
     def place(value: Any) -> Any:
         if isinstance(value, Made):
-            node = graph.call_function(value.op, value.args)
+            node = graph.call_function(value.op, place(value.args))
             node.meta["val"] = value.tensor
             return node
         if isinstance(value, torch.Tensor):

@@ -17,6 +17,7 @@ from fxpart.collectives.draws import random_shard
 from fxpart.collectives.expert_forms import experts_cut, experts_dispatched
 from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 from fxpart.collectives.fake import FakeCommunicator
+from fxpart.collectives.forms_more import index_own_rows
 from fxpart.collectives.group import GroupCommunicator
 from fxpart.collectives.inprocess import InProcessHub
 from fxpart.collectives.lookups import embedding_bag_bags, embedding_bag_rows, embedding_rows
@@ -83,6 +84,7 @@ __all__ = [
     "first_only",
     "hinge_embedding_loss_rows",
     "huber_loss_rows",
+    "index_own_rows",
     "kl_div_rows",
     "l1_loss_rows",
     "leave",

@@ -11,7 +11,7 @@ from torch import fx
 from fxpart.pipeline.sizes import expression, tensors
 from fxpart.sharding import Mesh, Shard
 
-from ..rules import REPLICATED, Layout, Rule, choices, layout, rule_of
+from ..rules import REPLICATED, Layout, Rule, choices, layout, origin, rule_of
 from ..rules.rule import PARTS, Dims, factor_of
 
 
@@ -107,7 +107,8 @@ class Rules:
 
     def _signature(self, node: fx.Node) -> Hashable:
         given = self._argument(node.args), self._argument(tuple(node.kwargs.items()))
-        return node.target, given, tuple(map(self._shape, tensors(node.meta.get("val"))))
+        shapes = tuple(map(self._shape, tensors(node.meta.get("val"))))
+        return node.target, given, shapes, origin(node)
 
     def _argument(self, value: Any) -> Hashable:
         if isinstance(value, fx.Node):

@@ -7,11 +7,11 @@ ATen op to a maker of its rules. Pointwise ops need no line: torch tags them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from torch import fx
 
-from fxpart.pipeline.effects import is_op, op_of
+from fxpart.pipeline.effects import is_op, op_of, packet_name
 
 from . import (
     attention,
@@ -53,6 +53,13 @@ RULES: dict[str, Mapping[str, Entry]] = {
     "shapes": shapes.TABLE,
 }
 
+# Ops whose rule looks at what computes an operand: what it sees there.
+_ORIGINS: dict[str, Callable[[fx.Node], Hashable]] = {
+    "aten.index": indexing.counts_rows,
+    "aten.embedding_bag": embeddings.bag_length,
+    "aten._embedding_bag": embeddings.bag_length,
+}
+
 _MAKERS = {
     name: notation(entry) if isinstance(entry, str) else entry
     for table in RULES.values()
@@ -82,6 +89,17 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
 
 
+def origin(node: fx.Node) -> Hashable:
+    """What the rule of a node depends on beside its op, arguments and shapes; None for most.
+
+    Whoever keeps rules for equal calls makes this a part of the key.
+    """
+    if node.op != "call_function" or not is_op(op_of(node)):
+        return None
+    found = _ORIGINS.get(packet_name(op_of(node)))
+    return None if found is None else found(node)
+
+
 __all__ = [
     "PASS",
     "REPLICATED",
@@ -91,6 +109,7 @@ __all__ = [
     "choices",
     "layout",
     "operands",
+    "origin",
     "parse",
     "rule_of",
 ]

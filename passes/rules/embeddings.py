@@ -86,6 +86,12 @@ def _bag_length(call: Call) -> Size | None:
     return step if fits and operator.ne(step, 0) is not False else None
 
 
+def bag_length(node: fx.Node) -> str:
+    """The indices of a bag as text; empty where that is not seen."""
+    found = _bag_length(Call(node))
+    return "" if found is None else str(found)
+
+
 def _names(call: Call) -> list[str]:
     return [name for name, _ in call.operands]
 

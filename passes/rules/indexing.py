@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.pipeline.effects import packet_name
+
 from .call import Call, Dim, Entry, UnruledError, is_one, same
 from .rule import Rule
 
@@ -43,10 +45,39 @@ def _out(given: list[Any], rank: int, names: list[Dim]) -> tuple[list[Dim], list
 
 
 def _index(call: Call) -> Rule:
+    """Indexed dims stay whole, but one that an arange over all of it looks up (its own rows)."""
     rank = len(call.shape("self"))
     given, indices, names = _indexed(call, rank)
     data, out = _out(given, rank, names)
-    return call.rule([data, *indices], [out], linear=["self"])
+    forms = {}
+    if counts_rows(call.node):
+        at = next(d for d, entry in enumerate(given) if entry is not None)
+        shape = given[at].meta["val"].shape
+        own = next((f for f, s in zip(indices[0], shape, strict=True) if not is_one(s)), None)
+        if own is not None:
+            data[at] = own
+            forms = {str(own): "index_own_rows"}
+    return call.rule([data, *indices], [out], linear=["self"], forms=forms)
+
+
+def counts_rows(node: fx.Node) -> bool:
+    """Whether the first index is an arange over all of its dim, through unsqueeze alone.
+
+    Attention masks are looked up so by the row of the batch.
+    """
+    call = Call(node)
+    given = call.given["indices"]
+    at = next((d for d, entry in enumerate(given) if entry is not None), None)
+    if at is None:
+        return False
+    found = given[at]
+    while isinstance(found, fx.Node) and packet_name(found.target) == "aten.unsqueeze":
+        found = found.args[0]
+    if not isinstance(found, fx.Node) or packet_name(found.target) != "aten.arange":
+        return False
+    made = Call(found)
+    start, step = made.given.get("start", 0), made.given.get("step", 1)
+    return start == 0 and step == 1 and same(made.number("end"), call.shape("self")[at])
 
 
 def _index_put(call: Call) -> Rule:

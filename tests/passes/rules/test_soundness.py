@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes.rules import RULES, experts, rule_of
+from fxpart.passes.rules import RULES, experts, layout, origin, rule_of
 from fxpart.passes.rules.pointwise import LINEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_drawing import Draw, Maker
 from rule_examples_layers import EXAMPLES as LAYERS
 from rule_examples_lookups import EXAMPLES as LOOKUPS
+from rule_examples_lookups import own_rows
 from rule_examples_products import EXAMPLES as PRODUCTS
 from rule_examples_products import grouped_fallback
 from rule_examples_shapes import EXAMPLES as SHAPES
 from rule_examples_values import EXAMPLES as VALUES
 from rule_soundness import Example, check, node_of
+
+from fxpart.sharding import Mesh, Shard
 
 EXAMPLES: dict[str, Maker] = {**PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS}
 if importlib.util.find_spec("transformers") is not None:
@@ -140,3 +143,45 @@ def test_what_no_rule_covers_has_none() -> None:
     assert rule_of(node_of(Example(torch.ops.aten.index.Tensor, (x, [x[:, 0] > 0.5])))) is None
     assert rule_of(node_of(Example(torch.ops.aten.histc.default, (x, 4)))) is None
     assert rule_of(node_of(Example(torch.ops.aten.nonzero.default, (x,)))) is None
+
+
+def test_rows_that_an_arange_looks_up_stay_where_they_are() -> None:
+    """Each lane's masks are of its own rows; another index of the same shape is no such thing."""
+    example = own_rows(Draw(1))
+    node = node_of(example)
+    rule = rule_of(node)
+    assert rule is not None and list(rule.forms.values()) == ["index_own_rows"]
+    assert check(example, limit=40) > 5
+    x, (first, second) = example.args
+    other = Example(example.op, (x, [first.tensor.flip(0), second]))
+    plain = rule_of(node_of(other))
+    assert plain is not None and not plain.forms
+    assert origin(node) != origin(node_of(other))
+
+
+def test_no_lane_is_left_without_a_part() -> None:
+    """Four over three lanes by ceil would be 2, 2 and none; five over 2x2 is 2, 1, 1 and 1."""
+    rule = rule_of(node_of(Example(torch.ops.aten.relu.default, (torch.rand(4, 5),))))
+    assert rule is not None
+    assert layout(rule, ("d0",), Mesh.parse("a=3")) is None
+    assert layout(rule, ("d1",), Mesh.parse("a=3")) is not None
+    assert layout(rule, ("d1", "d1"), Mesh.parse("a=2,b=2")) is not None
+    assert layout(rule, ("d1", "d1"), Mesh.parse("a=3,b=2")) is None
+
+
+def test_views_share_what_divides() -> None:
+    """Compound factors, the whole rest where sizes do not divide, and local sizes."""
+    node = node_of(Example(torch.ops.aten.view.default, (torch.rand(2, 6, 5), [12, 5])))
+    rule = rule_of(node)
+    assert rule is not None
+    assert rule.operands == ((("f0",), ("f1",), ("f2",)),)
+    assert rule.results == ((("f0", "f1"), ("f2",)),)
+    known = layout(rule, ("f1",), Mesh.parse("a=2"))
+    assert known is not None
+    assert (known.operands, known.results) == (((Shard(1),),), ((Shard(0, 2),),))
+    assert rule.localise is not None
+    args, _ = rule.localise(node, (node.args, {}), [(2, 3, 5)], [(6, 5)])
+    assert args[1] == [6, 5]
+    odd = rule_of(node_of(Example(torch.ops.aten.view.default, (torch.rand(6, 5), [10, 3]))))
+    assert odd is not None
+    assert odd.factors == ("f0", "_i0", "_i1", "_o0", "_o1")
