@@ -253,7 +253,8 @@ def test_grouped_products_of_torch(strategy: str) -> None:
     loops, back = Case(made.tensors, (*made.rest[:-1], LOOP)), torch.randn(7, 16)
     pairs = [forward_backward(OP, made.given, each, back) for each in (made, loops)]
     for a, b in zip(*([out, *grads] for out, grads in pairs), strict=True):
-        close(a, b)
+        if a is not None and b is not None:  # the choices are no floats
+            close(a, b)
 
 
 def test_experts_by_lane() -> None:
