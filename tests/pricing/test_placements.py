@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import zoo_graphs
 from fxpart.passes import PREPARE
 from fxpart.passes.place import CHOSEN, Place
 from local_runs import assert_same, lower_all, run_lanes, run_whole
@@ -168,6 +169,21 @@ def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
         found = run_lanes(lower_all(ready), captured.state, inputs, 7, wanted)
         # the loss, a mean of squares, is kept in float32
         assert_same(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_zoo_runs_with_what_is_chosen_under_tight_memory(name: str) -> None:
+    captured, graph = zoo_graphs.captured(name), zoo_graphs.prepared(name)
+    whole = propagated(graph, "dp=2,tp=2", {})
+    least = solve_placement(build(whole, captured, CLUSTER, budget=0.0).problem).least
+    chosen, _ = choose_placements(whole, captured, CLUSTER, budget=1.02 * least)
+    assert any(any(strategy) for strategy in chosen.strategies.values())
+    ready = PassManager().run([Place(chosen.text())], whole)
+    given = zoo_graphs.inputs(name)
+    wanted = run_whole(graph, captured.state, given, 7)
+    found = run_lanes(lower_all(ready), captured.state, given, 7, wanted)
+    assert_same(found, wanted, rtol=1e-4)
 
 
 def test_chosen_placements_are_written_where_axes_are_open() -> None:
