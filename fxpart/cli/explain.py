@@ -12,7 +12,7 @@ from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
-PAGES = ("annotations", "glossary", "how_it_chooses", "one_process")
+PAGES = ("annotations", "glossary", "how_it_chooses", "one_process", "rules")
 
 
 @click.command()
@@ -23,7 +23,8 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`.
+    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`,
+    `rules`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
