@@ -10,7 +10,7 @@ import torch
 from fxpart.collectives import Communicator, Pending, start_reduce_scatter
 
 BUCKET = 25 << 20  # bytes of gradients that are sent together, as in PyTorch's data parallelism
-_UNDER_WAY = 2  # buckets that may be under way; each holds its gradients once more
+_UNDER_WAY = 1  # buckets that move while the next is filled; each holds its gradients once more
 
 
 def in_buckets(sizes: Sequence[int], start: Callable[[slice], Pending]) -> None:

@@ -128,16 +128,20 @@ class Peak(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at every result."""
+        """Look at every operand, which was there before, and at every result."""
+        for tensor in tree_leaves((args, kwargs)):
+            self.note(tensor, new=False)
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is torch.Tensor:
-                self.note(tensor.untyped_storage())
+            self.note(tensor, new=True)
         return found
 
-    def note(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it goes."""
-        key, size = storage._cdata, storage.nbytes()
+    def note(self, tensor: Any, *, new: bool) -> None:
+        """Count a new storage until it goes."""
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if new else 0
         if key not in self.known:
             self.known.add(key)
             self.now += size
