@@ -126,6 +126,22 @@ def overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def tensor_overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+    wall, cpu, calls = found["wall"], found["cpu"], found["collectives"]
+    return [
+        (
+            "time of a tensor-parallel step over that with DTensor's `parallelize_module`, the"
+            f" same {result['options']['layers']} small blocks, {calls['ours']} and"
+            f" {calls['theirs']} collectives, 2 ranks over gloo",
+            f"**{wall['ratio']:.2f}** (median of {len(wall['ratios'])} pairs,"
+            f" {min(wall['ratios']):.2f} to {max(wall['ratios']):.2f}); {wall['ours_ms']:.0f} and"
+            f" {wall['theirs_ms']:.0f} ms a step, of CPU time {cpu['ours_ms']:.0f} and"
+            f" {cpu['theirs_ms']:.0f} ms ({cpu['ratio']:.2f})",
+        )
+    ]
+
+
 def large_models(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
@@ -175,6 +191,7 @@ def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "overhead": overhead,
+    "tensor_overhead": tensor_overhead,
     "pipeline_speed": pipeline_speed,
     "large_models": large_models,
     "startup": startup,
