@@ -26,6 +26,6 @@ def index_own_rows(
     first = next(i for i, index in enumerate(here) if index is not None)
     index = here[first]
     assert index is not None, "the first index that is given"
-    here[first] = index - start
+    here[first] = index - start  # type: ignore[operator]
     found: torch.Tensor = torch.ops.aten.index.Tensor(x, here)
     return found

@@ -98,7 +98,7 @@ class Call:
         return frozenset(i for i, (known, _) in enumerate(self.operands) if known in wanted)
 
     def _is_bool(self, index: int) -> bool:
-        return self.nodes[index].meta["val"].dtype is torch.bool  # type: ignore[no-any-return]
+        return self.nodes[index].meta["val"].dtype is torch.bool
 
     def number(self, name: str) -> Any:
         """An argument's value: a node of a size as its SymInt."""

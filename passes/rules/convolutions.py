@@ -23,7 +23,7 @@ def _convolution(call: Call) -> Rule:
     sizes: dict[str, Size] = {"g": groups, "c": data[at] // groups, "o": out[at] // groups}
     inside, outside = ("g", "c"), ("g", "o")
     kernel: list[Dim] = [f"_k{i}" for i in range(space)]
-    batch: list[Dim] = ["n"][:at]
+    batch: list[Dim] = ["n"] if at else []
     dims: dict[str, list[Dim]] = {
         "input": [*batch, inside, *[f"_s{i}" for i in range(space)]],
         "weight": [inside, ("o",), *kernel] if transposed else [outside, ("c",), *kernel],

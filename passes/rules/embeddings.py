@@ -8,8 +8,8 @@ from torch import fx
 
 from fxpart.sharding import PARTIAL, REPLICATE
 
-from .call import Call, Dim, Entry, Size, UnruledError, ratio
-from .rule import Rule
+from .call import Call, Dim, Entry, UnruledError, ratio
+from .rule import Rule, Size
 
 
 def _embedding(call: Call) -> Rule:
