@@ -19,7 +19,9 @@ from fxpart.errors import error
 from fxpart.pipeline.annotation import (
     BLOCKS_KEY,
     KEY,
+    LANE_KEY,
     LEVEL_KEY,
+    MESH_KEY,
     NO_CUT_KEY,
     Annotation,
     BlockInfo,
@@ -27,14 +29,18 @@ from fxpart.pipeline.annotation import (
     Saved,
 )
 from fxpart.pipeline.argument_json import Json, decode, encode, plain_name
+from fxpart.pipeline.collective import bound, is_collective
 from fxpart.pipeline.edit import annotation, value
+from fxpart.pipeline.sharding_json import mesh_in, mesh_out, sharding_in, sharding_out
 from fxpart.pipeline.sizes import expression, hint
+from fxpart.sharding import Mesh
 
 
 def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
     """Plain dicts, lists, strings and numbers."""
     hints: dict[str, int] = {}
-    nodes = [_node_out(n, hints) for n in module.graph.nodes]
+    mesh = module.meta.get(MESH_KEY)
+    nodes = [_node_out(n, hints, mesh) for n in module.graph.nodes]
     attributes = {
         str(n.target): _attribute_out(attrgetter(str(n.target))(module))
         for n in module.graph.nodes
@@ -47,6 +53,7 @@ def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
         "symbols": hints,
         "attributes": attributes,
         "nodes": nodes,
+        **mesh_out(module),
     }
 
 
@@ -63,7 +70,7 @@ def _attribute_out(held: Any) -> Json:
     }
 
 
-def _node_out(node: fx.Node, hints: dict[str, int]) -> Json:
+def _node_out(node: fx.Node, hints: dict[str, int], mesh: Mesh | None) -> Json:
     """One node; inputs with their shapes, symbols by name."""
     known = annotation(node)
     result: dict[str, Json] = {
@@ -82,6 +89,8 @@ def _node_out(node: fx.Node, hints: dict[str, int]) -> Json:
             "saved": [[s.storage, str(s.size), s.source] for s in known.saved],
         },
     }
+    if mesh is not None and known.sharding is not None:
+        result["annotation"]["sharding"] = sharding_out(known.sharding, mesh)
     if node.op == "placeholder":
         result["value"] = _input_out(value(node), hints)
     elif node.op == "get_attr" and isinstance(value(node), torch.Tensor):
@@ -129,7 +138,7 @@ def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
             name=item["name"],
         )
         nodes[item["name"]] = node
-        node.meta[KEY] = _annotation_in(item["annotation"])
+        node.meta[KEY] = _annotation_in(item["annotation"], data.get("mesh", ""))
         if item["op"] == "placeholder":
             node.meta["val"] = _input_in(item["value"], mode, hints)
         elif "value" in item:
@@ -139,6 +148,7 @@ def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
                     held.shape, held.stride(), dtype=held.dtype, device=item["value"]["device"]
                 )
     module = fx.GraphModule(root, graph)
+    mesh_in(data, module)
     if data["level"] is not None:
         module.meta[LEVEL_KEY] = Level[data["level"]]
         _run(module, mode)
@@ -180,12 +190,19 @@ def _run(module: fx.GraphModule, mode: Any, inputs: Iterator[Any] | None = None)
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
                 body = next((i for i, a in enumerate(args) if isinstance(a, fx.GraphModule)), None)
                 if body is None:
-                    env[node] = node.target(*args, **kwargs)
+                    env[node] = _target(node, module)(*args, **kwargs)
                 else:
                     with _region(args[:body]):
                         env[node] = _run(args[body], mode, iter(args[body + 1 :]))
             node.meta["val"] = None if isinstance(env[node], fx.GraphModule) else env[node]
     return result
+
+
+def _target(node: fx.Node, module: fx.GraphModule) -> Any:
+    """What the node calls; a collective with a communicator that knows shapes alone."""
+    if not is_collective(node.target):
+        return node.target
+    return bound(node.target, module.meta[MESH_KEY], module.meta[LANE_KEY])
 
 
 def _region(options: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -219,7 +236,7 @@ def _input_in(held: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> 
     return symbolic_input(mode, meta, dynamic)
 
 
-def _annotation_in(held: Mapping[str, Json]) -> Annotation:
+def _annotation_in(held: Mapping[str, Json], mesh: str) -> Annotation:
     """The annotation; a saved tensor's size that was an expression comes back as one symbol."""
     import sympy
 
@@ -227,4 +244,7 @@ def _annotation_in(held: Mapping[str, Json]) -> Annotation:
         Saved(number, int(size) if size.isdigit() else sympy.Symbol(size), source)
         for number, size, source in held["saved"]
     )
-    return Annotation(**{**held, "saved": saved})
+    found = {**held, "saved": saved}
+    if "sharding" in held:
+        found["sharding"] = sharding_in(held["sharding"], Mesh.parse(mesh))
+    return Annotation(**found)

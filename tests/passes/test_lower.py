@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from fxpart.pipeline import MESH_KEY, PassManager
 from fxpart.pipeline.annotation import PARTIAL_KEY
 from fxpart.pipeline.collective import is_collective
 from fxpart.pipeline.edit import annotation
+from fxpart.pipeline.graph_json import graph_from_json, graph_to_json
 from fxpart.sharding import Mesh
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -239,6 +241,21 @@ def test_lane_outside_the_mesh() -> None:
         PassManager().run([Lower(lane="2")], sharded(graph, "tp=2", {}))
 
 
+def test_graphs_travel_as_text() -> None:
+    """A reproducer's graph: shardings of the whole one, collectives of the local one."""
+    _, graph = model()
+    whole = sharded(graph, "tp=2", SEQUENCE)
+    local = lower_all(whole)[0]
+    again = graph_from_json(json.loads(json.dumps(graph_to_json(whole))))
+    assert [annotation(n).sharding for n in again.graph.nodes] == [
+        annotation(n).sharding for n in whole.graph.nodes
+    ]
+    assert plain(lower_all(again)[0]) == plain(local)
+    twice = graph_from_json(json.loads(json.dumps(graph_to_json(local))))
+    assert plain(twice) == plain(local)
+    assert twice.meta[PARTIAL_KEY] == local.meta[PARTIAL_KEY]
+
+
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_golden_texts(name: str) -> None:
     """One lane's graph of a layer, as text."""
@@ -248,6 +265,11 @@ def test_golden_texts(name: str) -> None:
     text = "\n".join(map(line, local.graph.nodes)) + "\n"
     path = GOLDEN / f"lowered_{name}_parallel.txt"
     assert text == path.read_text(), f"{path.name} is out of date"
+
+
+def plain(graph: fx.GraphModule) -> list[str]:
+    """The text of a graph, whatever its symbol is called."""
+    return [re.sub(r"'s\d+'", "'s'", line(node)) for node in graph.graph.nodes]
 
 
 def line(node: fx.Node) -> str:
