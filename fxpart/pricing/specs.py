@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pipeline import KEY, Annotation
+from fxpart.pipeline.collective import keyed
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
@@ -117,8 +118,9 @@ class Specs:
 
 def unwrapped(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Target and arguments of a node, without the seeding of a random op."""
-    if getattr(node.target, "__name__", "") == "seeded" and len(node.args) >= 3:
-        return node.args[2], node.args[3:], node.kwargs
+    found = keyed(node)
+    if found is not None and len(found) >= 3:
+        return found[2], found[3:], node.kwargs
     return node.target, node.args, node.kwargs
 
 
