@@ -225,10 +225,12 @@ class Builder:
             return self.moves.pinned(given[0], homes[0], new, self._whole_shape(node))
         return new
 
-    def _add(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    def _add(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """A collective for the op that is being added."""
         assert self.like is not None, "a collective serves an op"
-        new = self.graph.call_function(target, args)
+        new = self.graph.call_function(target, args, kwargs or {})
         origin = annotation(self.like)
         new.meta = {k: v for k, v in self.like.meta.items() if k in ("nn_module_stack",)}
         new.meta[KEY] = Annotation(module=origin.module, source=origin.source, block=self.block)

@@ -14,8 +14,8 @@ from .demands import Demand, Demands
 from .sizes import Local, Size
 from .steps import Step, Whole, steps
 
-# (target, args) -> the new node
-Add = Callable[[Any, tuple[Any, ...]], fx.Node]
+# (target, args, kwargs) -> the new node
+Add = Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node]
 _SMALLER = ("slice_shard", "reduce_scatter", "all_to_all")
 
 
@@ -48,11 +48,11 @@ class Moves:
         for step in todo[:early]:
             held = self._step(demand, step, held, shape, own)
         for function, axis in self._before(demand, home):
-            held = self._once(function, (held, axis), own)
+            held = self._once(function, (held, axis), own, {})
         for step in todo[early:]:
             held = self._step(demand, step, held, shape, own)
         for function, axis in self._after(demand, home):
-            held = self._once(function, (held, axis), own)
+            held = self._once(function, (held, axis), own, {})
         return held
 
     def pinned(self, given: Whole, home: Whole, held: fx.Node, shape: Sequence[Size]) -> fx.Node:
@@ -117,18 +117,20 @@ class Moves:
         axis = self.demands.mesh.names[step.axis]
         before, after = step.before[step.axis], step.after
         rest: tuple[Any, ...] = ()
+        named: dict[str, Any] = {}
         if isinstance(before, Shard) and isinstance(after, Shard):
-            size, outer = self._joined(step, shape), (before.outer, after.outer)
-            rest = (before.dim, after.dim, size, *_short((outer[0], 1), (outer[1], 1)))
+            rest = (before.dim, after.dim, self._joined(step, shape))
+            named = {"source_outer": before.outer, "target_outer": after.outer}
         elif isinstance(before, Shard):
-            size = self._joined(step, shape)
-            rest = (before.dim, size, *_short((before.outer, 1), (joined, "R")))
+            rest = (before.dim, self._joined(step, shape))
+            named = {"outer": before.outer, "gradient": joined}
         elif isinstance(after, Shard):
-            ways = [(back, "R")] if step.kind == "slice_shard" else []
-            rest = (after.dim, *_short((after.outer, 1), *ways))
+            rest = (after.dim,)
+            named = {"outer": after.outer, "gradient": back if before == REPLICATE else "R"}
         elif step.kind == "all_reduce":
-            rest = _short((joined, "R"))
-        return self._once(getattr(collectives, step.kind), (held, axis, *rest), own)
+            named = {"gradient": joined}
+        function = getattr(collectives, step.kind)
+        return self._once(function, (held, axis, *rest), own, _without_defaults(named))
 
     def _joined(self, step: Step, shape: Sequence[Size]) -> Any:
         """The size of the dim that is joined, once it is."""
@@ -137,16 +139,15 @@ class Moves:
         before = (*step.before[: step.axis], REPLICATE, *step.before[step.axis + 1 :])
         return self.size(self.local.shape(shape, before)[held.dim])
 
-    def _once(self, function: Any, args: tuple[Any, ...], own: int | None) -> fx.Node:
-        key = (function, args, own)
+    def _once(
+        self, function: Any, args: tuple[Any, ...], own: int | None, named: dict[str, Any]
+    ) -> fx.Node:
+        key = (function, args, own, tuple(named.items()))
         if key not in self._made:
-            self._made[key] = self.add(function, args)
+            self._made[key] = self.add(function, args, named)
         return self._made[key]
 
 
-def _short(*given: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Arguments as pairs (value, default), without the last ones that have their default."""
-    kept = len(given)
-    while kept and given[kept - 1][0] == given[kept - 1][1]:
-        kept -= 1
-    return tuple(value for value, _ in given[:kept])
+def _without_defaults(named: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments without a whole gradient and without one outer part."""
+    return {name: given for name, given in named.items() if given not in ("R", 1)}

@@ -279,6 +279,7 @@ def line(node: fx.Node) -> str:
     called = getattr(node.target, "__name__", str(node.target))
     block = annotation(node).block if node.op == "call_function" else None
     given = "" if node.op in ("placeholder", "get_attr") else f"{node.args}".replace(",)", ")")
+    given += f" {dict(node.kwargs)}" if node.kwargs else ""
     return f"{'' if block is None else block:>2} {node.name}{shape} = {called}{given}"
 
 
