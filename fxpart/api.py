@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
+from fxpart.annotations import annotations_of_batch, dump_annotations, whole_batch, whole_model
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
@@ -128,6 +128,21 @@ class Program:
             assert index == 0, "a stage of one rank has one lane"
             return self.spec, self.sources
         return self.lanes.program(index)
+
+    def completed_annotations(self, suffix: str = ".toml") -> str:
+        """Every placement of the program as the text of an annotations file, with its origin.
+
+        It can be edited and given back. suffix: ".toml" or ".json". FXP109 where a stage is one
+        rank, so that nothing is sharded.
+        """
+        if self.lanes is None:
+            raise error(
+                "FXP109",
+                where="completed annotations",
+                why="each stage of the program is one rank, so that nothing is sharded",
+                fix='give a mesh: constraints={"mesh": "dp=2,tp=2"}, or --mesh dp=2,tp=2',
+            )
+        return dump_annotations(self.lanes.sharded.whole, suffix)
 
     def replan(
         self,

@@ -102,7 +102,7 @@ def _sharding(entry: Placed | None, count: int, mesh: Mesh) -> NodeSharding:
         return NodeSharding(("",) * len(mesh.axes), (nothing,) * count)
     words = dict(part.split(":", 1) for part in entry.strategy.split(",") if part)
     texts = [text.strip() for text in entry.placements.split(";")] if entry.placements else []
-    results = [
+    results: list[Placements] = [
         tuple(p or REPLICATE for p in parse_placements(text, mesh)) for text in texts[:count]
     ]
     results += [nothing] * (count - len(results))

@@ -14,10 +14,11 @@ from fxpart import costmodels
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.pipeline.collective import is_collective
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.places import RESERVE, kinds, limits
-from fxpart.pricing.sharing import Move, Sharing, is_collective, moves
+from fxpart.pricing.sharing import Move, Sharing, moves
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
 from fxpart.pricing.weights import step_seconds, trained_names, weights
@@ -119,12 +120,12 @@ def _rows(captured: Captured, batch: int, sharing: Sharing) -> int:
 
     A graph with a fixed batch keeps all: its sizes are one rank's already.
     """
-    if batch % sharing.rows:
+    if batch % sharing.multiple:
         raise error(
             "FXP105",
             where=f"batch of {batch}, mesh {sharing.mesh}",
-            why=f"{sharing.rows} ranks take equal parts of every microbatch",
-            fix=f"give a batch that {sharing.rows} divides, or another mesh",
+            why=f"{sharing.multiple} ranks take equal parts of every microbatch",
+            fix=f"give a batch that {sharing.multiple} divides, or another mesh",
         )
     return batch // sharing.rows if captured.symbolic else batch
 
@@ -166,7 +167,7 @@ class _Pricer:
         self._moves: list[tuple[int, tuple[Move, ...], tuple[Move, ...]]] = []
         for node in graph.nodes:
             block = annotation(node).block
-            if block is not None and is_collective(node):
+            if block is not None and is_collective(node.target):
                 self._moves.append((block, *moves(node, specs, mesh)))
             op = specs.op(node) if block is not None else None
             if op is not None and block is not None:

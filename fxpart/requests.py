@@ -159,8 +159,9 @@ def _stages(
 ) -> tuple[int, int]:
     """The least and most stages: as wished, as torchrun started ranks, or as devices allow."""
     lanes, devices = mesh.size, len(cluster.devices)
-    wish = constraints.get("stages")
-    wish = wish if isinstance(wish, int) and not isinstance(wish, bool) and wish >= 1 else None
+    given = constraints.get("stages")
+    number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
+    wish = int(given) if number and given is not None else None
     if lanes > devices:
         problems.append(Problem(
             "FXP202",

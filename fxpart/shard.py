@@ -59,7 +59,7 @@ def shard(
     certificate = None
     if left := _open(whole):
         chosen, certificate = _chosen(whole, captured, request, microbatches, left)
-        rows = Sharded(chosen, captured).degrees()[0]
+        rows = Sharded(chosen, captured).multiple()
         if captured.batch_size % (rows * (microbatches or 1)):
             # More parts than the batch has: what is open is replicated instead.
             chosen = propagated(graph, request.mesh, seeds, _names(graph, captured), close=True)

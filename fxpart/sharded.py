@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,14 +79,31 @@ class Sharded:
         return _values(self.whole, "get_attr")
 
     def degrees(self) -> tuple[int, int]:
-        """Into how many parts the batch is cut, and how many ranks share each part."""
+        """Into how many parts the batch is cut, and how many ranks share each part.
+
+        An axis cuts the batch if it cuts the rows of every input that has rows.
+        """
         held = self.inputs()
-        rows = lcm(*(
-            parts_of(self.mesh, held[i.name], i.batch_dim)
+        cut = [
+            [isinstance(p, Shard) and p.dim == i.batch_dim for p in held[i.name]]
             for i in self.captured.inputs
             if i.batch_dim is not None and i.name in held
-        ))  # fmt: skip
-        return rows, max(1, self.mesh.size // rows)
+        ]
+        rows = prod(
+            size for axis, size in enumerate(self.mesh.shape) if cut and all(c[axis] for c in cut)
+        )
+        return rows, self.mesh.size // rows
+
+    def multiple(self) -> int:
+        """What the rows of every microbatch have to be a multiple of."""
+        held = self.inputs()
+        return lcm(
+            *(
+                parts_of(self.mesh, held[i.name], i.batch_dim)
+                for i in self.captured.inputs
+                if i.batch_dim is not None and i.name in held
+            )
+        )
 
     def sharing(self) -> Sharing:
         """What pricing has to know."""
@@ -95,6 +112,7 @@ class Sharded:
         return Sharing(
             self.mesh,
             rows=self.degrees()[0],
+            multiple=self.multiple(),
             parts={
                 symbol: parts_of(self.mesh, held[name], dim)
                 for symbol, (name, dim) in self.captured.symbols.items()

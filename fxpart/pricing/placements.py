@@ -25,10 +25,10 @@ from fxpart.pricing.placement_edges import Reshards
 from fxpart.pricing.placement_graph import fused, read
 from fxpart.pricing.placement_options import Families, Strategy
 from fxpart.pricing.places import RESERVE
-from fxpart.pricing.specs import Specs
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, captured_rows
 from fxpart.pricing.weights import trained_names
-from fxpart.sharding import Mesh, Placements, format_placements
+from fxpart.sharding import Mesh, Placements, Shard, format_placements
 from fxpart.solver.placement import PlacementSolution, evaluate, solve_placement, status_of
 
 if TYPE_CHECKING:
@@ -161,7 +161,14 @@ def build(
     size = -(-rows // microbatches) if captured.symbolic else captured_rows(captured)
     sizes = Sizes(captured, Split(size, microbatches))
     families = Families(
-        mesh_, model, device, reshards, sizes, specs, microbatches, _row_symbols(captured)
+        mesh_,
+        model,
+        device,
+        reshards,
+        sizes,
+        specs,
+        microbatches,
+        _row_symbols(graph.graph, captured),
     )
     flow = read(graph.graph, specs, sizes, in_flight)
     fused(flow, families)
@@ -181,9 +188,17 @@ def build(
     return builder.build(_budget(cluster, budget))
 
 
-def _row_symbols(captured: Captured) -> frozenset[str]:
-    """The symbols that are read from a batch dim."""
+def _row_symbols(graph: fx.Graph, captured: Captured) -> frozenset[str]:
+    """The symbols of batch dims; none where an axis cuts the rows of an input already.
+
+    Then a batch has to fall into that axis's parts, and no choice asks it for more.
+    """
     dims = {spec.name: spec.batch_dim for spec in captured.inputs}
+    for node in graph.find_nodes(op="placeholder"):
+        known = annotation(node).sharding
+        rows = Shard(dim) if (dim := dims.get(node.name)) is not None else None
+        if known is not None and rows is not None and rows in known.results[0]:
+            return frozenset()
     return frozenset(s for s, (name, dim) in captured.symbols.items() if dims.get(name) == dim)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel, Size
     from fxpart.pricing.groups import Rings
 
-PACKAGE = "fxpart.collectives"
 _BUCKET = 25 << 20  # bytes of gradients that are summed at once
 
 
@@ -27,13 +26,15 @@ _BUCKET = 25 << 20  # bytes of gradients that are summed at once
 class Sharing:
     """How the ranks of every stage share its work.
 
-    rows: into how many parts each microbatch is cut. parts: symbol -> into how many parts the dim
+    rows: into how many parts each microbatch is cut; multiple: what its rows have to be a multiple
+    of (of some inputs more parts may be made). parts: symbol -> into how many parts the dim
     that it is read from is cut. partial: per parameter the axes over which its gradient is summed
     at the end of a step. zero: 1 cuts optimizer state over ``zero_axis``, 2 gradients too.
     """
 
     mesh: Mesh
     rows: int = 1
+    multiple: int = 1
     parts: Mapping[str, int] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero: int = 0
@@ -99,12 +100,6 @@ class Move:
     axes: tuple[str, ...]
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether the node calls a function of the collectives package."""
-    module = getattr(node.target, "__module__", "") or ""
-    return node.op == "call_function" and module.startswith(PACKAGE)
-
-
 def moves(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     """What a collective node moves in its forward and in its backward.
 
@@ -119,7 +114,7 @@ def moves(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tu
         return (), ()
     axis = node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else None)
     axes = (axis,) if isinstance(axis, str) else tuple(axis or ())  # type: ignore[arg-type]
-    kind = str(node.kwargs.get("gradient", "R"))
+    kind = "P" if "P" in (*node.args, *node.kwargs.values()) else "R"
     whole = max((_bytes(n, specs) for n in (node, *node.all_input_nodes)), key=_rank)
     if name == "all_to_all":
         whole = _bytes(node, specs) * _count(axes, mesh)

@@ -1,0 +1,72 @@
+"""The examples run, and what they say of themselves holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from ranks import torchrun
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module; skipped where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("the example needs transformers")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain(example: ModuleType, steps: int) -> list[float]:
+    """The losses of an ordinary loop on the same model and batches."""
+    model = example.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in example.batches(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_all_axes_trains_like_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight ranks in this process: two stages, batch and tensors cut, sequence between them."""
+    example = load("all_axes")
+    assert example.main(3) == pytest.approx(plain(example, 3), rel=1e-5)
+    assert "step  2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_all_axes_is_what_it_says() -> None:
+    program = load("all_axes").program()
+    plan = program.plan
+    assert [len(stage.ranks) for stage in plan.stages] == [4, 4]
+    assert {(s.data_parallel, s.tensor_parallel) for s in plan.stages} == {(2, 2)}
+    calls = re.findall(
+        r'collectives\.(\w+)\(self\.mesh, \w+, "tp", (\d)', "\n".join(program.sources)
+    )
+    assert len(calls) == 2 * 9  # one of each at the embedding, attention and MLP of each layer
+    along = {(name, dim) for name, dim in calls if name in ("all_gather", "reduce_scatter")}
+    assert along == {("all_gather", "1"), ("reduce_scatter", "1")}  # along the sequence
+    reductions = sum(source.count("all_reduce(self.mesh") for source in program.sources)
+    assert reductions <= 2  # of the head's input and the loss, none in a layer
+
+
+@pytest.mark.slow
+def test_all_axes_under_torchrun() -> None:
+    """Four real processes: one stage of data, tensor and sequence parallelism."""
+    done = torchrun(EXAMPLES / "all_axes.py", ranks=4, timeout=240)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses == pytest.approx(plain(load("all_axes"), 10), abs=2e-4)
