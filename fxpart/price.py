@@ -18,7 +18,7 @@ from fxpart.pipeline.collective import is_collective
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.places import RESERVE, kinds, limits
-from fxpart.pricing.sharing import Move, Sharing, moves
+from fxpart.pricing.sharing import Move, Sharing, is_plain, moves
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
 from fxpart.pricing.weights import step_seconds, trained_names, weights
@@ -169,6 +169,8 @@ class _Pricer:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
                 self._moves.append((block, *moves(node, specs, mesh)))
+                if is_plain(node):
+                    continue
             op = specs.op(node) if block is not None else None
             if op is not None and block is not None:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))

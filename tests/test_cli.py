@@ -428,3 +428,66 @@ def test_a_process_that_is_killed(target: str) -> None:
     assert done.returncode == 5, done.stderr
     assert "FXP507" in done.stderr and "signal 9" in done.stderr and "rank 1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+MESH = ("--mesh", "dp=2,tp=2")
+COLUMNS = """
+[annotations]
+"layers.*.weight" = "tp:S(0)"
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_from_plan_to_verify(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan with annotations, dump what they are completed to, explain, verify, train, export."""
+    said, dumped, path = tmp_path / "said.toml", tmp_path / "all.json", tmp_path / "mesh.json"
+    said.write_text(COLUMNS)
+    net, common = f"{target}:net", ("--annotations", str(said), "--zero", "1", "-m", "2")
+    out, _ = call(
+        capsys, "plan", net, "-c", "local:8", *MESH, *common, "--constraint", "stages=2",
+        "-o", str(path), "--dump-annotations", str(dumped),
+    )  # fmt: skip
+    assert "mesh dp=2,tp=2: 4 ranks a stage" in out and "ZeRO 1 over dp" in out
+    held = json.loads(dumped.read_text())["annotations"]
+    assert "tp:S(0)" in held["layers.0.weight"] and held["input:x"].startswith("dp:S(0)")
+    out, _ = call(capsys, "explain", str(path), "layers.0.weight")
+    assert "annotation 'layers.*.weight'" in out
+    assert "no such" not in call(capsys, "explain", str(path), "nothing", status=2)[1]
+    out, _ = call(capsys, "verify", net, "--plan", str(path))
+    assert "2 stages on 8 ranks" in out and "DIFFERENT" not in out
+    out, _ = call(capsys, "train", net, "--plan", str(path), "--steps", "2")
+    assert out.count("loss") == 2
+    call(capsys, "export", net, "--plan", str(path), "-o", str(tmp_path / "build"))
+    names = {p.name for p in (tmp_path / "build").iterdir()}
+    assert {"stage0.py", "stage1.py", "rank7.txt"} <= names and "stage1_lane1.py" not in names
+    again = tmp_path / "again.json"
+    call(
+        capsys, "plan", net, "-c", "local:8", *MESH, "--zero", "1", "-m", "2",
+        "--annotations", str(dumped), "--constraint", "stages=2", "-o", str(again),
+    )  # fmt: skip
+    both = [json.loads(p.read_text())["sharding"]["placed"] for p in (path, again)]
+    ways = [{(n, e["placements"]) for e in side for n in e["names"]} for side in both]
+    assert ways[0] == ways[1]
+
+
+def test_what_does_not_fit_a_mesh_is_told_at_once(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = f"{target}:net"
+    constraints = ("--constraint", "stages=3", "--constraint", "zero_axis=pp", "--zero", "2")
+    _, err = call(capsys, "plan", net, "-c", "local:4", *MESH, *constraints, status=2)
+    assert "zero_axis='pp'" in err and "they need 12 devices" in err
+    _, err = call(capsys, "plan", net, "--zero", "1", status=2)
+    assert "nothing without a mesh" in err
+    _, err = call(capsys, "verify", net, *MESH, "--ranks", "6", status=2)
+    assert "a multiple of 4" in err
+
+
+@pytest.mark.slow
+def test_verify_a_mesh_on_real_processes(target: str) -> None:
+    done = fresh("verify", f"{target}:net", "--mesh", "tp=2", "--nproc", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranks"] == 2 and found["stages"] == 1 and found["passed"]

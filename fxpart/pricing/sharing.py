@@ -100,6 +100,11 @@ class Move:
     axes: tuple[str, ...]
 
 
+def is_plain(node: fx.Node) -> bool:
+    """Whether a collective node moves a tensor and computes nothing."""
+    return getattr(node.target, "__name__", "") in _KINDS.keys() | {"leave", "first_only"}
+
+
 def moves(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     """What a collective node moves in its forward and in its backward.
 
