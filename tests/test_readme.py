@@ -76,6 +76,16 @@ def test_the_quickstart_under_torchrun(tmp_path: Path) -> None:
     assert float(losses["0"]) == pytest.approx(run(quickstart("-"))[-1], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
+    """The block on meshes, in place of the quickstart's compile()."""
+    (block,) = re.findall(r"(?ms)^```python\n(fxpart\.annotate.*?)^```", README)
+    lines = quickstart("+").splitlines(True)
+    text = "".join(block if line.startswith("program = ") else line for line in lines)
+    assert "dp=2,tp=2" in text
+    assert run(text) == pytest.approx(run(quickstart("-")), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["zoo", "figures"])
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
