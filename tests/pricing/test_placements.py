@@ -282,7 +282,7 @@ def test_never_worse_than_megatron(mesh: str, microbatches: int) -> None:
 
 
 def test_equal_to_megatron_where_that_is_optimal() -> None:
-    """Single rows on 8 GPUs: columns, then rows, heads apart; with sequence parallelism between."""
+    """Single rows on 8 GPUs: columns, then rows, heads apart."""
     graph = gpt()[1]
     theirs, wanted, _ = solved(graph, "tp=8", MEGATRON, microbatches=16)
     free, found, _ = solved(graph, "tp=8", {}, microbatches=16)
@@ -294,8 +294,6 @@ def test_equal_to_megatron_where_that_is_optimal() -> None:
     assert len(products) == 10
     assert {name: found[name] for name in products} == {name: wanted[name] for name in products}
     assert [found[name][0] for name in products[:5]] == ["n/3", "b0", "k", "n", "k"]
-    norms = [n.name for n in graph.graph.nodes if "layer_norm" in n.name]
-    assert {found[name][0] for name in norms if name in found} == {"b0"}  # the sequence
 
 
 def test_problems_are_deterministic_and_layers_share_tables() -> None:
