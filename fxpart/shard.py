@@ -14,12 +14,15 @@ from fxpart.annotations.entries import Key, merged, read_placements
 from fxpart.annotations.files import parse_annotations
 from fxpart.annotations.origin import annotated, is_annotated
 from fxpart.annotations.values import sharding
-from fxpart.pipeline import PassManager
+from fxpart.errors import FxpartError, Problem
+from fxpart.passes.rules import layout, operands, rule_of
+from fxpart.pipeline import MESH_KEY, PassManager
+from fxpart.pipeline.effects import state_written
 from fxpart.plan import Certificate
 from fxpart.pricing.placements import choose_placements
 from fxpart.requests import DATA_AXIS
 from fxpart.sharded import Sharded, place, propagated
-from fxpart.sharding import Mesh, Placements, Shard
+from fxpart.sharding import Mesh, Placements, Shard, format_placements
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -65,9 +68,39 @@ def shard(
             chosen = propagated(graph, request.mesh, seeds, _names(graph, captured), close=True)
             certificate = None
         whole = chosen
+    _follow_writers(whole)
     if request.zero == 3:
         _store_in_parts(whole, captured, request)
     return Sharded(whole, captured, request.zero, request.zero_axis, certificate)
+
+
+def _follow_writers(graph: fx.GraphModule) -> None:
+    """State that an op writes lies as the op takes it: it writes what it is given.
+
+    Raises FXP112 where an annotation says otherwise.
+    """
+    mesh = graph.meta[MESH_KEY]
+    problems = []
+    for writer, names in state_written(graph.graph).items():
+        known, rule = sharding(writer), rule_of(writer)
+        if known is None or rule is None:
+            continue
+        made = layout(rule, [s or "" for s in known.strategy], mesh)
+        for operand, wanted in zip(operands(writer), made.operands if made else (), strict=False):
+            held = sharding(operand)
+            if operand.op != "get_attr" or held is None or str(operand.target) not in names:
+                continue
+            if held.results[0] == wanted:
+                continue
+            if any(map(is_annotated, held.origins)):
+                text = format_placements(wanted, mesh)
+                why = f"{writer.name} writes it in the parts {text}, and an annotation differs"
+                problems.append(Problem("FXP112", str(operand.target), why, "drop one of the two"))
+            origin = dict.fromkeys(range(len(wanted)), f"'{writer.name}' writes it")
+            for node in graph.graph.find_nodes(op="get_attr", target=operand.target):
+                place(node, wanted, origin)
+    if problems:
+        raise FxpartError(problems)
 
 
 def _open(graph: fx.GraphModule) -> int:

@@ -29,7 +29,7 @@ from fxpart.verify import TOLERANCE, Seen, Verification, compare, verify
 
 STEPS = 3
 # BatchNorm over a few pixels: the last bit of a weight changes the third step's gradients wholly,
-# in one process too. There float32 can show nothing; float64 shows everything.
+# in one process too. There float32 can show nothing, so all of it runs in float64.
 CHAOTIC = {"resnet50"}
 # In float64 nothing but what is zero in exact arithmetic (the bias of attention keys) is noise.
 KEY_BIASES = {"bert": 4, "vit": 4}
@@ -56,8 +56,9 @@ class Base:
 
 
 @cache
-def base(model: str, dtype: torch.dtype = torch.float32) -> Base:
-    """The model, captured once for all ways."""
+def base(model: str, dtype: torch.dtype | None = None) -> Base:
+    """The model, captured once for all ways. dtype: float32 but for the chaotic ones."""
+    dtype = dtype or (torch.float64 if model in CHAOTIC else torch.float32)
     if not ZOO[model].available:
         pytest.skip(f"{model} needs {ZOO[model].needs}")
     built = ZOO[model].build()
@@ -89,8 +90,6 @@ def wrong(model: str, found: Verification) -> str:
 
 def wrong_at_first(model: str, found: Verification) -> str:
     """The first step's gradients: within 1e-6 strictly, whatever rounding may do later."""
-    if model in CHAOTIC:
-        return ""
     above = {d.name: d.gradient for d in found.differences if d.gradient > TOLERANCE}
     return "" if len(above) <= KEY_BIASES.get(model, 0) else f"first step: {above}"
 
@@ -109,10 +108,13 @@ def test_in_this_process(model: str) -> None:
     assert not faults, "\n".join(f"{way}: {why}" for way, why in faults.items())
 
 
-@pytest.mark.parametrize("way", ["data 2 x tensor 2", "pipeline 2 x tensor 2", "zero 3 x 2"])
-@pytest.mark.parametrize("model", TENSOR)
+@pytest.mark.parametrize("way", ["data 2 x tensor 2", "zero 3 x 2"])
+@pytest.mark.parametrize("model", sorted(TENSOR.keys() - CHAOTIC - {"mixtral"}))
 def test_in_float64(model: str, way: str) -> None:
-    """Where rounding hides nothing, every difference is far below 1e-6."""
+    """Where rounding hides nothing, every difference is far below 1e-6.
+
+    Not for mixtral: torch has no grouped product of float64.
+    """
     given = base(model, torch.float64)
     found = verify(given.sharded(model, way), steps=STEPS, batch=given.batch)
     assert found.passed and found.largest <= TOLERANCE, told(found)
