@@ -196,3 +196,31 @@ def test_over_gloo(model: str, pool: Pool, tmp_path: Path) -> None:
         if why := wrong(model, found):
             faults[way] = why
     assert not faults, "\n".join(f"{way}: {why}" for way, why in faults.items())
+
+
+@pytest.mark.parametrize("way", ["data 2 x tensor 2", "pipeline 2 x tensor 2", "zero 3 x 2"])
+def test_evaluation_and_checkpoints(way: str) -> None:
+    """eval_step gives the loss of the whole model in evaluation mode, after training too."""
+    given = base("gpt2")
+    sharded = given.sharded("gpt2", way).trainer(torch.optim.AdamW)
+    whole = given.program.trainer(torch.optim.AdamW)
+    for trainer in (sharded, whole):
+        trainer.step(given.batch)
+    losses = [float(trainer.eval_step(given.batch)) for trainer in (sharded, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    whole.load_state_dict(sharded.state_dict())
+    assert float(whole.eval_step(given.batch)) == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_plan_applied_again_gives_the_same_program() -> None:
+    """Also where the solver chose, and for every lane."""
+    given = base("recommender")
+    first = given.program.replan(
+        "local:4", microbatches=2, constraints={"mesh": "dp=2,tp=2", "stages": 1, "zero": 3}
+    )
+    assert first.plan.sharding is not None and first.plan.sharding.certificate is not None
+    plan = fxpart.Plan.loads(first.plan.dumps())
+    built = ZOO["recommender"].build()
+    again = fxpart.compile(built.model, plan=plan, example_inputs=built.batch, loss=built.loss)
+    assert [again.lane(k) for k in range(4)] == [first.lane(k) for k in range(4)]
+    assert verify(again).passed
