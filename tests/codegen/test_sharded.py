@@ -85,6 +85,7 @@ def test_stages_of_all_lanes(name: str) -> None:
         assert float((whole - gradient).abs().max()) <= 2e-5 * float(gradient.abs().max()), n
 
 
+@pytest.mark.slow
 def test_specs_of_a_lane() -> None:
     """The lane's program has local shapes; the sharding has the whole ones; text is the same."""
     found = captured("gpt2")

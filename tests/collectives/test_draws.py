@@ -72,6 +72,7 @@ def test_factories(op: Any) -> None:
     assert torch.equal(joined(pieces, parse_placements("a:S(0)", mesh), mesh, (7, 2)), want)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["a:S(0),b:S(1)", "b:S(2)", "a:S(1),b:S(3)", "a:S(2),b:S(2)"]),
     st.booleans(), st.booleans(), st.integers(0, 99),

@@ -324,6 +324,7 @@ def _over_gloo(strategy: str, routing: str) -> list[list[float]]:
     return [t.reshape(-1).tolist() for t in (out, grads[0], grads[3]) if t is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["random", "one"])
 @pytest.mark.parametrize("strategy", ["e", "t&e"])
 def test_over_gloo(pool: Pool, strategy: str, routing: str) -> None:

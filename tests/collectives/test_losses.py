@@ -160,6 +160,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([*ELEMENTWISE, "binary_cross_entropy", "binary_cross_entropy_with_logits",
                      "poisson_nll_loss"]),

@@ -149,6 +149,7 @@ def test_ops_that_compute_contradict_nothing() -> None:
     annotated(small("mlp"), "tp=2", {"up.weight": "tp:S(0)", "module:up": "tp:S(1)"})
 
 
+@pytest.mark.slow
 @given(drawn_graphs())
 def test_seeds_stand_where_they_were_put(drawn: object) -> None:
     from sharded_graphs import Drawn

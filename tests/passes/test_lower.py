@@ -122,6 +122,7 @@ def kinds(graph: fx.GraphModule) -> Counter[str]:
     return Counter(n.target.__name__ for n in graph.graph.nodes if is_collective(n.target))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_is_megatron() -> None:
     """Two all-reduces forward and two backward in each layer, of rows * tokens * width elements."""
     lanes, outcome = ran("tp=2", everywhere(MEGATRON))
@@ -151,6 +152,7 @@ def test_sequence_parallel_is_megatron() -> None:
     assert "layers.0.q.weight" not in norms
 
 
+@pytest.mark.slow
 def test_data_parallel_talks_at_the_end_only() -> None:
     """One all-reduce of the loss; every parameter's gradient is a sum still to be made."""
     lanes, outcome = ran("dp=2", {"input:x": "dp:S(0)"})
@@ -167,6 +169,7 @@ def test_data_and_tensor_parallel() -> None:
     assert len(lanes) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_uneven(lanes: int) -> None:
     """An inner width that the lanes cannot share evenly."""
@@ -241,6 +244,7 @@ def test_lane_outside_the_mesh() -> None:
         PassManager().run([Lower(lane="2")], sharded(graph, "tp=2", {}))
 
 
+@pytest.mark.slow
 def test_graphs_travel_as_text() -> None:
     """A reproducer's graph: shardings of the whole one, collectives of the local one."""
     _, graph = model()
@@ -296,6 +300,7 @@ def random_program(seed: int, mesh: str) -> None:
     check(graph, maker.state, maker.inputs, key=seed, rtol=1e-8)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(MESHES))
 def test_random_programs(seed: int, mesh: str) -> None:

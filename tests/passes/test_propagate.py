@@ -284,6 +284,7 @@ def from_seeds(drawn: Drawn) -> fx.GraphModule | None:
         return None
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(drawn_graphs(), st.integers(0, 99))
 def test_laws(drawn: Drawn, seed: int) -> None:
@@ -323,6 +324,7 @@ def _check_layouts(graph: fx.GraphModule) -> None:
                 assert ours == [result[axis] for result in made.results]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(drawn_graphs())
 def test_completed_annotations_come_back(drawn: Drawn) -> None:

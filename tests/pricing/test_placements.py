@@ -239,6 +239,7 @@ def test_a_wrong_choice_is_refused(choice: str, why: str) -> None:
         PassManager().run([Place("")], model("mlp")[1])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so() -> None:
     captured, graph = gpt()
     with pytest.raises(FxpartError, match="FXP204") as caught:
@@ -269,6 +270,7 @@ def solved(graph: fx.GraphModule, mesh: str, seeds: dict[str, str], **options: A
     return found, built.strategies(found.choice), built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches"), [("tp=8", 1), ("tp=8", 16), ("dp=2,tp=8", 1)])
 def test_never_worse_than_megatron(mesh: str, microbatches: int) -> None:
     graph = gpt()[1]
@@ -296,6 +298,7 @@ def test_equal_to_megatron_where_that_is_optimal() -> None:
     assert [found[name][0] for name in products[:5]] == ["n/3", "b0", "k", "n", "k"]
 
 
+@pytest.mark.slow
 def test_problems_are_deterministic_and_layers_share_tables() -> None:
     captured, graph = gpt()
     first, second = (

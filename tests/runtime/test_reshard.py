@@ -151,5 +151,6 @@ def late() -> str:
     return caught.value.code
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(pool: Pool) -> None:
     assert pool.run(late, ranks=2)[0] in ("FXP503", "FXP504")

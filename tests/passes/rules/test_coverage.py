@@ -20,6 +20,7 @@ WITHOUT: set[str] = set()
 NAMES = [name for name, entry in ZOO.items() if entry.available]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_of_the_zoo_has_a_rule(name: str) -> None:
     missing = set()
@@ -37,6 +38,7 @@ def test_every_op_of_the_zoo_has_a_rule(name: str) -> None:
     assert missing <= WITHOUT
 
 
+@pytest.mark.slow
 def test_flops_of_the_zoo_can_be_cut() -> None:
     found = coverage(prepared(name).graph for name in NAMES)
     assert found.flops > 0
