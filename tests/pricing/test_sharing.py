@@ -1,0 +1,112 @@
+"""Groups of devices, rings of links, and what ZeRO and sums of gradients cost."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from fxpart.costmodels import find
+
+from fxpart.cluster import Cluster, Device, Link
+from fxpart.errors import FxpartError
+from fxpart.pricing.groups import Rings, grouped
+from fxpart.pricing.sharing import Sharing
+from fxpart.requests import make_request
+from fxpart.sharding import Mesh
+from fxpart.solver.problem import Weight
+
+
+def cluster(hosts: int = 2, each: int = 4) -> Cluster:
+    """Devices that grow slower by their number; links within and between hosts, one of its own."""
+    devices = tuple(
+        Device(
+            name=f"h{h}/gpu:{d}", kind="gpu", model="g", host=f"h{h}", memory=(10 + h * each + d),
+            flops={"float32": 100.0 - d}, bandwidth=1000.0 - h, launch=1e-6 * d, source="test",
+        )
+        for h in range(hosts)
+        for d in range(each)
+    )  # fmt: skip
+    links = [
+        Link(source="*", target="*", latency=1e-4, bandwidth=1e8, kind="net"),
+        *(
+            Link(source=f"h{h}", target=f"h{h}", latency=1e-6, bandwidth=1e10, kind="nvlink")
+            for h in range(hosts)
+        ),
+        Link(source="h0/gpu:1", target="h1/gpu:2", latency=2e-4, bandwidth=1e7, kind="net"),
+    ]
+    return Cluster(name="test", devices=devices, links=tuple(links))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_a_group_is_its_slowest_member_and_links_are_the_worst(lanes: int) -> None:
+    whole = cluster()
+    small = grouped(whole, lanes)
+    assert len(small.devices) == 8 // lanes
+    groups = [whole.devices[g * lanes : (g + 1) * lanes] for g in range(8 // lanes)]
+    for device, members in zip(small.devices, groups, strict=True):
+        assert device.memory == min(m.memory for m in members)
+        assert device.flops["float32"] == min(m.flops["float32"] for m in members)
+        assert device.launch == max(m.launch for m in members)
+    for (a, one), (b, other) in product(enumerate(groups), repeat=2):
+        if a != b:
+            found = small.link(small.devices[a], small.devices[b])
+            pairs = [whole.link(x, y) for x, y in product(one, other)]
+            assert found.latency == max(p.latency for p in pairs)
+            assert found.bandwidth == min(p.bandwidth for p in pairs)
+
+
+def test_rings_are_the_slowest_of_all_groups() -> None:
+    rings = Rings(cluster(), Mesh.parse("dp=2,tp=2"))
+    assert [link.bandwidth for link in rings("tp")] == [1e10] * 2
+    assert [link.bandwidth for link in rings("dp")] == [1e10] * 2
+    assert len(rings("dp", "tp")) == 4
+    across = Rings(cluster(), Mesh.parse("dp=2,tp=4"))
+    assert min(link.bandwidth for link in across("dp")) == 1e8
+    assert Rings(cluster(), Mesh.parse("dp=1,tp=4"))("dp") == ()
+
+
+WEIGHTS = (
+    Weight(name="a", blocks=(0, 2), weight=1000, gradient=1000, optimizer=2000),
+    Weight(name="b", blocks=(1,), weight=500, gradient=500, optimizer=1001),
+    Weight(name="frozen", blocks=(1,), weight=300, gradient=0, optimizer=0),
+)
+
+
+def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
+    model, mesh = find("auto"), Mesh.parse("dp=2,tp=2")
+    rings = Rings(cluster(), mesh)
+    partial = {"a": ("dp", "tp"), "b": ("dp",)}
+
+    def seconds(source: str, target: str, size: float, axis: str) -> float:
+        return model.reshard(source, target, size, rings(axis)).seconds
+
+    plain = Sharing(mesh, partial=partial).sums(WEIGHTS, 3, model, rings)
+    a = seconds("partial", "replicate", 1000, "dp") + seconds("partial", "replicate", 1000, "tp")
+    assert plain == pytest.approx((a, seconds("partial", "replicate", 500, "dp"), 0.0))
+    zero = Sharing(mesh, partial=partial, zero=1, zero_axis="dp").sums(WEIGHTS, 3, model, rings)
+    b = seconds("partial", "shard(0)", 500, "dp") + seconds("shard(0)", "replicate", 500, "dp")
+    assert zero[1] == pytest.approx(b)
+
+
+@pytest.mark.parametrize(
+    ("zero", "gradient", "optimizer"), [(0, 500, 1001), (1, 500, 501), (2, 250, 501)]
+)
+def test_zero_divides_what_it_says(zero: int, gradient: int, optimizer: int) -> None:
+    sharing = Sharing(Mesh.parse("dp=2"), zero=zero, zero_axis="dp" if zero else "")
+    held = sharing.divided(WEIGHTS[1])
+    assert (held.weight, held.gradient, held.optimizer) == (500, gradient, optimizer)
+    assert sharing.divided(WEIGHTS[2]) == WEIGHTS[2]
+
+
+def test_every_fault_of_a_request_is_told_at_once() -> None:
+    wrong = {"mesh": "dp=2,tp=2", "zero": 4, "zero_axis": "pp", "stages": 0, "placements": "best"}
+    with pytest.raises(FxpartError) as caught:
+        make_request(cluster(), None, "auto", wrong, 0)
+    told = "\n".join(p.where for p in caught.value.problems)
+    assert all(key in told for key in ("zero=", "zero_axis", "stages", "placements"))
+    with pytest.raises(FxpartError, match="needs? 12 devices|they need 12"):
+        make_request(cluster(), None, "auto", {"mesh": "dp=2,tp=2", "stages": 3}, 0)
+    with pytest.raises(FxpartError, match="16 ranks"):
+        make_request(cluster(), None, "auto", {"mesh": "tp=16"}, 0)
+    fine = make_request(cluster(), None, "auto", {"mesh": "dp=2,tp=2", "zero": 1}, 0)
+    assert (fine.stages, fine.zero_axis, fine.sharded) == ((1, 2), "dp", True)
