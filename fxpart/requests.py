@@ -131,9 +131,9 @@ def _faults(constraints: Constraints) -> list[Problem]:
     if not constraints.get("mesh"):
         fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
         problems += [
-            Problem("FXP109", f"constraint {key}={value!r}", "it says nothing without a mesh", fix)
+            Problem("FXP109", f"constraint {key}={wish!r}", "it says nothing without a mesh", fix)
             for key in SHARDING
-            if (value := constraints.get(key))
+            if (wish := constraints.get(key))
         ]
     return problems
 
