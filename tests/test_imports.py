@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,16 +82,19 @@ def part(name: str) -> str:
     return SAME.get(first, first)
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
     """The nodes of a file that run, without ``if TYPE_CHECKING:``."""
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    found = []
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
             continue
-        yield node
+        found.append(node)
         todo += ast.iter_child_nodes(node)
+    return tuple(found)
 
 
 def imports(path: Path) -> Iterator[str]:

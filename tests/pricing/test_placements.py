@@ -147,7 +147,7 @@ def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> Non
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "fused", *(pytest.param(n, marks=pytest.mark.slow) for n in ("attention", "layer"))],
+    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fused", "attention", "layer"))],
 )
 def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
     """Also with the least memory, and for choices at random: every strategy is a real one."""

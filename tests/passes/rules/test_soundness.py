@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,7 +29,20 @@ if importlib.util.find_spec("transformers") is not None:
     EXAMPLES["transformers.grouped_mm_fallback"] = grouped_fallback
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+# What every model has runs with the fast tests; the rest of the tables takes a minute.
+COMMON = {
+    f"aten.{op}"
+    for op in ("addmm", "cat", "cross_entropy_loss", "dropout", "embedding", "layer_norm", "linear")
+    + ("matmul", "mean", "scaled_dot_product_attention", "softmax", "split", "transpose", "view")
+}
+
+
+def listed(names: Iterable[str], fast: set[str]) -> list[Any]:
+    """The names in order, those that are not fast marked."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in sorted(names)]
+
+
+@pytest.mark.parametrize("name", listed(EXAMPLES, COMMON))
 @settings(max_examples=4)
 @given(seed=st.integers(0, 100_000))
 def test_sound(name: str, seed: int) -> None:
@@ -123,7 +137,7 @@ def _differentiable(example: Example) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", sorted(TAGGED))
+@pytest.mark.parametrize("name", listed(TAGGED, {"add", "gelu", "mul", "pow", "tanh", "where"}))
 @settings(max_examples=2)
 @given(seed=st.integers(0, 100_000))
 def test_tagged_ops_are_sound(name: str, seed: int) -> None:
