@@ -102,13 +102,15 @@ def test_in_this_process(model: str) -> None:
         program = base(model).sharded(model, way)
         found = verify(program, steps=STEPS, batch=base(model).batch)
         assert found.ranks == len(program.plan.prediction.ranks) >= 2
-        first = verify(program, steps=1, batch=base(model).batch)
-        if why := wrong(model, found) or wrong_at_first(model, first):
+        why = wrong(model, found)
+        if not why and way == "data 2 x tensor 2":  # the one in which most is added up
+            why = wrong_at_first(model, verify(program, steps=1, batch=base(model).batch))
+        if why:
             faults[way] = why
     assert not faults, "\n".join(f"{way}: {why}" for way, why in faults.items())
 
 
-@pytest.mark.parametrize("way", ["data 2 x tensor 2", "zero 3 x 2"])
+@pytest.mark.parametrize("way", ["data 2 x tensor 2"])
 @pytest.mark.parametrize("model", sorted(TENSOR.keys() - CHAOTIC - {"mixtral"}))
 def test_in_float64(model: str, way: str) -> None:
     """Where rounding hides nothing, every difference is far below 1e-6.
