@@ -32,8 +32,10 @@ if importlib.util.find_spec("transformers") is not None:
 # What every model has runs with the fast tests; the rest of the tables takes a minute.
 COMMON = {
     f"aten.{op}"
-    for op in ("addmm", "cat", "cross_entropy_loss", "dropout", "embedding", "layer_norm", "linear")
-    + ("matmul", "mean", "scaled_dot_product_attention", "softmax", "split", "transpose", "view")
+    for op in (
+        "addmm cat cross_entropy_loss dropout embedding layer_norm linear matmul mean "
+        "scaled_dot_product_attention softmax split transpose view"
+    ).split()
 }
 
 
