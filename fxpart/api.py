@@ -17,11 +17,9 @@ from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
-from fxpart.lanes import Lanes, assign, generate
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
-from fxpart.placed import plan_sharding, restore
 from fxpart.plan import Plan, PlanModel
 from fxpart.planning import Shared, difference, make_plan, model_info
 from fxpart.price import price, step_sums
@@ -30,8 +28,10 @@ from fxpart.requests import DATA_AXIS, Request, check_counts, find_cluster, make
 from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
-from fxpart.shard import find_annotations, given_annotations, shard
-from fxpart.sharded import Sharded
+from fxpart.sharded.decide import find_annotations, given_annotations, shard
+from fxpart.sharded.graphs import Sharded
+from fxpart.sharded.programs import Lanes, assign, generate
+from fxpart.sharded.record import plan_sharding, restore
 from fxpart.solver.portfolio import explain_infeasible, solve
 
 if TYPE_CHECKING:

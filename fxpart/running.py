@@ -16,7 +16,6 @@ from fxpart.codegen.export import load_exported
 from fxpart.codegen.materialise import Part, constants_of, materialise
 from fxpart.codegen.split import StageGraph
 from fxpart.errors import error
-from fxpart.lanes import cut
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
@@ -25,6 +24,7 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, mesh_of
 from fxpart.runtime.pieces import LanePart
+from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
     from fxpart.api import Program

@@ -142,6 +142,55 @@ def tensor_overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def zero(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+
+    def memory(row: Mapping[str, Any]) -> str:
+        kept, peak = row["kept_bytes"] / 1e6, row["peak_bytes"] / 1e6
+        return f"{kept:.0f} MB kept, {peak:.0f} at the peak"
+
+    rows = [(level, found[f"zero{level}"]) for level in (1, 2, 3)]
+    return [
+        (
+            "ZeRO beside torch's `fully_shard`"
+            f" ({memory(found['fully_shard'])}), the same small GPT, 2 ranks over gloo",
+            "; ".join(
+                f"ZeRO-{level}: a step takes **{row['ratio']:.2f}** of its time, {memory(row)}"
+                for level, row in rows
+            ),
+        )
+    ]
+
+
+def placement(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for row in result["figures"]:
+        solved = [row, *row["tight"]]
+        worst = max(each["gap"] for each in solved)
+        slowest = max(each["solve_cpu_seconds"] for each in solved)
+        rows.append(
+            (
+                f"choosing placements of 96 layers of GPT-3 on a mesh {row['mesh']},"
+                f" {row['microbatches']} microbatches, memory free and tight",
+                f"tables **{row['build_cpu_seconds']:.1f} CPU s**, solved in at most"
+                f" {slowest:.2f}, gap at most {100 * worst:.2g} %; step"
+                f" {row['step_seconds'] / row['megatron_step_seconds']:.3f} of Megatron's"
+                " placements' under the same costs",
+            )
+        )
+    return rows
+
+
+def propagation_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    row = max(result["figures"].values(), key=lambda found: found["nodes"])
+    return [
+        (
+            f"propagating annotations over {row['nodes']:,} nodes, two axes",
+            f"**{row['propagate_s']:.1f} CPU s**",
+        )
+    ]
+
+
 def large_models(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
@@ -192,6 +241,9 @@ def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "overhead": overhead,
     "tensor_overhead": tensor_overhead,
+    "zero": zero,
+    "propagation_speed": propagation_speed,
+    "placement": placement,
     "pipeline_speed": pipeline_speed,
     "large_models": large_models,
     "startup": startup,

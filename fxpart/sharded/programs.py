@@ -16,7 +16,7 @@ from fxpart.program import ProgramSpec
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
-    from fxpart.sharded import Sharded
+    from fxpart.sharded.graphs import Sharded
 
 
 @dataclass

@@ -16,7 +16,7 @@ from fxpart.pipeline.annotation import NodeSharding
 from fxpart.pipeline.edit import annotate, fork
 from fxpart.plan import Placed, PlanSharding
 from fxpart.pricing.specs import op_name, unwrapped
-from fxpart.sharded import Sharded
+from fxpart.sharded.graphs import Sharded
 from fxpart.sharding import (
     REPLICATE,
     Mesh,

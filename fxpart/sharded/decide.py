@@ -21,7 +21,7 @@ from fxpart.pipeline.effects import state_written
 from fxpart.plan import Certificate
 from fxpart.pricing.placements import choose_placements
 from fxpart.requests import DATA_AXIS
-from fxpart.sharded import Sharded, place, propagated
+from fxpart.sharded.graphs import Sharded, place, propagated
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
 
 if TYPE_CHECKING:
