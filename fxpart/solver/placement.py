@@ -18,7 +18,7 @@ from fxpart.errors import error
 from fxpart.solver.placement_brute import solve_brute
 from fxpart.solver.placement_descent import descend
 from fxpart.solver.placement_elimination import Elimination, TooWideError
-from fxpart.solver.placement_layers import refine
+from fxpart.solver.placement_layers import ENOUGH, refine
 from fxpart.solver.placement_multiplier import Bound, Record, multiplier_bound
 from fxpart.solver.placement_problem import (
     Edge,
@@ -27,6 +27,7 @@ from fxpart.solver.placement_problem import (
     Numbers,
     PlacementProblem,
     PlacementSolution,
+    at_point,
     check,
     entries,
     evaluate,
@@ -94,7 +95,28 @@ def solve_placement(
 
 
 def _eliminate(numbers: Numbers, record: Record, cheap: Bound, deadline: float) -> Bound:
-    """The bound by elimination and the plan by layers; the cheap bound where it is too wide."""
+    """The bound by elimination and the plan by layers; the cheap bound where it is too wide.
+
+    Temporary bytes are first set aside at their least. While that leaves a gap, the point that the
+    last choice fills most is taken alone, exactly: each such problem is a relaxation, too.
+    """
+    bound = _priced(numbers, record, cheap, deadline)
+    tried: set[int] = set()
+    while numbers.problem.points and record.seen and inf > bound.seconds:
+        point = numbers.fullest(next(reversed(record.seen)))
+        late = time.monotonic() > deadline
+        if point in tried or late or not _open(record, bound, ENOUGH):
+            break
+        tried.add(point)
+        part = Numbers(at_point(numbers.problem, point))
+        found = _priced(part, record, cheap, deadline)
+        if found.seconds > bound.seconds:
+            bound = found
+    return bound
+
+
+def _priced(numbers: Numbers, record: Record, cheap: Bound, deadline: float) -> Bound:
+    """Prices on memory, then layers; ``record`` judges every choice by the whole problem."""
     try:
         bound = multiplier_bound(numbers, Elimination(numbers), record, deadline)
     except TooWideError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,14 @@ from fxpart.solver.placement_elimination import Elimination, TooWideError
 from fxpart.solver.placement_multiplier import Bound, Record
 from fxpart.solver.placement_problem import Edge, Numbers
 
-BUCKETS = 2500  # that the memory above the least is divided into
-ENOUGH = 1e-4  # relative gap at which the search stops
-RUNS = 4  # of the dynamic programme, each with what the last one left unused
+BUCKETS = 12_000  # of the memory above the least; what rounding up to them wastes is the gap
+ENOUGH = 1e-3  # relative gap at which the search stops
+RUNS = 8  # of the dynamic programme, each with what the last one left unused
 STATES = 6  # strategies kept at each end of a layer
 PRICES = 10  # prices for which each layer is solved
 LAYERS = 100  # that the graph is cut into at most
 HUBS = 6  # nodes with edges to far layers that are held fixed
-_SPREAD = (0.0, 0.25, 0.5, 0.75, 0.9, 1.1, 1.3, 2.0, 4.0, 1e6)  # times the best price
+_SPREAD = (0.0, 0.25, 0.5, 0.75, 0.9, 1.1, 1.3, 2.0, 4.0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,11 @@ class _Programme:
         """Run the dynamic programme and record its choice, a few times.
 
         Buckets round up, so a choice leaves some memory unused: the next run gets that in addition.
-        Where points in time need more room than was set aside, it gets less.
+        Where that was too much, or points in time need more room than was set aside, the search
+        goes on between what fitted and what did not.
         """
         numbers, extra = self.numbers, 0.0
+        fitted, over = 0.0, inf
         assert record.choice is not None
         reserve = max(numbers.reserve(), numbers.peak(record.choice))
         for _ in range(RUNS):
@@ -241,11 +243,13 @@ class _Programme:
             if near_enough(record, self.bound):
                 return
             reserve = max(reserve, numbers.peak(choice))
-            left = numbers.problem.budget - numbers.evaluate(choice).bytes
+            left = record.numbers.problem.budget - record.numbers.evaluate(choice).bytes
             if left >= 0:
-                extra += left
+                fitted = max(fitted, extra)
+                extra = min(extra + left, (extra + over) / 2)
             else:
-                extra = max(0.0, extra + left) / 2
+                over = min(over, extra)
+                extra = (fitted + over) / 2
 
     def _choose(self, reserve: float) -> tuple[int, ...] | None:
         """The best choice with ``reserve`` bytes left for temporaries; None where none fits."""

@@ -129,11 +129,40 @@ class Numbers:
             default=0.0,
         )
 
+    def fullest(self, choice: Sequence[int]) -> int:
+        """The point with the most temporary bytes; there must be points."""
+        nodes = self.problem.nodes
+        sums = [
+            sum(float(self.temporary[nodes[v]][choice[v]]) for v in point)
+            for point in self.problem.points
+        ]
+        return sums.index(max(sums))
+
     def reserve(self) -> float:
         """Temporary bytes that some point needs whatever is chosen."""
         least: list[float] = [float(t.min(initial=inf)) for t in self.temporary]
         nodes = self.problem.nodes
         return max((sum(least[nodes[v]] for v in p) for p in self.problem.points), default=0.0)
+
+
+def at_point(problem: PlacementProblem, index: int) -> PlacementProblem:
+    """The relaxation that has one point alone: its nodes' temporary bytes count as standing."""
+    kinds = list(problem.kinds)
+    nodes = list(problem.nodes)
+    known: dict[int, int] = {}
+    for v in problem.points[index]:
+        old = problem.kinds[nodes[v]]
+        if old.temporary:
+            if nodes[v] not in known:
+                known[nodes[v]] = len(kinds)
+                both = zip(old.standing, old.temporary, strict=True)
+                kinds.append(
+                    msgspec.structs.replace(
+                        old, standing=tuple(a + b for a, b in both), temporary=()
+                    )
+                )
+            nodes[v] = known[nodes[v]]
+    return msgspec.structs.replace(problem, kinds=tuple(kinds), nodes=tuple(nodes), points=())
 
 
 def evaluate(problem: PlacementProblem, choice: Sequence[int]) -> Evaluation:

@@ -30,7 +30,7 @@ from fxpart.solver.placement_elimination import Elimination, TooWideError
 from fxpart.solver.placement_ilp import solve_highs
 from fxpart.solver.placement_layers import hubs_of, refine, segments_of
 from fxpart.solver.placement_multiplier import Bound, Record, multiplier_bound
-from fxpart.solver.placement_problem import Numbers
+from fxpart.solver.placement_problem import Numbers, at_point
 
 FORMS = st.sampled_from(get_args(Form))
 TIGHT = st.sampled_from((0.0, 0.1, 0.3, 0.6, 1.0))
@@ -79,6 +79,19 @@ def test_elimination_is_a_bound_and_its_choices_fit(
     assert found.seconds >= best.seconds - 1e-6
     if best.choice is not None:
         assert found.least <= best.bytes + 1e-6
+
+
+@given(st.integers(0, 10**6), st.data())
+def test_each_point_alone_is_a_relaxation(seed: int, data: st.DataObject) -> None:
+    """And the fullest of them says what the whole problem says."""
+    given_ = problem(seed, 6, points=True)
+    numbers = Numbers(given_)
+    choice = tuple(data.draw(st.integers(0, size - 1)) for size in numbers.sizes)
+    whole = evaluate(given_, choice)
+    alone = [evaluate(at_point(given_, i), choice) for i in range(len(given_.points))]
+    assert {found.seconds for found in alone} == {whole.seconds}
+    assert max(found.bytes for found in alone) == alone[numbers.fullest(choice)].bytes
+    assert alone[numbers.fullest(choice)].bytes == pytest.approx(whole.bytes)
 
 
 @settings(max_examples=60)
