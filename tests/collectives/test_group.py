@@ -179,5 +179,6 @@ def misfit() -> str:
     return caught.value.code
 
 
+@pytest.mark.slow
 def test_the_world_must_fit(pool: Pool) -> None:
     assert pool.run(misfit, ranks=2) == ["FXP502"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from cut_runs import compare
 from hypothesis import given
@@ -13,6 +14,7 @@ from fxpart.sharding import Mesh
 ATEN = torch.ops.aten
 
 
+@pytest.mark.slow
 @given(
     st.integers(2, 7),
     st.sampled_from([(), (3,), (2, 2)]),

@@ -103,6 +103,7 @@ def test_slice_and_gather(
         torch.testing.assert_close(g, part(full, cut, mesh, lane, axis))
 
 
+@pytest.mark.slow
 @given(cases(), st.booleans())
 def test_reduce(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: bool) -> None:
     mesh, axis, whole, cut, _ = case
@@ -148,6 +149,7 @@ def test_turn(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], within: bool) 
         torch.testing.assert_close(g, part(gradient, source, mesh, lane, axis))
 
 
+@pytest.mark.slow
 @given(cases())
 def test_enter_leave_first(case: tuple[Mesh, str, torch.Tensor, Shard, Shard]) -> None:
     mesh, axis, whole, _, _ = case

@@ -144,7 +144,7 @@ def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> Non
         assert numbers.evaluate(choice).seconds >= one.bound * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fused", "attention", "layer"))],
@@ -283,6 +283,7 @@ def test_never_worse_than_megatron(mesh: str, microbatches: int) -> None:
     assert fit.seconds <= theirs.seconds and fit.bytes <= theirs.bytes
 
 
+@pytest.mark.slow
 def test_equal_to_megatron_where_that_is_optimal() -> None:
     """Single rows on 8 GPUs: columns, then rows, heads apart."""
     graph = gpt()[1]
@@ -330,6 +331,7 @@ def test_the_objective_counts_each_op_on_its_local_shapes() -> None:
     assert found.bytes > 4 * weights  # weight, gradient and AdamW's two
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_mesh() -> None:
     captured, graph = gpt()
     least = [
