@@ -1,8 +1,10 @@
-"""A partition problem as JSON, to keep and to solve again elsewhere: numbers only, no model."""
+"""Problems as JSON, to keep and to solve again elsewhere: numbers only, no model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -10,31 +12,33 @@ from fxpart.errors import error
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.validate import check_problem
 
+T = TypeVar("T", bound=msgspec.Struct)
 
-def problem_to_json(problem: PartitionProblem) -> bytes:
-    """The problem as canonical JSON: sorted keys, equal bytes for equal problems."""
+
+def encode(problem: msgspec.Struct) -> bytes:
+    """Any problem as canonical JSON: sorted keys, equal bytes for equal problems."""
     return msgspec.json.encode(problem, order="sorted") + b"\n"
 
 
-def problem_from_json(data: bytes | str, where: str = "problem") -> PartitionProblem:
-    """The problem that :func:`problem_to_json` wrote; ``where`` names its source in errors.
+def decode(data: bytes | str, kind: type[T], check: Callable[[T], None], where: str) -> T:
+    """The problem that :func:`encode` wrote; ``where`` names its source in errors.
 
-    Raises FXP206 for text that is no problem, with every fault of its numbers.
+    Raises FXP206 for text that is no problem of this kind, and what ``check`` raises.
     """
     try:
-        problem = msgspec.json.decode(data, type=PartitionProblem)
+        problem = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as failure:
         raise error(
             "FXP206", where=where, why=str(failure), fix="archive the problem again"
         ) from None
-    check_problem(problem)
+    check(problem)
     return problem
 
 
-def save_problem(problem: PartitionProblem, path: str | Path) -> None:
-    """Write the problem as JSON; raises FXP603 if the file cannot be written."""
+def save_problem(problem: msgspec.Struct, path: str | Path) -> None:
+    """Write any problem as JSON; raises FXP603 if the file cannot be written."""
     try:
-        Path(path).write_bytes(problem_to_json(problem))
+        Path(path).write_bytes(encode(problem))
     except OSError as failure:
         raise error(
             "FXP603",
@@ -44,12 +48,26 @@ def save_problem(problem: PartitionProblem, path: str | Path) -> None:
         ) from None
 
 
-def load_problem(path: str | Path) -> PartitionProblem:
-    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+def read(path: str | Path) -> bytes:
+    """What a file holds; raises FXP206 if it cannot be read."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as failure:
         raise error(
             "FXP206", where=str(path), why=failure.strerror or str(failure), fix="check the path"
         ) from None
-    return problem_from_json(data, str(path))
+
+
+def problem_to_json(problem: PartitionProblem) -> bytes:
+    """The partition problem as canonical JSON."""
+    return encode(problem)
+
+
+def problem_from_json(data: bytes | str, where: str = "problem") -> PartitionProblem:
+    """The problem that :func:`problem_to_json` wrote; FXP206 with every fault of its numbers."""
+    return decode(data, PartitionProblem, check_problem, where)
+
+
+def load_problem(path: str | Path) -> PartitionProblem:
+    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+    return problem_from_json(read(path), str(path))

@@ -12,9 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import Literal, get_args
 
-import msgspec
-
 from fxpart.errors import error
+from fxpart.solver import archive
+from fxpart.solver.archive import save_problem
 from fxpart.solver.placement_brute import solve_brute
 from fxpart.solver.placement_descent import descend
 from fxpart.solver.placement_elimination import Elimination, TooWideError
@@ -180,43 +180,14 @@ def solution(record: Record, bound: Bound) -> PlacementSolution:
 
 def problem_to_json(problem: PlacementProblem) -> bytes:
     """The problem as canonical JSON: sorted keys, equal bytes for equal problems."""
-    return msgspec.json.encode(problem, order="sorted") + b"\n"
+    return archive.encode(problem)
 
 
 def problem_from_json(data: bytes | str, where: str = "problem") -> PlacementProblem:
-    """The problem that :func:`problem_to_json` wrote; ``where`` names its source in errors.
-
-    Raises FXP206 for text that is no problem, with every fault of its numbers.
-    """
-    try:
-        problem = msgspec.json.decode(data, type=PlacementProblem)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as failure:
-        raise error(
-            "FXP206", where=where, why=str(failure), fix="archive the problem again"
-        ) from None
-    check(problem)
-    return problem
-
-
-def save_problem(problem: PlacementProblem, path: str | Path) -> None:
-    """Write the problem as JSON; raises FXP603 if the file cannot be written."""
-    try:
-        Path(path).write_bytes(problem_to_json(problem))
-    except OSError as failure:
-        raise error(
-            "FXP603",
-            where=str(path),
-            why=failure.strerror or str(failure),
-            fix="choose another path",
-        ) from None
+    """The problem that :func:`problem_to_json` wrote; FXP206 with every fault of its numbers."""
+    return archive.decode(data, PlacementProblem, check, where)
 
 
 def load_problem(path: str | Path) -> PlacementProblem:
     """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as failure:
-        raise error(
-            "FXP206", where=str(path), why=failure.strerror or str(failure), fix="check the path"
-        ) from None
-    return problem_from_json(data, str(path))
+    return problem_from_json(archive.read(path), str(path))
