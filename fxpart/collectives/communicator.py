@@ -6,6 +6,7 @@ All lanes of a group must start the same transfers in the same order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -73,7 +74,7 @@ def members(mesh: Mesh, lane: int, axis: Axis) -> tuple[int, ...]:
     return tuple(mesh.lane(coordinate) for coordinate in product(*ranges))
 
 
-class Communicator:
+class Communicator(ABC):
     """One lane's end. The four collectives take and give tensors; ``start_`` forms do not wait.
 
     A backend gives ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat, contiguous
@@ -195,19 +196,23 @@ class Communicator:
         give = [piece.numel() for piece in pieces]
         return _split(self.start_all_to_all(flat, axis, give, counts).wait(), shapes, counts)
 
+    @abstractmethod
     def _reduce(self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool) -> Handle:
-        raise NotImplementedError
+        """The sum or maximum over the lanes; reuse: ``tensor`` may hold it."""
 
+    @abstractmethod
     def _gather(self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]) -> Handle:
-        raise NotImplementedError
+        """All lanes' flat pieces, one after another; counts: elements of each."""
 
+    @abstractmethod
     def _scatter(self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]) -> Handle:
-        raise NotImplementedError
+        """This lane's piece of the sum; counts: elements of each lane's."""
 
+    @abstractmethod
     def _exchange(
         self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> Handle:
-        raise NotImplementedError
+        """Pieces given and got, flat; give, get: elements by lane."""
 
 
 def _count(shape: Sequence[Size]) -> Size:
