@@ -1,0 +1,1 @@
+"""The joint problem: stages, devices, degrees, ZeRO, recompute, microbatches, schedule at once."""

@@ -1,0 +1,333 @@
+"""What a joint choice costs and needs: the one definition that every joint solver is judged by.
+
+For a stage with option o, m microbatches and ``flying`` microbatches in flight, with sums over its
+blocks, the values that it receives, and the ties that it holds:
+
+    t = forward + backward + received * (1, or 2 with a gradient) [+ ZeRO-3: 2 gathers]
+    beta = reduce(gradient) + [ZeRO 1, 2: gather(weight)] + tie messages + optimizer
+    T = fill * sum_s t_s + max_s((m - fill) t_s + beta_s)
+
+The optimizer's seconds fall by the number of replicas that share it (ZeRO 1 to 3). Memory:
+weights * copies + gradients + optimizer state (each cut by its ZeRO level) + buffers
++ flying * (activations + received and sent values) + the largest workspace (with ZeRO 3 also the
+largest block's whole weights, gathered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import fsum
+from typing import Literal
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    Option,
+    State,
+    Work,
+    ranks,
+    rows_of,
+)
+from fxpart.solver.joint.schedules import fill, in_flight, weight_copies
+from fxpart.solver.objective import StageMemory, tie_messages
+
+Part = Literal["weight", "gradient", "optimizer"]
+_CUT_FROM: dict[Part, int] = {"optimizer": 1, "gradient": 2, "weight": 3}  # ZeRO's levels
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class JointStage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of a choice: its pieces as (first, last) block, its option, and what it costs.
+
+    Seconds per microbatch: forward, backward (collectives in both), collective (their share),
+    transfer (values received and gradients returned), gather (ZeRO 3). Seconds per step: reduce
+    (gradient sums and ZeRO's gathering of weights), tie (messages about ties), optimizer.
+    workspace is counted in ``memory.activations``.
+    """
+
+    pieces: tuple[tuple[int, int], ...]
+    option: int
+    forward_seconds: float
+    backward_seconds: float
+    collective_seconds: float
+    transfer_seconds: float
+    gather_seconds: float
+    reduce_seconds: float
+    tie_seconds: float
+    optimizer_seconds: float
+    memory: StageMemory
+    memory_limit: int
+    in_flight: int
+    workspace: int
+
+    @property
+    def seconds(self) -> float:
+        """t: seconds for one microbatch."""
+        return fsum(
+            (self.forward_seconds, self.backward_seconds, self.transfer_seconds,
+             self.gather_seconds)
+        )  # fmt: skip
+
+    @property
+    def step_only_seconds(self) -> float:
+        """beta: seconds once a step."""
+        return fsum((self.reduce_seconds, self.tie_seconds, self.optimizer_seconds))
+
+
+class JointEvaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A choice's step time T in seconds, its parts by stage, and what it violates."""
+
+    seconds: float
+    stages: tuple[JointStage, ...]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the choice fits every memory and keeps every constraint."""
+        return not self.faults
+
+
+def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
+    """T from t_s, beta_s, the number of microbatches and the schedule's ``fill``."""
+    return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
+
+
+class JointScorer:
+    """Evaluates many choices of one problem; holds its indices."""
+
+    def __init__(self, problem: JointProblem) -> None:
+        """Index works by what needs them, values by consumer, and ties by block."""
+        self.problem = problem
+        self.works: dict[tuple[int, int, int, str], Work] = {
+            (w.pool, w.layout, w.rows, w.recompute): w for w in problem.works
+        }
+        self._received: list[list[int]] = [[] for _ in problem.blocks]
+        self._made: list[list[int]] = [[] for _ in problem.blocks]
+        self._tied: list[list[int]] = [[] for _ in problem.blocks]
+        for index, value in enumerate(problem.boundaries):
+            for block in value.consumers:
+                self._received[block].append(index)
+            if not value.saved:
+                self._made[value.producer].append(index)
+        for index, tie in enumerate(problem.ties):
+            for block in tie.blocks:
+                self._tied[block].append(index)
+
+    def work(self, option: Option, microbatches: int) -> Work | None:
+        """What one microbatch costs on this option; None where it cannot be had."""
+        rows = rows_of(self.problem.batch, microbatches, option.data)
+        return self.works.get((option.pool, option.layout, rows, option.recompute))
+
+    def evaluate(self, choice: JointChoice) -> JointEvaluation:
+        """What :func:`evaluate` returns."""
+        problem = self.problem
+        _well_formed(problem, choice)
+        count, m = len(choice.options), choice.microbatches
+        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
+        pieces = list(zip(choice.starts, ends, strict=True))
+        stages, faults = [], _broken(problem, choice)
+        for s, index in enumerate(choice.options):
+            option = problem.options[index]
+            work = self.work(option, m)
+            if work is None:
+                faults.append(f"stage {s} cannot run {m} microbatches on {option.data} replicas")
+                continue
+            flying = in_flight(choice.schedule, m, count, s, choice.virtual)
+            copies = weight_copies(choice.schedule, m, count, s)
+            mine = tuple(pieces[s::count])
+            stages.append(self.stage(index, work, mine, m, flying, copies))
+        if len(stages) < count:
+            return JointEvaluation(seconds=float("inf"), stages=(), faults=tuple(faults))
+        seconds = step_seconds(
+            [s.seconds for s in stages],
+            [s.step_only_seconds for s in stages],
+            m,
+            fill(choice.schedule, choice.virtual),
+        )
+        faults += [
+            f"stage {k} needs {s.memory.total} bytes, "
+            f"{problem.pools[problem.options[s.option].pool].name} has {s.memory_limit}"
+            for k, s in enumerate(stages)
+            if s.memory.total > s.memory_limit
+        ]
+        return JointEvaluation(seconds=seconds, stages=tuple(stages), faults=tuple(faults))
+
+    def stage(
+        self,
+        index: int,
+        work: Work,
+        pieces: tuple[tuple[int, int], ...],
+        microbatches: int,
+        flying: int,
+        copies: int = 1,
+    ) -> JointStage:
+        """These pieces as one stage with option ``index``."""
+        problem = self.problem
+        option = problem.options[index]
+        layout, pool = problem.layouts[option.layout], problem.pools[option.pool]
+        blocks = [b for first, last in pieces for b in range(first, last + 1)]
+        kinds = [problem.kinds[b] for b in blocks]
+        data, experts = option.data, option.data // layout.expert
+        moved, held = self._values(pieces, work.rows)
+        ties = sorted({t for b in blocks for t in self._tied[b]})
+        inside = set(blocks)
+        apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
+
+        def whole(part: Part) -> tuple[int, int]:
+            """Bytes on a rank before ZeRO: dense ones with ties, and experts'."""
+            tied = sum(getattr(layout, f"tie_{part}")[t] for t in ties)
+            return _sum(layout.dense, part, kinds) + tied, _sum(layout.experts, part, kinds)
+
+        def kept(part: Part) -> int:
+            dense, expert = whole(part)
+            cut = option.zero >= _CUT_FROM[part]
+            return -(-dense // data) + -(-expert // experts) if cut else dense + expert
+
+        weight, gradient = whole("weight"), whole("gradient")
+        trained = gradient[0] > 0, gradient[1] > 0
+        gathers = (option.gather(weight[0]) if trained[0] or option.zero == 3 else 0.0) + (
+            option.gather_experts(weight[1]) if trained[1] or option.zero == 3 else 0.0
+        )
+        workspace = max(work.workspace[k] for k in kinds)
+        if option.zero == 3:
+            workspace += max(
+                layout.dense.weight[k] + (layout.experts.weight[k] if layout.experts else 0)
+                for k in kinds
+            )
+        saved = sum(work.activation[k] for k in kinds)
+        shared = (data, experts) if option.zero else (1, 1)
+        return JointStage(
+            pieces=pieces,
+            option=index,
+            forward_seconds=fsum(work.forward[k] for k in kinds),
+            backward_seconds=fsum(work.backward[k] for k in kinds),
+            collective_seconds=fsum(work.collective[k] for k in kinds),
+            transfer_seconds=fsum(pool.transfer(size) * times for size, times in moved),
+            gather_seconds=2 * gathers if option.zero == 3 else 0.0,
+            reduce_seconds=option.reduce(gradient[0]) + option.reduce_experts(gradient[1])
+            + (gathers if option.zero in (1, 2) else 0.0),
+            tie_seconds=fsum(
+                tie_messages(microbatches) * pool.transfer(layout.tie_gradient[t]) for t in apart
+            ),
+            optimizer_seconds=fsum(
+                state.step[option.pool][k] / share
+                for state, share in zip((layout.dense, layout.experts), shared, strict=True)
+                if state is not None
+                for k in kinds
+            ),
+            memory=StageMemory(
+                weights=copies * kept("weight"),
+                gradients=kept("gradient"),
+                optimizer=kept("optimizer"),
+                activations=flying * saved + workspace,
+                buffers=sum(layout.buffer[k] for k in kinds),
+                transfers=flying * held,
+            ),
+            memory_limit=pool.memory,
+            in_flight=flying,
+            workspace=workspace,
+        )  # fmt: skip
+
+    def _values(
+        self, pieces: tuple[tuple[int, int], ...], rows: int
+    ) -> tuple[list[tuple[int, int]], int]:
+        """(bytes, times) of each message of a microbatch; bytes kept for one in flight."""
+        values, moved, held = self.problem.boundaries, [], 0
+        for first, last in pieces:
+            blocks = range(first, last + 1)
+            received = {v for b in blocks for v in self._received[b] if values[v].producer < first}
+            sent = {v for b in blocks for v in self._made[b] if values[v].consumers[-1] > last}
+            for v in sorted(received):
+                size = values[v].row_bytes * rows + values[v].fixed_bytes
+                moved.append((size, 2 if values[v].gradient else 1))
+                held += size
+            held += sum(values[v].row_bytes * rows + values[v].fixed_bytes for v in sorted(sent))
+        return moved, held
+
+
+def evaluate(problem: JointProblem, choice: JointChoice) -> JointEvaluation:
+    """The one definition of what ``choice`` costs.
+
+    Raises FXP109 for a choice that names nothing of this problem; one that merely breaks a
+    constraint or a memory limit is evaluated, with its faults.
+    """
+    return JointScorer(problem).evaluate(choice)
+
+
+def _sum(state: State | None, part: Part, kinds: Iterable[int]) -> int:
+    if state is None:
+        return 0
+    row: tuple[int, ...] = getattr(state, part)
+    return sum(row[k] for k in kinds)
+
+
+def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
+    """Refuse a choice whose numbers do not belong to the problem at all."""
+    starts, n = choice.starts, len(problem.blocks)
+    why = ""
+    if not starts or starts[0] != 0 or starts[-1] >= n or any(a >= b for a, b in pairwise(starts)):
+        why = f"starts {starts} do not cut {n} blocks into contiguous pieces"
+    elif choice.virtual < 1 or len(starts) != len(choice.options) * choice.virtual:
+        why = f"{len(starts)} pieces are not {choice.virtual} for each of the options"
+    elif not all(0 <= o < len(problem.options) for o in choice.options):
+        why = f"options {choice.options} are not all among {len(problem.options)}"
+    elif choice.microbatches < 1 or (choice.virtual > 1) != (choice.schedule == "interleaved"):
+        why = f"{choice.microbatches} microbatches, {choice.schedule}, virtual {choice.virtual}"
+    if why:
+        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+
+
+def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
+    """Constraints other than memory that the choice violates, as text."""
+    faults, count = [], len(choice.options)
+    if not problem.min_stages <= count <= problem.max_stages:
+        allowed = f"{problem.min_stages} to {problem.max_stages}"
+        faults.append(f"{count} stages, allowed are {allowed}")
+    if choice.microbatches not in problem.microbatches:
+        faults.append(f"{choice.microbatches} microbatches are not among those to choose from")
+    if choice.schedule not in problem.schedules:
+        faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
+    if choice.virtual > 1 and choice.virtual not in problem.virtual:
+        faults.append(f"{choice.virtual} pieces a stage, allowed are {problem.virtual}")
+    ends = {start - 1 for start in choice.starts[1:]}
+    faults.extend(f"cut after block {b}" for b in sorted(ends & set(problem.no_cut_after)))
+    faults.extend(f"no cut after block {b}" for b in sorted(set(problem.cut_after) - ends))
+    faults.extend(_strayed(problem, choice))
+    used = [0] * len(problem.pools)
+    for index in choice.options:
+        used[problem.options[index].pool] += ranks(problem, problem.options[index])
+    faults.extend(
+        f"{taken} devices of {pool.name}, there are {pool.devices}"
+        for taken, pool in zip(used, problem.pools, strict=True)
+        if taken > pool.devices
+    )
+    if problem.uniform and len({degrees(problem, o) for o in choice.options}) > 1:
+        faults.append("stages of different degrees, ZeRO or recompute")
+    return faults
+
+
+def _strayed(problem: JointProblem, choice: JointChoice) -> list[str]:
+    """Pins that the choice does not keep."""
+    count, faults = len(choice.options), []
+    for pin in problem.pins:
+        wanted = pin.stage if pin.stage >= 0 else count + pin.stage
+        for block in range(pin.first, pin.last + 1):
+            piece = sum(start <= block for start in choice.starts) - 1
+            if piece % count != wanted:
+                faults.append(f"block {block} is not on stage {pin.stage}")
+                break
+    return faults
+
+
+def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str]:
+    """(data, tensor, expert, ZeRO, recompute) of an option."""
+    o = problem.options[option]
+    layout = problem.layouts[o.layout]
+    return (o.data, layout.tensor, layout.expert, o.zero, o.recompute)
