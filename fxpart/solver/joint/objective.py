@@ -26,6 +26,7 @@ from fxpart.errors import error
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
+    Layout,
     Option,
     State,
     Work,
@@ -97,6 +98,69 @@ class JointEvaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
     """T from t_s, beta_s, the number of microbatches and the schedule's ``fill``."""
     return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
+
+
+class _StageState:
+    """Parameters of one stage on one rank: their bytes, and the seconds a step that they cost."""
+
+    def __init__(
+        self, layout: Layout, option: Option, kinds: Sequence[int], ties: Sequence[int]
+    ) -> None:
+        """kinds: of the stage's blocks, one for each; ties: those that it holds."""
+        self.layout, self.option, self.kinds, self.ties = layout, option, kinds, ties
+        self.shares = option.data, option.data // layout.expert  # replicas of dense, of experts
+
+    def whole(self, part: Part) -> tuple[int, int]:
+        """Bytes before ZeRO: dense ones with ties, and experts'."""
+        tied = sum(getattr(self.layout, f"tie_{part}")[t] for t in self.ties)
+        dense, experts = (
+            _sum(state, part, self.kinds) for state in (self.layout.dense, self.layout.experts)
+        )
+        return dense + tied, experts
+
+    def kept(self, part: Part) -> int:
+        """Bytes after ZeRO."""
+        if self.option.zero < _CUT_FROM[part]:
+            return sum(self.whole(part))
+        return sum(-(-size // n) for size, n in zip(self.whole(part), self.shares, strict=True))
+
+    def gathers(self) -> float:
+        """Seconds to gather the weights once; without a gradient only ZeRO 3 has to."""
+        option = self.option
+        lines = option.gather, option.gather_experts
+        needed = [option.zero == 3 or gradient > 0 for gradient in self.whole("gradient")]
+        return fsum(
+            line(size)
+            for line, size, need in zip(lines, self.whole("weight"), needed, strict=True)
+            if need
+        )
+
+    def reduces(self) -> float:
+        """Seconds of a step's sums of gradients and, with ZeRO 1 and 2, gathering of weights."""
+        dense, experts = self.whole("gradient")
+        sums = self.option.reduce(dense) + self.option.reduce_experts(experts)
+        return sums + (self.gathers() if self.option.zero in (1, 2) else 0.0)
+
+    def steps(self) -> float:
+        """Seconds of the optimizer, which the replicas share under ZeRO."""
+        shares = self.shares if self.option.zero else (1, 1)
+        return fsum(
+            state.step[self.option.pool][k] / share
+            for state, share in zip((self.layout.dense, self.layout.experts), shares, strict=True)
+            if state is not None
+            for k in self.kinds
+        )
+
+    def workspace(self, work: Work) -> int:
+        """Bytes live only while a block runs; with ZeRO 3 a block's gathered weights are, too."""
+        most = max(work.workspace[k] for k in self.kinds)
+        if self.option.zero < 3:
+            return most
+        layout = self.layout
+        return most + max(
+            layout.dense.weight[k] + (layout.experts.weight[k] if layout.experts else 0)
+            for k in self.kinds
+        )
 
 
 class JointScorer:
@@ -174,35 +238,13 @@ class JointScorer:
         layout, pool = problem.layouts[option.layout], problem.pools[option.pool]
         blocks = [b for first, last in pieces for b in range(first, last + 1)]
         kinds = [problem.kinds[b] for b in blocks]
-        data, experts = option.data, option.data // layout.expert
         moved, held = self._values(pieces, work.rows)
         ties = sorted({t for b in blocks for t in self._tied[b]})
         inside = set(blocks)
         apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
-
-        def whole(part: Part) -> tuple[int, int]:
-            """Bytes on a rank before ZeRO: dense ones with ties, and experts'."""
-            tied = sum(getattr(layout, f"tie_{part}")[t] for t in ties)
-            return _sum(layout.dense, part, kinds) + tied, _sum(layout.experts, part, kinds)
-
-        def kept(part: Part) -> int:
-            dense, expert = whole(part)
-            cut = option.zero >= _CUT_FROM[part]
-            return -(-dense // data) + -(-expert // experts) if cut else dense + expert
-
-        weight, gradient = whole("weight"), whole("gradient")
-        trained = gradient[0] > 0, gradient[1] > 0
-        gathers = (option.gather(weight[0]) if trained[0] or option.zero == 3 else 0.0) + (
-            option.gather_experts(weight[1]) if trained[1] or option.zero == 3 else 0.0
-        )
-        workspace = max(work.workspace[k] for k in kinds)
-        if option.zero == 3:
-            workspace += max(
-                layout.dense.weight[k] + (layout.experts.weight[k] if layout.experts else 0)
-                for k in kinds
-            )
+        state = _StageState(layout, option, kinds, ties)
+        workspace = state.workspace(work)
         saved = sum(work.activation[k] for k in kinds)
-        shared = (data, experts) if option.zero else (1, 1)
         return JointStage(
             pieces=pieces,
             option=index,
@@ -210,22 +252,16 @@ class JointScorer:
             backward_seconds=fsum(work.backward[k] for k in kinds),
             collective_seconds=fsum(work.collective[k] for k in kinds),
             transfer_seconds=fsum(pool.transfer(size) * times for size, times in moved),
-            gather_seconds=2 * gathers if option.zero == 3 else 0.0,
-            reduce_seconds=option.reduce(gradient[0]) + option.reduce_experts(gradient[1])
-            + (gathers if option.zero in (1, 2) else 0.0),
+            gather_seconds=2 * state.gathers() if option.zero == 3 else 0.0,
+            reduce_seconds=state.reduces(),
             tie_seconds=fsum(
                 tie_messages(microbatches) * pool.transfer(layout.tie_gradient[t]) for t in apart
             ),
-            optimizer_seconds=fsum(
-                state.step[option.pool][k] / share
-                for state, share in zip((layout.dense, layout.experts), shared, strict=True)
-                if state is not None
-                for k in kinds
-            ),
+            optimizer_seconds=state.steps(),
             memory=StageMemory(
-                weights=copies * kept("weight"),
-                gradients=kept("gradient"),
-                optimizer=kept("optimizer"),
+                weights=copies * state.kept("weight"),
+                gradients=state.kept("gradient"),
+                optimizer=state.kept("optimizer"),
                 activations=flying * saved + workspace,
                 buffers=sum(layout.buffer[k] for k in kinds),
                 transfers=flying * held,
@@ -233,7 +269,7 @@ class JointScorer:
             memory_limit=pool.memory,
             in_flight=flying,
             workspace=workspace,
-        )  # fmt: skip
+        )
 
     def _values(
         self, pieces: tuple[tuple[int, int], ...], rows: int
