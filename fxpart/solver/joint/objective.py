@@ -15,10 +15,9 @@ largest block's whole weights, gathered).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import fsum
-from typing import Literal
 
 import msgspec
 
@@ -26,18 +25,14 @@ from fxpart.errors import error
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
-    Layout,
     Option,
-    State,
     Work,
     ranks,
     rows_of,
 )
 from fxpart.solver.joint.schedules import fill, in_flight, weight_copies
+from fxpart.solver.joint.state import StageState
 from fxpart.solver.objective import StageMemory, tie_messages
-
-Part = Literal["weight", "gradient", "optimizer"]
-_CUT_FROM: dict[Part, int] = {"optimizer": 1, "gradient": 2, "weight": 3}  # ZeRO's levels
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,69 +93,6 @@ class JointEvaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
     """T from t_s, beta_s, the number of microbatches and the schedule's ``fill``."""
     return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
-
-
-class _StageState:
-    """Parameters of one stage on one rank: their bytes, and the seconds a step that they cost."""
-
-    def __init__(
-        self, layout: Layout, option: Option, kinds: Sequence[int], ties: Sequence[int]
-    ) -> None:
-        """kinds: of the stage's blocks, one for each; ties: those that it holds."""
-        self.layout, self.option, self.kinds, self.ties = layout, option, kinds, ties
-        self.shares = option.data, option.data // layout.expert  # replicas of dense, of experts
-
-    def whole(self, part: Part) -> tuple[int, int]:
-        """Bytes before ZeRO: dense ones with ties, and experts'."""
-        tied = sum(getattr(self.layout, f"tie_{part}")[t] for t in self.ties)
-        dense, experts = (
-            _sum(state, part, self.kinds) for state in (self.layout.dense, self.layout.experts)
-        )
-        return dense + tied, experts
-
-    def kept(self, part: Part) -> int:
-        """Bytes after ZeRO."""
-        if self.option.zero < _CUT_FROM[part]:
-            return sum(self.whole(part))
-        return sum(-(-size // n) for size, n in zip(self.whole(part), self.shares, strict=True))
-
-    def gathers(self) -> float:
-        """Seconds to gather the weights once; without a gradient only ZeRO 3 has to."""
-        option = self.option
-        lines = option.gather, option.gather_experts
-        needed = [option.zero == 3 or gradient > 0 for gradient in self.whole("gradient")]
-        return fsum(
-            line(size)
-            for line, size, need in zip(lines, self.whole("weight"), needed, strict=True)
-            if need
-        )
-
-    def reduces(self) -> float:
-        """Seconds of a step's sums of gradients and, with ZeRO 1 and 2, gathering of weights."""
-        dense, experts = self.whole("gradient")
-        sums = self.option.reduce(dense) + self.option.reduce_experts(experts)
-        return sums + (self.gathers() if self.option.zero in (1, 2) else 0.0)
-
-    def steps(self) -> float:
-        """Seconds of the optimizer, which the replicas share under ZeRO."""
-        shares = self.shares if self.option.zero else (1, 1)
-        return fsum(
-            state.step[self.option.pool][k] / share
-            for state, share in zip((self.layout.dense, self.layout.experts), shares, strict=True)
-            if state is not None
-            for k in self.kinds
-        )
-
-    def workspace(self, work: Work) -> int:
-        """Bytes live only while a block runs; with ZeRO 3 a block's gathered weights are, too."""
-        most = max(work.workspace[k] for k in self.kinds)
-        if self.option.zero < 3:
-            return most
-        layout = self.layout
-        return most + max(
-            layout.dense.weight[k] + (layout.experts.weight[k] if layout.experts else 0)
-            for k in self.kinds
-        )
 
 
 class JointScorer:
@@ -242,7 +174,7 @@ class JointScorer:
         ties = sorted({t for b in blocks for t in self._tied[b]})
         inside = set(blocks)
         apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
-        state = _StageState(layout, option, kinds, ties)
+        state = StageState(layout, option, kinds, ties)
         workspace = state.workspace(work)
         saved = sum(work.activation[k] for k in kinds)
         return JointStage(
@@ -295,13 +227,6 @@ def evaluate(problem: JointProblem, choice: JointChoice) -> JointEvaluation:
     constraint or a memory limit is evaluated, with its faults.
     """
     return JointScorer(problem).evaluate(choice)
-
-
-def _sum(state: State | None, part: Part, kinds: Iterable[int]) -> int:
-    if state is None:
-        return 0
-    row: tuple[int, ...] = getattr(state, part)
-    return sum(row[k] for k in kinds)
 
 
 def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
