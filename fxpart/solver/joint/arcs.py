@@ -1,0 +1,154 @@
+"""The stages that a choice can be made of, for one microbatch count and one schedule.
+
+An arc is a run of blocks with an option. It is left out where it cannot belong to a choice better
+than the cutoff, or where another arc over the same blocks is no worse in anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from fxpart.solver.joint.intervals import Bytes, Floats, IntervalCosts, IntervalTables
+from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.problem import JointProblem, ScheduleName, ranks
+from fxpart.solver.joint.schedules import fill
+
+_KEEP = 1e-6  # of the cutoff: what is above it by less may be rounding
+
+
+@dataclass(frozen=True)
+class Arc:
+    """Blocks first..last with an option: t and load in seconds, and how deep it may lie.
+
+    deepest: the most stages from this one to the end, itself included, with which it fits.
+    """
+
+    first: int
+    last: int
+    option: int
+    seconds: float
+    load: float
+    devices: int
+    deepest: int
+
+
+def arcs(
+    tables: IntervalTables,
+    microbatches: int,
+    schedule: ScheduleName,
+    cutoff: float = inf,
+    keep: frozenset[tuple[int, int, int]] = frozenset(),
+) -> list[Arc]:
+    """Every stage worth considering, ordered by first block, last block and option.
+
+    cutoff: seconds of a step; a stage that alone takes more is left out. keep: stages (first, last,
+    option) that are not left out for being dominated.
+    """
+    problem, share = tables.problem, fill(schedule)
+    by_interval: dict[tuple[int, int], list[Arc]] = {}
+    for index, option in enumerate(problem.options):
+        devices = ranks(problem, option)
+        costs = tables.costs(index, microbatches)
+        if costs is None or devices > problem.pools[option.pool].devices:
+            continue
+        load = costs.load(microbatches, share)
+        depth = deepest(tables, costs, option.pool, microbatches, schedule)
+        wanted = tables.allowed & (depth > 0)
+        wanted &= share * costs.seconds + load <= cutoff * (1 + _KEEP)
+        for first, last in np.argwhere(wanted).tolist():
+            arc = Arc(
+                first=first,
+                last=last,
+                option=index,
+                seconds=float(costs.seconds[first, last]),
+                load=float(load[first, last]),
+                devices=devices,
+                deepest=int(depth[first, last]),
+            )
+            by_interval.setdefault((first, last), []).append(arc)
+    found = list[Arc]()
+    for _, several in sorted(by_interval.items()):
+        found += [a for a in several if _wanted(problem, a, several, keep)]
+    return found
+
+
+def deepest(
+    tables: IntervalTables,
+    costs: IntervalCosts,
+    pool: int,
+    microbatches: int,
+    schedule: ScheduleName,
+) -> Bytes:
+    """The most stages to the end with which each interval fits, 0 where it never does.
+
+    At least max_stages where depth does not matter: what is in flight grows with the stages to the
+    end, up to the number of microbatches.
+    """
+    problem = tables.problem
+    limit, most = problem.pools[pool].memory, problem.max_stages
+    depth: Bytes = np.zeros(tables.allowed.shape, np.int64)
+    for to_end in range(1, min(microbatches, most) + 1):
+        fits = costs.memory(schedule, microbatches, to_end) <= limit
+        if not fits.any():
+            break
+        depth[fits] = to_end
+        if schedule == "gpipe":  # everything is in flight at any depth
+            depth[fits] = most
+            break
+    depth[depth >= microbatches] = most
+    return depth
+
+
+def _wanted(
+    problem: JointProblem, arc: Arc, others: list[Arc], keep: frozenset[tuple[int, int, int]]
+) -> bool:
+    """Whether no other arc over the same blocks can always take this one's place."""
+    if (arc.first, arc.last, arc.option) in keep:
+        return True
+    pool = problem.options[arc.option].pool
+    mine = (arc.seconds, arc.load, arc.devices, -arc.deepest)
+    for other in others:
+        theirs = (other.seconds, other.load, other.devices, -other.deepest)
+        if (
+            other.option != arc.option
+            and all(a <= b for a, b in zip(theirs, mine, strict=True))
+            and (theirs != mine or other.option < arc.option)
+            and problem.options[other.option].pool == pool
+            and not (
+                problem.uniform and degrees(problem, other.option) != degrees(problem, arc.option)
+            )
+        ):
+            return False
+    return True
+
+
+def least_seconds(tables: IntervalTables, microbatches: int, schedule: ScheduleName) -> float:
+    """A bound from below on any choice's step: its work spread evenly over all devices.
+
+    Infinite where no option can run so many microbatches.
+    """
+    problem, share = tables.problem, fill(schedule)
+    work, alone = _least(tables, microbatches)
+    total = float(alone.sum())
+    if total == inf:
+        return inf
+    spread = float(work.sum()) / sum(pool.devices for pool in problem.pools)
+    slowest = max(spread, float(alone.max()), total / problem.max_stages)
+    return (microbatches - share) * slowest + share * max(total, slowest)
+
+
+def _least(tables: IntervalTables, microbatches: int) -> tuple[Floats, Floats]:
+    """By block, over the options: least device seconds, and least seconds, of a microbatch."""
+    problem = tables.problem
+    work = np.full(len(problem.blocks), inf)
+    alone = work.copy()
+    for option in problem.options:
+        one = tables.scorer.work(option, microbatches)
+        if one is not None and ranks(problem, option) <= problem.pools[option.pool].devices:
+            seconds = (np.array(one.forward) + np.array(one.backward))[tables.kinds]
+            work = np.minimum(work, ranks(problem, option) * seconds)
+            alone = np.minimum(alone, seconds)
+    return work, alone

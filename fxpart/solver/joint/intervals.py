@@ -1,0 +1,231 @@
+"""What every run of blocks would cost as a stage: arrays [first, last], one option at a time.
+
+A second computation of what :meth:`JointScorer.stage` defines, by prefix sums: bytes are equal,
+seconds are equal up to rounding. Entries with last < first mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fxpart.solver.joint.objective import JointScorer
+from fxpart.solver.joint.problem import JointProblem, Layout, Line, Option, State, Work
+from fxpart.solver.joint.schedules import in_flight, weight_copies
+from fxpart.solver.joint.state import Part
+from fxpart.solver.objective import tie_messages
+
+Floats = npt.NDArray[np.float64]
+Bytes = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+_CUT_FROM: tuple[tuple[Part, int], ...] = (("weight", 3), ("gradient", 2), ("optimizer", 1))
+
+
+@dataclass(frozen=True)
+class IntervalCosts:
+    """One option and microbatch count, [first, last].
+
+    seconds: t, a microbatch; forward: of it, the forward pass and the values received; once: beta,
+    a step. standing: bytes with one copy of the weights and nothing in flight; each: bytes for a
+    microbatch in flight; weights: bytes of one copy.
+    """
+
+    seconds: Floats
+    forward: Floats
+    once: Floats
+    standing: Bytes
+    each: Bytes
+    weights: Bytes
+
+    def memory(self, schedule: str, microbatches: int, to_end: int) -> Bytes:
+        """Bytes as the stage that has ``to_end`` stages from itself to the end, itself included."""
+        flying = in_flight(schedule, microbatches, to_end, 0)  # type: ignore[arg-type]
+        copies = weight_copies(schedule, microbatches, to_end, 0)  # type: ignore[arg-type]
+        return self.standing + flying * self.each + (copies - 1) * self.weights
+
+    def load(self, microbatches: int, share: float) -> Floats:
+        """(m - fill) t + beta: what the stage would add to the step as its bottleneck."""
+        return (microbatches - share) * self.seconds + self.once
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Parameters of each interval under one option, without recompute: bytes, and seconds."""
+
+    weight: Bytes
+    standing: Bytes  # weights, gradients, optimizer state and buffers
+    gathers: Floats
+    once: Floats  # without ties
+
+
+class IntervalTables:
+    """Costs of intervals of one problem; keeps what several options share."""
+
+    def __init__(self, problem: JointProblem) -> None:
+        """Find which values and ties each interval receives, sends and holds."""
+        self.problem, self.scorer = problem, JointScorer(problem)
+        n = len(problem.blocks)
+        self.kinds = np.array(problem.kinds)
+        self.allowed = _allowed(problem)
+        first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+        self.holds, self.apart = list[Mask](), list[Mask]()
+        for tie in problem.ties:
+            any_block = np.zeros((n, n), bool)
+            for block in tie.blocks:
+                any_block |= (first <= block) & (block <= last)
+            whole = (first <= tie.blocks[0]) & (tie.blocks[-1] <= last)
+            self.holds.append(any_block)
+            self.apart.append(any_block & ~whole)
+        self.received, self.sent = list[Mask](), list[Mask | None]()
+        for value in problem.boundaries:
+            uses = np.zeros((n, n), bool)
+            for block in value.consumers:
+                uses |= (first <= block) & (block <= last)
+            self.received.append(uses & (first > value.producer))
+            inside = (first <= value.producer) & (value.producer <= last)
+            self.sent.append(None if value.saved else inside & (last < value.consumers[-1]))
+        self._moved: dict[int, tuple[Bytes, Bytes, Bytes, Bytes]] = {}
+        self._held: dict[Option, _Held] = {}
+
+    def costs(self, index: int, microbatches: int) -> IntervalCosts | None:
+        """Tables of option ``index``; None where it cannot run so many microbatches."""
+        option = self.problem.options[index]
+        work = self.scorer.work(option, microbatches)
+        if work is None:
+            return None
+        problem, layout = self.problem, self.problem.layouts[option.layout]
+        line = problem.pools[option.pool].transfer
+        count, size, back, kept = self._values(work.rows)
+        held = self._state(option)
+        arrive = line.latency * count[0] + line.inverse * size
+        leave = line.latency * count[1] + line.inverse * back
+        gathered = held.gathers if option.zero == 3 else 0.0
+        forward = self._sums(work.forward) + arrive + gathered
+        once = held.once
+        for tie, apart in enumerate(self.apart):
+            once = once + apart * (
+                tie_messages(microbatches) * line(layout.tie_gradient[tie])
+            )  # once is shared: never add in place
+        return IntervalCosts(
+            seconds=forward + self._sums(work.backward) + leave + gathered,
+            forward=forward,
+            once=once,
+            standing=held.standing + self._workspace(option, layout, work),
+            each=self._bytes(work.activation) + kept,
+            weights=held.weight,
+        )
+
+    def _sums(self, by_kind: Sequence[float]) -> Floats:
+        total = np.concatenate([[0.0], np.cumsum(np.array(by_kind)[self.kinds])])
+        return np.asarray(total[None, 1:] - total[:-1, None])
+
+    def _bytes(self, by_kind: Sequence[int]) -> Bytes:
+        row = np.array(by_kind, np.int64)[self.kinds]
+        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(row)])
+        return np.asarray(total[None, 1:] - total[:-1, None])
+
+    def _most(self, by_kind: Sequence[int]) -> Bytes:
+        """The largest of each interval's blocks."""
+        row = np.array(by_kind, np.int64)[self.kinds]
+        wide = np.where(self._upper(), row[None, :], 0)
+        return np.asarray(np.maximum.accumulate(wide, axis=1))
+
+    def _upper(self) -> Mask:
+        return np.triu(np.ones((len(self.kinds), len(self.kinds)), bool))
+
+    def _values(self, rows: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """Messages in and back [2], bytes in, bytes back, bytes kept for one in flight."""
+        if rows not in self._moved:
+            n = len(self.kinds)
+            count = np.zeros((2, n, n), np.int64)
+            size, back, kept = (np.zeros((n, n), np.int64) for _ in range(3))
+            for value, got, sent in zip(
+                self.problem.boundaries, self.received, self.sent, strict=True
+            ):
+                each = value.row_bytes * rows + value.fixed_bytes
+                if each:
+                    count[0] += got
+                    size += each * got
+                    kept += each * got
+                    if value.gradient:
+                        count[1] += got
+                        back += each * got
+                    if sent is not None:
+                        kept += each * sent
+            self._moved[rows] = count, size, back, kept
+        return self._moved[rows]
+
+    def _state(self, option: Option) -> _Held:
+        """What does not depend on microbatches or recompute."""
+        key = msgspec.structs.replace(option, recompute="none")
+        if key not in self._held:
+            self._held[key] = self._parameters(key)
+        return self._held[key]
+
+    def _parameters(self, option: Option) -> _Held:
+        layout = self.problem.layouts[option.layout]
+        shares = option.data, option.data // layout.expert
+        whole = {part: self._whole(layout, part) for part, _ in _CUT_FROM}
+        kept = {
+            part: -(-whole[part][0] // shares[0]) + -(-whole[part][1] // shares[1])
+            if option.zero >= level
+            else whole[part][0] + whole[part][1]
+            for part, level in _CUT_FROM
+        }
+        gathers, once = np.zeros(self.allowed.shape), np.zeros(self.allowed.shape)
+        for k, (gather, reduce) in enumerate(
+            ((option.gather, option.reduce), (option.gather_experts, option.reduce_experts))
+        ):
+            once = once + _line(reduce, whole["gradient"][k])
+            needed = (whole["gradient"][k] > 0) | (option.zero == 3)
+            gathers = gathers + needed * _line(gather, whole["weight"][k])
+        if option.zero in (1, 2):
+            once = once + gathers
+        for state, share in zip((layout.dense, layout.experts), shares, strict=True):
+            if state is not None:
+                once = once + self._sums(state.step[option.pool]) / (share if option.zero else 1)
+        standing = kept["weight"] + kept["gradient"] + kept["optimizer"]
+        standing = standing + self._bytes(layout.buffer)
+        return _Held(weight=kept["weight"], standing=standing, gathers=gathers, once=once)
+
+    def _whole(self, layout: Layout, part: Part) -> tuple[Bytes, Bytes]:
+        """Bytes before ZeRO: dense ones with ties, and experts'."""
+
+        def of(state: State | None) -> Bytes:
+            empty = np.zeros(self.allowed.shape, np.int64)
+            return empty if state is None else self._bytes(getattr(state, part))
+
+        tied = getattr(layout, f"tie_{part}")
+        dense = of(layout.dense)
+        for size, held in zip(tied, self.holds, strict=True):
+            dense = dense + size * held
+        return dense, of(layout.experts)
+
+    def _workspace(self, option: Option, layout: Layout, work: Work) -> Bytes:
+        most = self._most(work.workspace)
+        if option.zero < 3:
+            return most
+        experts = layout.experts.weight if layout.experts else (0,) * len(layout.dense.weight)
+        gathered = [a + b for a, b in zip(layout.dense.weight, experts, strict=True)]
+        return most + self._most(gathered)
+
+
+def _line(line: Line, size: Bytes) -> Floats:
+    return np.where(size > 0, line.latency + line.inverse * size, 0.0)
+
+
+def _allowed(problem: JointProblem) -> Mask:
+    """Intervals that can be a stage as far as cuts are concerned."""
+    n = len(problem.blocks)
+    allowed = np.triu(np.ones((n, n), bool))
+    for block in problem.no_cut_after:
+        if block < n - 1:
+            allowed[:, block] = False
+            allowed[block + 1, :] = False
+    for block in problem.cut_after:
+        allowed[: block + 1, block + 1 :] = False
+    return allowed

@@ -1,0 +1,267 @@
+"""The joint problem as an integer programme for CP-SAT: a second solver beside the DP.
+
+One programme for each microbatch count and schedule. A variable for each arc (a run of blocks with
+an option, :mod:`fxpart.solver.joint.arcs`); arcs form a path through the blocks; every block's arc
+bounds the longest stage and the stages after it, which is stronger than bounds by arc, because
+exactly one arc covers a block. Seconds become integers by scaling and rounding down, which only
+lowers the objective: CP-SAT's own bound, scaled back, is a bound on ours. Choices are judged again
+by :func:`fxpart.solver.joint.objective.evaluate`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import floor, inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+from ortools.sat.python import cp_model
+
+from fxpart.solver.joint.arcs import arcs, least_seconds
+from fxpart.solver.joint.intervals import IntervalTables
+from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
+from fxpart.solver.joint.schedules import fill
+
+if TYPE_CHECKING:
+    from fxpart.solver.progress import Progress
+
+_STEPS = 10**8  # integer steps that the best known step time is divided into
+_SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
+_EXACT = 1e-9  # a part whose bound is this near to the best cannot improve on it
+_MOST_ARCS = 60_000  # blocks^2 / 2 * options of one programme
+_EFFORT = 120.0  # deterministic seconds for one programme
+
+Expression = Any  # a linear expression of CP-SAT, or an int
+
+
+def accepts(problem: JointProblem) -> str | None:
+    """Why CP-SAT is not for this problem, or None if it is."""
+    if "interleaved" in problem.schedules:
+        return "CP-SAT does not model interleaved stages"
+    n = len(problem.blocks)
+    size = n * (n + 1) // 2 * len(problem.options)
+    if size > _MOST_ARCS:
+        return f"{size} stages to choose from are more than CP-SAT's {_MOST_ARCS}"
+    return None
+
+
+def solve_cp_sat(
+    problem: JointProblem,
+    *,
+    incumbent: JointChoice | None,
+    deadline: float,
+    seed: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[JointChoice | None, float]:
+    """The best choice found and a proven lower bound in seconds, infinite if none exists.
+
+    incumbent: a choice that fits, as hint and cutoff. deadline: a ``time.monotonic()`` value. One
+    worker, a fixed seed and a deterministic limit make equal runs equal unless the deadline cuts
+    them. An interrupt (SIGINT) ends the search with what there is.
+    """
+    tables = IntervalTables(problem)
+    best = _Best(tables, incumbent)
+    parts = sorted(
+        (least_seconds(tables, m, schedule), m, s)
+        for m in problem.microbatches
+        for s, schedule in enumerate(problem.schedules)
+    )
+    bounds, stopped = [cheap for cheap, _, _ in parts], False
+    for k, (cheap, microbatches, s) in enumerate(parts):
+        left = deadline - time.monotonic()
+        if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
+            continue
+        programme = _Programme(tables, microbatches, problem.schedules[s], best)
+        found, stopped = programme.solve(seed, deadline)
+        bounds[k] = max(cheap, found)
+        if progress is not None:
+            from fxpart.solver.progress import Progress
+
+            bound = min([*bounds, best.seconds])
+            progress(Progress(best.seconds, bound, deadline - time.monotonic(), "cp-sat"))
+    return best.choice, min([*bounds, best.seconds])
+
+
+class _Best:
+    """The best choice known and its seconds."""
+
+    def __init__(self, tables: IntervalTables, choice: JointChoice | None) -> None:
+        self.scorer = tables.scorer
+        self.choice: JointChoice | None = None
+        self.seconds = inf
+        if choice is not None:
+            self.add(choice)
+
+    def add(self, choice: JointChoice) -> None:
+        """Keep the choice if it fits and is faster."""
+        found = self.scorer.evaluate(choice)
+        if found.feasible and found.seconds < self.seconds:
+            self.choice, self.seconds = choice, found.seconds
+
+
+class _Programme:
+    """One microbatch count under one schedule; the number of stages is left open."""
+
+    def __init__(
+        self, tables: IntervalTables, microbatches: int, schedule: ScheduleName, best: _Best
+    ) -> None:
+        self.problem, self.best = tables.problem, best
+        self.microbatches, self.schedule, self.share = microbatches, schedule, fill(schedule)
+        hinted = self._hinted()
+        cutoff = best.seconds * (1 + _SLACK)
+        self.arcs = arcs(tables, microbatches, schedule, cutoff, hinted)
+        top = best.seconds if isfinite(best.seconds) else self._worst()
+        self.scale = _STEPS / top if top > 0 else 1.0
+        self.model = cp_model.CpModel()
+        self.used = [self.model.new_bool_var("") for _ in self.arcs]
+        n = len(self.problem.blocks)
+        self.starting: list[list[int]] = [[] for _ in range(n + 1)]
+        self.covering: list[list[int]] = [[] for _ in range(n)]
+        for k, arc in enumerate(self.arcs):
+            self.starting[arc.first].append(k)
+            for block in range(arc.first, arc.last + 1):
+                self.covering[block].append(k)
+        self._path()
+        self._constraints()
+        self._measure(floor(_STEPS * (1 + _SLACK)) + 1)
+        if hinted:
+            self._hint(hinted)
+
+    def solve(self, seed: int, deadline: float) -> tuple[float, bool]:
+        """Run CP-SAT, keep what it finds; the lower bound in seconds, and whether interrupted."""
+        solver = cp_model.CpSolver()
+        # OR-Tools 9.15's presolve calls some models infeasible that are not
+        # (google/or-tools#5274); without it the proofs are slower, and right.
+        solver.parameters.cp_model_presolve = False
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = seed
+        solver.parameters.linearization_level = 2
+        solver.parameters.max_deterministic_time = _EFFORT
+        left = max(deadline - time.monotonic(), 0.0)
+        if isfinite(left):
+            solver.parameters.max_time_in_seconds = left
+        status = solver.solve(self.model)
+        assert status != cp_model.MODEL_INVALID, self.model.validate()
+        if status == cp_model.INFEASIBLE:  # nothing below the cutoff
+            top = self.best.seconds
+            return (inf if top == inf else top * (1 + _SLACK)), False
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            self.best.add(self._choice([solver.boolean_value(x) for x in self.used]))
+        stopped = (
+            status != cp_model.OPTIMAL
+            and solver.wall_time < left
+            and solver.response_proto.deterministic_time < _EFFORT
+        )
+        return max(0.0, float(solver.best_objective_bound)) / self.scale, stopped
+
+    def _choice(self, used: Sequence[bool]) -> JointChoice:
+        path = [arc for arc, one in zip(self.arcs, used, strict=True) if one]
+        return JointChoice(
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            starts=tuple(arc.first for arc in path),
+            options=tuple(arc.option for arc in path),
+        )
+
+    def _int(self, seconds: float) -> int:
+        return floor(seconds * self.scale)
+
+    def _hinted(self) -> frozenset[tuple[int, int, int]]:
+        """The arcs of the best choice, if it is of this microbatch count and schedule."""
+        choice = self.best.choice
+        if choice is None or (choice.microbatches, choice.schedule) != (
+            self.microbatches,
+            self.schedule,
+        ):
+            return frozenset()
+        pieces = pairwise((*choice.starts, len(self.problem.blocks)))
+        return frozenset(
+            (start, end - 1, option)
+            for (start, end), option in zip(pieces, choice.options, strict=True)
+        )
+
+    def _worst(self) -> float:
+        """Seconds that no choice exceeds: the longest arc from each block, and the largest load."""
+        longest = [0.0] * len(self.problem.blocks)
+        for arc in self.arcs:
+            longest[arc.first] = max(longest[arc.first], arc.seconds)
+        return self.share * sum(longest) + max((arc.load for arc in self.arcs), default=0.0)
+
+    def _cut(self, block: int) -> Expression:
+        """1 if a stage starts with the block."""
+        return sum(self.used[k] for k in self.starting[block])
+
+    def _path(self) -> None:
+        """Exactly one arc covers each block, and where one ends another starts."""
+        ending: list[list[int]] = [[] for _ in self.problem.blocks]
+        for k, arc in enumerate(self.arcs):
+            ending[arc.last].append(k)
+        self.model.add_exactly_one(self.used[k] for k in self.starting[0])
+        for block in range(1, len(self.problem.blocks)):
+            arrive = sum(self.used[k] for k in ending[block - 1])
+            self.model.add(arrive == self._cut(block))
+        self.model.add_exactly_one(self.used[k] for k in ending[-1])
+        for covers in self.covering:
+            self.model.add_exactly_one(self.used[k] for k in covers)
+
+    def _constraints(self) -> None:
+        """Stages, devices, pins, depth and uniform degrees."""
+        problem, n = self.problem, len(self.problem.blocks)
+        after = [
+            sum(self.used[k] for k, a in enumerate(self.arcs) if a.first > b) for b in range(n)
+        ]
+        self.model.add(1 + after[0] >= problem.min_stages)
+        self.model.add(1 + after[0] <= problem.max_stages)
+        for p, pool in enumerate(problem.pools):
+            taken = [
+                arc.devices * self.used[k]
+                for k, arc in enumerate(self.arcs)
+                if problem.options[arc.option].pool == p
+            ]
+            self.model.add(sum(taken) <= pool.devices)
+        for pin in problem.pins:
+            for block in range(pin.first, pin.last + 1):
+                if pin.stage < 0:
+                    self.model.add(after[block] == -pin.stage - 1)
+                else:
+                    self.model.add(after[0] - after[block] == pin.stage)
+        for block, covers in enumerate(self.covering):
+            if any(self.arcs[k].deepest < problem.max_stages for k in covers):
+                deep = sum(self.arcs[k].deepest * self.used[k] for k in covers)
+                self.model.add(1 + after[block] <= deep)
+        if problem.uniform:
+            self._uniform()
+
+    def _uniform(self) -> None:
+        """All arcs have the degrees of the one that covers the first block."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for k, arc in enumerate(self.arcs):
+            groups.setdefault(degrees(self.problem, arc.option), []).append(k)
+        for _, members in sorted(groups.items()):
+            inside = set(members)
+            of = [sum(self.used[k] for k in covers if k in inside) for covers in self.covering]
+            for one, other in pairwise(of):
+                self.model.add(one == other)
+
+    def _measure(self, cutoff: int) -> None:
+        """Seconds: the objective and its cutoff, in integer steps."""
+        self.longest = self.model.new_int_var(0, cutoff, "")
+        for covers in self.covering:
+            load = sum(self._int(self.arcs[k].load) * self.used[k] for k in covers)
+            self.model.add(load <= self.longest)
+        total = self.longest + sum(
+            self._int(self.share * arc.seconds) * x
+            for arc, x in zip(self.arcs, self.used, strict=True)
+        )
+        self.model.add(total <= cutoff)
+        self.model.minimize(total)
+
+    def _hint(self, hinted: frozenset[tuple[int, int, int]]) -> None:
+        """A full assignment."""
+        taken = [(a.first, a.last, a.option) in hinted for a in self.arcs]
+        for x, one in zip(self.used, taken, strict=True):
+            self.model.add_hint(x, one)
+        loads = [self._int(a.load) for a, one in zip(self.arcs, taken, strict=True) if one]
+        self.model.add_hint(self.longest, max(loads, default=0))

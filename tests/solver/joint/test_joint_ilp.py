@@ -1,0 +1,100 @@
+"""CP-SAT on the joint problem: the optimum, a bound that is one, and the same every time."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+import pytest
+from joint_oracle import small_problems
+from joint_problems import random_problem, transformer
+from msgspec.structs import replace
+
+from fxpart.solver.joint.brute import solve_joint_brute
+from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
+from fxpart.solver.joint.objective import evaluate
+from fxpart.solver.joint.problem import JointChoice, JointProblem
+
+
+def medium(layers: int, devices: tuple[int, ...], options: int, memory: int = 40) -> JointProblem:
+    """A transformer with every n-th option of its first 160; memory in GB."""
+    problem = transformer(layers, devices, hidden=4096, batch=64, memory=memory * 10**9)
+    step = max(len(problem.options) // options, 1)
+    return replace(
+        problem,
+        options=problem.options[::step][:options],
+        microbatches=(8, 16),
+        max_stages=min(problem.max_stages, sum(devices)),
+    )
+
+
+@pytest.mark.slow
+def test_the_optimum_of_small_problems() -> None:
+    fit = 0
+    for seed, problem in small_problems(150):
+        best = solve_joint_brute(problem).objective
+        choice, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+        if best == inf:
+            assert (choice, bound) == (None, inf), seed
+            continue
+        assert choice is not None, seed
+        found = evaluate(problem, choice)
+        assert found.feasible, (seed, found.faults)
+        assert found.seconds == pytest.approx(best, rel=1e-7), seed
+        assert best * (1 - 1e-6) <= bound <= best, seed
+        fit += 1
+    assert 60 < fit < 140
+
+
+def test_an_incumbent_changes_nothing_but_the_way_there() -> None:
+    problem = medium(10, (8,), 12)
+    first, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+    assert first is not None
+    again, same = solve_cp_sat(problem, incumbent=first, deadline=inf, seed=0)
+    best = evaluate(problem, first).seconds
+    assert again is not None
+    assert evaluate(problem, again).seconds == pytest.approx(best, rel=1e-7)
+    assert same == pytest.approx(bound, rel=1e-6)
+    worse = JointChoice(
+        microbatches=first.microbatches,
+        schedule=first.schedule,
+        starts=(0,),
+        options=(first.options[0],),
+    )
+    assert solve_cp_sat(problem, incumbent=worse, deadline=inf, seed=0)[1] <= best
+
+
+def test_equal_runs_are_equal() -> None:
+    problem = medium(12, (4, 4), 10)
+    runs = [solve_cp_sat(problem, incumbent=None, deadline=inf, seed=3) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] is not None
+
+
+def test_no_time_gives_the_incumbent_and_a_bound() -> None:
+    problem = medium(10, (8,), 12)
+    best, _ = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+    assert best is not None
+    choice, bound = solve_cp_sat(problem, incumbent=best, deadline=time.monotonic() - 1, seed=0)
+    assert choice == best
+    assert 0 < bound <= evaluate(problem, best).seconds
+
+
+def test_what_is_not_modelled_is_said() -> None:
+    problem = random_problem(0)
+    assert accepts(problem) is None
+    reason = accepts(replace(problem, schedules=("1f1b", "interleaved")))
+    assert reason is not None
+    assert "interleaved" in reason
+    reason = accepts(transformer(96, (1024,)))
+    assert reason is not None
+    assert "60000" in reason
+
+
+@pytest.mark.slow
+def test_forty_blocks_and_twenty_options() -> None:
+    problem = medium(38, (8, 8), 20)
+    assert accepts(problem) is None
+    choice, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+    assert choice is not None
+    assert bound >= evaluate(problem, choice).seconds * (1 - 1e-6)
