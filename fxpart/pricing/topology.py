@@ -1,0 +1,224 @@
+"""From a cluster to the placement problem, and from its answer back to devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpart.cluster_io.lookup import Links
+from fxpart.errors import error
+from fxpart.pricing.places import kinds
+from fxpart.solver.joint.problem import Line, Status
+from fxpart.solver.topology.objective import evaluate
+from fxpart.solver.topology.problem import Flow, Group, Place, Ring, Topology
+from fxpart.solver.topology.solve import solve_topology
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster, Link
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What stages move: see :class:`~fxpart.solver.topology.problem.Topology`.
+
+    By stage: seconds for each microbatch and once a step that do not depend on the placement,
+    tensor shards' collectives of a microbatch, replicas' collectives of a step. All of these may be
+    left empty: then only flows count.
+    """
+
+    flows: tuple[Flow, ...] = ()
+    seconds: tuple[float, ...] = ()
+    once: tuple[float, ...] = ()
+    exchange: tuple[Ring, ...] = ()
+    reduce: tuple[Ring, ...] = ()
+    microbatches: int = 1
+    fill: float = 1.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices (indices into the cluster's) by stage and lane; the step's seconds and its bound.
+
+    straddling: replicas whose tensor shards lie on several hosts.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    seconds: float
+    bound: float
+    status: Status
+    straddling: int = 0
+
+
+def place_stages(
+    cluster: Cluster,
+    widths: Sequence[tuple[int, int, int]],
+    traffic: Traffic,
+    *,
+    pools: Sequence[int] | None = None,
+) -> Placement:
+    """Which devices each stage takes. widths: (pool, data, tensor) of each stage.
+
+    pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`).
+    Raises FXP204 where a pool has too few devices, FXP403 where two devices have no link.
+    """
+    topology, members = topology_of(cluster, widths, traffic, pools=pools)
+    found = solve_topology(topology)
+    if not found.seats:
+        need = [0] * (1 + max(pool for pool, _, _ in widths))
+        for pool, data, tensor in widths:
+            need[pool] += data * tensor
+        raise error(
+            "FXP204",
+            where=f"stages on {cluster.name}",
+            why=f"they take {need} devices of its pools, which have too few",
+            fix="fewer or narrower stages, or more devices",
+        )
+    left = [[list(m) for m in by_pool] for by_pool in members]
+    ranks = tuple(
+        tuple(left[place][pool].pop(0) for place in lanes)
+        for (pool, _, _), lanes in zip(widths, found.seats, strict=True)
+    )
+    return Placement(
+        ranks=ranks,
+        seconds=found.seconds,
+        bound=found.bound,
+        status=found.status,
+        straddling=sum(p.straddling for p in evaluate(topology, found.seats).stages),
+    )
+
+
+def pools_of(cluster: Cluster) -> tuple[int, ...]:
+    """The pool of each device: those that compute alike and have equal memory, by first one."""
+    _, alike = kinds(cluster)
+    found: dict[tuple[int, int], int] = {}
+    keys = zip(alike, (device.memory for device in cluster.devices), strict=True)
+    return tuple(found.setdefault(key, len(found)) for key in keys)
+
+
+def used_ranks(placed: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks 0 to n-1 in place of n devices, in the devices' order: the world is what is used."""
+    rank = {device: r for r, device in enumerate(sorted(d for lanes in placed for d in lanes))}
+    return tuple(tuple(rank[device] for device in lanes) for lanes in placed)
+
+
+def topology_of(
+    cluster: Cluster,
+    widths: Sequence[tuple[int, int, int]],
+    traffic: Traffic,
+    *,
+    pools: Sequence[int] | None = None,
+) -> tuple[Topology, list[list[list[int]]]]:
+    """The problem, and the devices of each of its places by pool, ascending."""
+    pool_of = pools_of(cluster) if pools is None else pools
+    links = Links(cluster)
+    count = 1 + max((*pool_of, *(pool for pool, _, _ in widths)))
+    place: dict[str, int] = {}
+    members: list[list[list[int]]] = []
+    hosts: dict[str, int] = {}
+    for index, device in enumerate(cluster.devices):
+        name = links.group(device.name)
+        if name not in place:
+            place[name] = len(members)
+            members.append([[] for _ in range(count)])
+        hosts.setdefault(device.host, len(hosts))
+        members[place[name]][pool_of[index]].append(index)
+    firsts = [min(m[0] for m in by_pool if m) for by_pool in members]
+    table = _Classes(cluster, links, firsts)
+    topology = Topology(
+        groups=_groups(widths, traffic),
+        flows=traffic.flows,
+        places=tuple(
+            Place(
+                host=hosts[cluster.devices[first].host],
+                kind=kind,
+                devices=tuple(len(m) for m in by_pool),
+            )
+            for first, kind, by_pool in zip(firsts, table.kinds, members, strict=True)
+        ),
+        inside=table.inside(members),
+        between=table.between(),
+        uplinks=(0.0,) * len(hosts),
+        microbatches=traffic.microbatches,
+        fill=traffic.fill,
+    )
+    return topology, members
+
+
+def _groups(widths: Sequence[tuple[int, int, int]], traffic: Traffic) -> tuple[Group, ...]:
+    found = []
+    for s, (pool, data, tensor) in enumerate(widths):
+        group = Group(
+            pool=pool,
+            data=data,
+            tensor=tensor,
+            seconds=traffic.seconds[s] if traffic.seconds else 0.0,
+            once=traffic.once[s] if traffic.once else 0.0,
+            exchange=traffic.exchange[s] if traffic.exchange else Ring(),
+            reduce=traffic.reduce[s] if traffic.reduce else Ring(),
+        )
+        found.append(group)
+    return tuple(found)
+
+
+class _Classes:
+    """Places whose links are equal: ``kinds`` of the places, and the links by kind."""
+
+    def __init__(self, cluster: Cluster, links: Links, firsts: Sequence[int]) -> None:
+        """firsts: the first device of each place."""
+        self._cluster, self._links, self._firsts = cluster, links, firsts
+        named: dict[str, list[tuple[str, str, float, float]]] = {}
+        for link in cluster.links:
+            for end in dict.fromkeys((link.source, link.target)):
+                line = (link.source, link.target, link.latency, link.bandwidth)
+                named.setdefault(end, []).append(line)
+        singled = {d.host for d in cluster.devices if links.group(d.name) == d.name}
+        known: dict[tuple[object, ...], int] = {}
+        self.kinds: list[int] = []
+        self._places: list[list[int]] = []
+        for place, first in enumerate(firsts):
+            device = cluster.devices[first]
+            own = links.group(device.name)
+            # a host whose devices links name singly is near to those of its own
+            hidden = own if own not in singled else ""
+            signature = [
+                tuple("" if end == hidden else end for end in line[:2]) + line[2:]
+                for name in dict.fromkeys((own, device.host))
+                for line in named.get(name, ())
+            ]
+            key = (own == device.host, *sorted(signature, key=repr))
+            if device.host in singled:
+                key = (*key, device.host)
+            kind = known.setdefault(key, len(known))
+            self.kinds.append(kind)
+            if kind == len(self._places):
+                self._places.append([])
+            if len(self._places[kind]) < 2:
+                self._places[kind].append(place)
+
+    def inside(self, members: Sequence[Sequence[Sequence[int]]]) -> tuple[Line, ...]:
+        """The link of two devices of one place; nothing where every place is one device."""
+        lines = [Line()] * len(self._places)
+        found: set[int] = set()
+        for place, kind in enumerate(self.kinds):
+            devices = sorted(d for by_pool in members[place] for d in by_pool)
+            if kind not in found and len(devices) > 1:
+                found.add(kind)
+                lines[kind] = self._line(devices[0], devices[1])
+        return tuple(lines)
+
+    def between(self) -> tuple[tuple[Line, ...], ...]:
+        """The link from a place of one kind to another of the same or another."""
+        every = range(len(self._places))
+        return tuple(tuple(self._pair(a, b) for b in every) for a in every)
+
+    def _pair(self, a: int, b: int) -> Line:
+        if a == b and len(self._places[a]) < 2:
+            return Line()
+        source, target = self._places[a][0], self._places[b][1 if a == b else 0]
+        return self._line(self._firsts[source], self._firsts[target])
+
+    def _line(self, a: int, b: int) -> Line:
+        devices = self._cluster.devices
+        link: Link = self._links(devices[a].name, devices[b].name)
+        return Line(latency=link.latency, inverse=1 / link.bandwidth)

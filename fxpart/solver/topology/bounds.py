@@ -1,0 +1,149 @@
+"""A lower bound on the step time of any placement: every message over the best link there is.
+
+Tensor shards of a replica that fit in no place must cross links between places. Otherwise either
+every replica is whole in a place, and then two replicas meet in one place only where both fit in
+it; or some replica is cut, and its collectives cross. The bound is the least over these cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum, inf
+
+from fxpart.solver.topology.problem import Flow, Ring, Topology
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Of two pools: the link classes of places that have them, and what one place has of both."""
+
+    topology: Topology
+    kinds: tuple[tuple[int, ...], ...]  # classes by pool
+    many: frozenset[int]  # classes of more than one place
+    room: dict[tuple[int, int], int]  # most devices of either pool in a place that has both
+
+    @classmethod
+    def of(cls, topology: Topology) -> _Links:
+        count = [0] * len(topology.inside)
+        pools = range(max(len(p.devices) for p in topology.places))
+        kinds: list[dict[int, None]] = [{} for _ in pools]
+        room: dict[tuple[int, int], int] = {}
+        shapes = {(p.kind, p.devices): None for p in topology.places}
+        for place in topology.places:
+            count[place.kind] += 1
+        for kind, devices in shapes:
+            for a in pools:
+                if devices[a]:
+                    kinds[a][kind] = None
+                for b in pools:
+                    if devices[a] and devices[b]:
+                        both = devices[a] if a == b else devices[a] + devices[b]
+                        room[a, b] = max(room.get((a, b), 0), both)
+        many = frozenset(k for k, n in enumerate(count) if n > 1)
+        return cls(topology, tuple(tuple(sorted(k)) for k in kinds), many, room)
+
+    def best(self, pools: tuple[int, int], ring: Ring, *, apart: bool) -> float:
+        """The least seconds of a message from one pool to another; ``apart``: of two places."""
+        if ring.size <= 0:
+            return 0.0
+        found = inf
+        for a in self.kinds[pools[0]]:
+            for b in self.kinds[pools[1]]:
+                if a != b or a in self.many:
+                    line = self.topology.between[a][b]
+                    found = min(found, ring.messages * line.latency + ring.size * line.inverse)
+            if not apart and a in self.kinds[pools[1]]:
+                line = self.topology.inside[a]
+                found = min(found, ring.messages * line.latency + ring.size * line.inverse)
+        return found if found < inf else 0.0
+
+    def fits(self, pools: tuple[int, int], devices: int) -> bool:
+        """Whether some place may hold so many devices of the two pools together."""
+        return self.room.get(pools, 0) >= devices
+
+
+def lower_bound(topology: Topology) -> float:
+    """Seconds that no placement beats."""
+    links = _Links.of(topology)
+    groups = range(len(topology.groups))
+    rest = topology.microbatches - topology.fill
+    cut = [_cut(links, s) for s in groups]
+    times, once = [g.seconds for g in topology.groups], [g.once for g in topology.groups]
+    items: list[_Item] = []
+    for s, group in enumerate(topology.groups):
+        own = (group.pool, group.pool)
+        whole = links.fits(own, group.tensor)
+        times[s] += links.best(own, group.exchange, apart=not whole) if group.tensor > 1 else 0.0
+        if group.data > 1:
+            far = not links.fits(own, group.data)
+            once[s] += (least := links.best(own, group.reduce, apart=far))
+            if whole and not links.fits(own, group.lanes):
+                more = links.best(own, group.reduce, apart=True) - least
+                items.append(_Item(s, (s,), more, step=True))
+    for flow in topology.flows:
+        least, most = _flow(links, flow)
+        (once if flow.step else times)[flow.target] += least
+        items.append(_Item(flow.target, (flow.source, flow.target), most - least, flow.step))
+    loads = [rest * t + b for t, b in zip(times, once, strict=True)]
+    longest = max(loads)
+    for s in groups:
+        mine = [item for item in items if item.stage == s]
+        more = fsum(item.seconds * (1 if item.step else rest) for item in mine)
+        ways = {c: None for item in mine for c in item.unless}
+        escapes = (loads[c] + rest * cut[c] for c in ways)
+        longest = max(longest, min((loads[s] + more, *escapes)))
+    return topology.fill * (fsum(times) + _extra(items, cut)) + longest
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Seconds that ``stage`` pays beyond the least, unless a replica of these stages is cut."""
+
+    stage: int
+    unless: tuple[int, ...]
+    seconds: float
+    step: bool
+
+
+def _extra(items: list[_Item], cut: list[float]) -> float:
+    """What the items of a microbatch add to the sum over stages at least.
+
+    Each stage is paid for by its items or cut; cutting costs ``cut`` once. Any way to charge the
+    items so that no stage's items are charged more than its cutting costs is a bound (the dual of
+    a vertex cover).
+    """
+    left, total = list(cut), []
+    for item in items:
+        if not item.step:
+            charge = min(item.seconds, *(left[c] for c in item.unless))
+            total.append(charge)
+            for c in item.unless:
+                left[c] -= charge
+    return fsum(total)
+
+
+def _cut(links: _Links, stage: int) -> float:
+    """Seconds a microbatch that cutting a replica costs: infinite if there is nothing to cut."""
+    group = links.topology.groups[stage]
+    own = (group.pool, group.pool)
+    if group.tensor == 1:
+        return inf
+    if not links.fits(own, group.tensor):
+        return 0.0
+    near, far = (links.best(own, group.exchange, apart=apart) for apart in (False, True))
+    return far - near
+
+
+def _flow(links: _Links, flow: Flow) -> tuple[float, float]:
+    """Seconds at least, and at least while no replica of its stages is cut."""
+    source, target = (links.topology.groups[x] for x in (flow.source, flow.target))
+    pools = (source.pool, target.pool)
+    ring = Ring(size=flow.size, messages=flow.messages)
+    found = []
+    for devices in (2, source.tensor + target.tensor):
+        apart = not links.fits(pools, devices)
+        seconds = links.best(pools, ring, apart=apart)
+        if flow.back:
+            seconds += links.best(pools[::-1], ring, apart=apart)
+        found.append(seconds)
+    return found[0], max(found)

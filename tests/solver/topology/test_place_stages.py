@@ -1,0 +1,91 @@
+"""Stages on the devices of real clusters."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpart.cluster import Cluster, Device, Link
+from fxpart.errors import FxpartError
+from fxpart.pricing.topology import Traffic, place_stages, pools_of, used_ranks
+from fxpart.solver.topology.problem import Flow, Ring
+
+
+def chain(stages: int, size: float = 1e8) -> tuple[Flow, ...]:
+    return tuple(Flow(source=i, target=i + 1, size=size, back=True) for i in range(stages - 1))
+
+
+def device(name: str, host: str, memory: int = 1 << 34) -> Device:
+    return Device(
+        name=name, kind="gpu", model="x", host=host, memory=memory, flops={"float32": 1e13},
+        bandwidth=1e12,
+    )  # fmt: skip
+
+
+def link(source: str, target: str, bandwidth: float) -> Link:
+    return Link(source=source, target=target, latency=1e-6, bandwidth=bandwidth)
+
+
+def test_stages_that_talk_share_a_host() -> None:
+    cluster = Cluster.parse("2x8xh100-sxm")
+    found = place_stages(cluster, [(0, 1, 4)] * 4, Traffic(flows=chain(4), microbatches=8))
+    hosts = [{cluster.devices[d].host for d in lanes} for lanes in found.ranks]
+    assert hosts == [{"host0"}, {"host0"}, {"host1"}, {"host1"}]
+    assert sorted(d for lanes in found.ranks for d in lanes) == list(range(16))
+    assert found.bound <= found.seconds
+
+
+def test_a_tensor_group_is_not_cut_where_it_can_be_whole() -> None:
+    # in stage order 3 + 3 + 2 + ... wastes devices; the widest first fits all of them whole
+    cluster = Cluster.parse("3x4xh100-sxm")
+    traffic = Traffic(flows=chain(6), exchange=(Ring(size=1e9, messages=4),) * 6)
+    widths = [(0, 1, 1), (0, 1, 2), (0, 1, 3), (0, 1, 1), (0, 1, 2), (0, 1, 3)]
+    assert place_stages(cluster, widths, traffic).straddling == 0
+
+
+def test_a_tensor_group_wider_than_a_host_is_cut_into_few() -> None:
+    cluster = Cluster.parse("2x4xh100-sxm")
+    found = place_stages(cluster, [(0, 1, 6)], Traffic(exchange=(Ring(size=1e9, messages=4),)))
+    assert found.straddling == 1
+    assert found.status == "optimal"  # one ring that must cross, and no more
+
+
+def test_a_slow_link_between_two_devices_is_avoided() -> None:
+    # a ring of four devices where only 0 - 2 - 1 - 3 is fast
+    names = [f"d{i}" for i in range(4)]
+    fast = {(0, 2), (2, 1), (1, 3)}
+    links = [
+        link(names[a], names[b], 1e11 if (a, b) in fast or (b, a) in fast else 1e9)
+        for a in range(4)
+        for b in range(4)
+        if a != b
+    ]
+    devices = tuple(device(name, "host") for name in names)
+    cluster = Cluster(name="ring", devices=devices, links=tuple(links))
+    found = place_stages(cluster, [(0, 1, 1)] * 4, Traffic(flows=chain(4), microbatches=4))
+    assert found.ranks in (((0,), (2,), (1,), (3,)), ((3,), (1,), (2,), (0,)))
+    assert found.status == "optimal"
+
+
+def test_pools_keep_to_their_devices() -> None:
+    devices = (device("a", "h", 1 << 33), device("b", "h"), device("c", "h", 1 << 33))
+    cluster = Cluster(name="two", devices=devices, links=(link("*", "*", 1e10),))
+    assert pools_of(cluster) == (0, 1, 0)
+    found = place_stages(cluster, [(1, 1, 1), (0, 2, 1)], Traffic(flows=chain(2)))
+    assert found.ranks == ((1,), (0, 2))
+    with pytest.raises(FxpartError, match="too few"):
+        place_stages(cluster, [(1, 2, 1)], Traffic())
+
+
+def test_the_world_is_the_devices_used() -> None:
+    assert used_ranks([(5, 2), (0, 3)]) == ((3, 1), (0, 2))
+
+
+def test_sixteen_thousand_devices() -> None:
+    cluster = Cluster.parse("2048x8xh100-sxm")
+    traffic = Traffic(
+        flows=chain(16), exchange=(Ring(size=1e9, messages=96),) * 16, microbatches=64
+    )
+    found = place_stages(cluster, [(0, 128, 8)] * 16, traffic)
+    assert found.straddling == 0
+    assert found.status in ("optimal", "within gap")
+    assert len({d for lanes in found.ranks for d in lanes}) == 16384
