@@ -1,0 +1,64 @@
+"""The best chain: a good start from a few orders, then the proof over all ideals."""
+
+from __future__ import annotations
+
+from math import inf
+
+from fxpart.solver.maxload.blocks import Blocks, make_blocks
+from fxpart.solver.maxload.bounds import cheap_bound
+from fxpart.solver.maxload.dp import StageProgramme
+from fxpart.solver.maxload.ideals import Ideals, all_ideals, prefixes
+from fxpart.solver.maxload.record import Record
+from fxpart.solver.maxload.reduce import reduce
+from fxpart.solver.maxload.watch import Watch
+
+_HAIR = 1e-10  # relative: only what is better by so much is looked for
+_STEPS = (1.02, 1.1, 1.3, 2.0, inf)  # times the bound: loads tried for a start, the least first
+_ROUNDS = 4  # of a better start and fewer blocks
+_MOST_IDEALS = 60_000
+
+
+def start(record: Record, watch: Watch, seed: int) -> Blocks:
+    """Add a first chain to ``record`` where one is found; the instance as few blocks."""
+    blocks = reduce(make_blocks(record.instance, "chain"))
+    if record.mode == "chain":
+        record.prove(cheap_bound(blocks))
+    for _ in range(_ROUNDS):
+        before = len(blocks), record.objective
+        _try_orders(blocks, record, watch, seed)
+        blocks = reduce(blocks, record.objective)
+        if before in ((len(blocks), record.objective), (1, inf)) or record.closed:
+            break
+    return blocks
+
+
+def _try_orders(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None:
+    ideals = Ideals(blocks, prefixes(blocks, seed))
+    bound = cheap_bound(blocks)
+    for factor in _STEPS:
+        most = min(bound * factor if bound > 0 else inf, record.objective * (1 - _HAIR))
+        if search(blocks, ideals, record, watch, most) or most >= record.objective * (1 - _HAIR):
+            return
+
+
+def search(blocks: Blocks, ideals: Ideals, record: Record, watch: Watch, most: float) -> bool:
+    """Add the best chain over these ideals with loads up to ``most``; whether there is one."""
+    programme = StageProgramme(blocks, ideals, most)
+    if programme.run(watch) == inf:
+        return False
+    record.add(blocks.assignment(programme.devices()))
+    return True
+
+
+def prove_by_ideals(blocks: Blocks, record: Record, watch: Watch) -> bool:
+    """Find and prove the optimum; False, and nothing proven, where there are too many ideals."""
+    masks = all_ideals(blocks, _MOST_IDEALS, watch)
+    if masks is None:
+        return False
+    known = record.objective
+    if search(blocks, Ideals(blocks, masks), record, watch, known * (1 - _HAIR)):
+        # the programme's own sums may differ from the objective's by rounding
+        record.prove(record.objective * (1 - _HAIR))
+    else:
+        record.prove(known * (1 - _HAIR) if known < inf else inf)
+    return True

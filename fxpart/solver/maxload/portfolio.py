@@ -1,0 +1,100 @@
+"""The one entrance: the best assignment within a time limit, with a proven bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import Literal, get_args
+
+from fxpart.errors import error
+from fxpart.solver.maxload.blocks import make_blocks
+from fxpart.solver.maxload.bounds import cheap_bound
+from fxpart.solver.maxload.brute import solve_brute
+from fxpart.solver.maxload.chain import prove_by_ideals, start
+from fxpart.solver.maxload.checks import check_instance
+from fxpart.solver.maxload.instance import MODES, Answer, Instance, Mode
+from fxpart.solver.maxload.record import Progress, Record
+from fxpart.solver.maxload.reduce import reduce
+from fxpart.solver.maxload.watch import OutOfTime, Watch, never
+
+Solver = Literal["auto", "dp", "cp-sat", "brute"]
+_CHAIN_SHARE = 0.4  # of the time, at most, goes into the chain that any assignment starts from
+
+
+def solve(
+    instance: Instance,
+    *,
+    mode: Mode = "chain",
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    stopped: Callable[[], bool] = never,
+) -> Answer:
+    """The best assignment found within ``time_limit`` seconds and its proven lower bound.
+
+    mode "chain": the devices form a pipeline, in any topological order; "any": a device may hold
+    several pieces. solver "dp" is the dynamic programme over ideals, which proves chains fast but
+    gives "any" no better than a chain and a cheap bound; "cp-sat" the integer programme; "auto"
+    takes "dp" for chains unless there are too many ideals, and "cp-sat" for any. ``stopped`` is
+    asked now and then whether to answer with what there is. Equal instances and seeds give equal
+    answers as long as the time limit is not reached. Raises FXP206 for an instance that is not
+    valid, FXP109 for an unknown mode, solver or time limit.
+    """
+    watch = Watch(time.monotonic() + time_limit, stopped)
+    if mode not in MODES or solver not in get_args(Solver) or not time_limit >= 0:
+        raise error(
+            "FXP109",
+            where=f"solve(mode={mode!r}, solver={solver!r}, time_limit={time_limit!r})",
+            why="one of these is not known, or the time limit is negative",
+            fix="mode 'chain' or 'any'; solver 'auto', 'dp', 'cp-sat' or 'brute'; 0 s or more",
+        )
+    check_instance(instance)
+    if solver == "brute":
+        return solve_brute(instance, mode)
+    record = Record(instance, mode, progress)
+    try:
+        used = _chain(record, watch, seed, solver) if mode == "chain" else ""
+        if mode == "any":
+            used = _any(record, watch, seed, solver)
+    except OutOfTime:
+        used = "dp" if solver == "auto" and mode == "chain" else solver
+    return record.answer(used)
+
+
+def _chain(record: Record, watch: Watch, seed: int, solver: str) -> str:
+    """Fill the record; the name of the solver that had the last word."""
+    blocks = start(record, watch, seed)
+    if record.closed:
+        return "dp"
+    if solver != "cp-sat" and (prove_by_ideals(blocks, record, watch) or solver == "dp"):
+        return "dp"
+    from fxpart.solver.maxload.chain_ilp import solve_chain  # OR-Tools is slow to import
+
+    record.prove(solve_chain(blocks, record, watch, seed))
+    return "cp-sat"
+
+
+def _any(record: Record, watch: Watch, seed: int, solver: str) -> str:
+    blocks = make_blocks(record.instance, "any")
+    record.prove(cheap_bound(blocks))
+    # a chain is valid here too, but what is proven of chains is not
+    try:
+        chain = Record(record.instance, "chain")
+        _chain(chain, watch.part(_CHAIN_SHARE), seed, "cp-sat" if solver == "cp-sat" else "dp")
+    except OutOfTime:
+        watch.left()
+    finally:
+        if chain.assignment is not None:
+            record.add(chain.assignment)
+    if record.closed or solver == "dp":
+        return "dp"
+    from fxpart.solver.maxload.any_ilp import solve_any
+
+    blocks = reduce(blocks, record.objective)
+    record.prove(max(cheap_bound(blocks), 0.0))
+    if record.objective < inf and record.closed:
+        return "dp"
+    record.prove(solve_any(blocks, record, watch, seed))
+    return "cp-sat"

@@ -1,0 +1,125 @@
+"""What both integer programmes for CP-SAT share: loads, memory, scaling, hint and solving.
+
+Times become integers by scaling and rounding down, which only lowers loads: a bound that CP-SAT
+proves, scaled back, is a bound on ours. Assignments are judged again by the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, inf
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from fxpart.solver.maxload.blocks import Blocks
+from fxpart.solver.maxload.record import Record
+from fxpart.solver.maxload.watch import Watch
+
+_STEPS = 10**8  # integer steps that the best known load is divided into
+_SLACK = 1e-4  # the cutoff is so much above it, or rounding would cut the best itself off
+_BYTES = 10**7  # integer steps of memory
+
+Expression = Any  # a linear expression of CP-SAT, or an int
+
+
+class Programme:
+    """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold."""
+
+    def __init__(self, blocks: Blocks, record: Record, watch: Watch) -> None:
+        """Nothing is placed yet; ``record`` gives the cutoff and the hint."""
+        self.blocks, self.record, self.watch = blocks, record, watch
+        self.model = cp_model.CpModel()
+        top = record.objective
+        if top == inf:
+            top = float(blocks.work.sum() + blocks.cpu.sum() + blocks.costs.sum())
+        self.top = max(top, 1e-300)
+        self.scale = _STEPS / self.top
+        known = record.assignment
+        self.hint = None if known is None else blocks.devices(known)
+        self.longest = self.model.new_int_var(
+            floor(min(record.bound, self.top) * self.scale), floor(_STEPS * (1 + _SLACK)) + 1, ""
+        )
+
+    def new(self, hint: bool) -> cp_model.IntVar:
+        """A 0-1 variable with its value in the best assignment known, where there is one."""
+        variable = self.model.new_bool_var("")
+        if self.hint is not None:
+            self.model.add_hint(variable, hint)
+        return variable
+
+    def loads(self, held: Sequence[Expression], hint: Sequence[bool], cpu: Expression) -> None:
+        """Limit the load of a place: held is 1 for its blocks, cpu is 1 if it is a CPU core."""
+        blocks, add = self.blocks, self.model.add
+        self.watch.left()
+        fixed = isinstance(cpu, int)
+        if not fixed or not cpu:
+            cuts = [self._cut(held, hint, pins) for pins in blocks.nets]
+            work = [floor(w * self.scale) for w in blocks.work]
+            cost = [floor(c * self.scale) for c in blocks.costs]
+            load = sum(w * x for w, x, r in zip(work, held, blocks.runs, strict=True) if w and r)
+            load = load + sum(c * x for c, x in zip(cost, cuts, strict=True) if c)
+            add(load <= self.longest + (sum(work) + sum(cost)) * cpu)
+            for x, runs in zip(held, blocks.runs, strict=True):
+                if not runs:
+                    add(x <= cpu)
+            if not blocks.roomy:
+                unit = _BYTES / max(blocks.memory, 1e-300)
+                size = [floor(s * unit) for s in blocks.size]
+                add(sum(s * x for s, x in zip(size, held, strict=True) if s)
+                    <= ceil(blocks.memory * unit) + sum(size) * cpu)  # fmt: skip
+        if not fixed or cpu:
+            time = [floor(w * self.scale) for w in blocks.cpu]
+            load = sum(w * x for w, x in zip(time, held, strict=True) if w)
+            add(load <= self.longest + sum(time) * (1 - cpu))
+
+    def _cut(
+        self, held: Sequence[Expression], hint: Sequence[bool], pins: Sequence[int]
+    ) -> cp_model.IntVar:
+        """At least 1 if the place holds some but not all of the pins."""
+        first, *others = pins
+        cut = self.new(len({hint[b] for b in pins}) == 2)
+        for b in others:
+            self.model.add(cut >= held[first] - held[b])
+            self.model.add(cut >= held[b] - held[first])
+        return cut
+
+    def solve(self, seed: int, found: Any) -> float:
+        """Run CP-SAT; ``found(solver callback)`` gives the device of each block.
+
+        Improves the record and returns a lower bound, infinite if nothing is valid.
+        """
+        self.model.minimize(self.longest)
+        if self.hint is not None:
+            self.model.add_hint(self.longest, min(floor(_STEPS * (1 + _SLACK)), _STEPS))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = seed
+        solver.parameters.relative_gap_limit = 1e-7
+        solver.parameters.max_time_in_seconds = self.watch.left()
+        for name, value in EXTRA.items():
+            setattr(solver.parameters, name, value)
+        if self.record.progress is not None:
+            solver.best_bound_callback = lambda bound: self.record.prove(bound / self.scale)
+        status = solver.solve(self.model, _Found(self, found))
+        assert status != cp_model.MODEL_INVALID, self.model.validate()
+        if status == cp_model.INFEASIBLE:
+            return inf if self.record.assignment is None else self.top
+        return max(0.0, float(solver.best_objective_bound)) / self.scale
+
+
+EXTRA: dict[str, Any] = {}
+
+
+class _Found(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+    """Adds each solution to the record; stops the search where the user asks to."""
+
+    def __init__(self, programme: Programme, found: Any) -> None:
+        super().__init__()
+        self._programme, self._found = programme, found
+
+    def on_solution_callback(self) -> None:
+        programme = self._programme
+        programme.record.add(programme.blocks.assignment(self._found(self)))
+        if programme.watch.stopped():
+            self.stop_search()
