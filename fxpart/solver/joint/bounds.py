@@ -1,0 +1,117 @@
+"""Cheap lower bounds on the joint objective, from sums over blocks: no search, no intervals.
+
+What a stage costs is at least the sum over its blocks of what grows with them: seconds of work,
+bytes of gradients over the bandwidth; latencies, transfers and ties are left out. So for any
+weights mu >= 0 of the pools with sum_p mu_p N_p = 1
+
+    T >= sum over blocks of min over options (fill t + mu_pool devices ((m - fill) t + beta))
+
+(the longest stage is no shorter than the average over devices), and T is no less than the largest
+block's load over the whole filling. Options in which a block alone exceeds the memory are left out.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from fxpart.solver.joint.problem import ScheduleName
+from fxpart.solver.joint.schedules import fill
+from fxpart.solver.joint.stacked import Floats, Ints, Stacked
+
+_SCALES = (
+    0.2,
+    0.5,
+    0.8,
+    1.25,
+    2.0,
+    5.0,
+)  # of a pool's weight, in search of a better
+
+
+class CheapBounds:
+    """Bounds for one problem; holds what a block costs at each count of microbatches."""
+
+    def __init__(self, stacked: Stacked) -> None:
+        """stacked: the problem."""
+        self.stacked = stacked
+        self._costs: dict[int, tuple[Floats, Floats]] = {}
+
+    def costs(self, microbatches: int) -> tuple[Floats, Floats]:
+        """At least what each kind of block adds to t and to beta, (options, kinds), in seconds.
+
+        Infinite where it cannot be, because of its memory or because there is no work.
+        """
+        if microbatches not in self._costs:
+            self._costs[microbatches] = self._block_costs(microbatches)
+        return self._costs[microbatches]
+
+    def _block_costs(self, microbatches: int) -> tuple[Floats, Floats]:
+        s = self.stacked
+        work, layout, zero = s.work(microbatches), s.layout, s.zero[:, None]
+        once = np.zeros((len(layout), len(s.counts)))
+        gathers = np.zeros_like(once)
+        standing = s.buffer[layout]
+        for states, share, reduce, gather in (
+            (s.dense, s.data, s.reduce, s.gather),
+            (s.experts, s.experts_share, s.reduce_experts, s.gather_experts),
+        ):
+            weight, gradient = states.weight[layout], states.gradient[layout]
+            optimizer, shares = states.optimizer[layout], share[:, None]
+            once += reduce.inverse * gradient
+            once += states.step[layout, s.pool] / np.where(zero > 0, shares, 1)
+            needed = (zero == 3) | ((zero > 0) & (gradient > 0))
+            gathers += np.where(needed, gather.inverse * weight, 0.0)
+            # a sum of parts rounded up is no less than the sum rounded up: floors are safe
+            standing = standing + np.where(zero >= 3, weight // shares, weight)
+            standing = standing + np.where(zero >= 2, gradient // shares, gradient)
+            standing = standing + np.where(zero >= 1, optimizer // shares, optimizer)
+        t = s.seconds[work] + np.where(zero == 3, 2 * gathers, 0.0)
+        once += np.where(zero < 3, gathers, 0.0)
+        needs = standing + s.activation[work] + s.workspace[work]
+        wrong = (needs > s.memory[s.pool][:, None]) | (work < 0)[:, None]
+        return np.where(wrong, inf, t), np.where(wrong, inf, once)
+
+    def bound(
+        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int = 1
+    ) -> float:
+        """No plan of this count, this schedule and these options takes less, in seconds."""
+        s, share = self.stacked, fill(schedule, virtual)
+        t, once = (x[options] for x in self.costs(microbatches))
+        wrong = np.isinf(t)
+        t = np.where(wrong, 0.0, t)  # no 0 * inf
+        load = np.where(wrong, inf, (microbatches - share) * t + once)
+        filling = np.where(wrong, inf, share * t)
+        least = float((s.counts * filling.min(axis=0)).sum())
+        if not least < inf:
+            return inf
+        stages = min(s.problem.max_stages, len(s.kinds))
+        shared = float((s.counts * load.min(axis=0)).sum()) / stages
+        best = least + max(float(load.min(axis=0).max()), shared)
+        return max(best, self._averaged(filling, load, options))
+
+    def _averaged(self, filling: Floats, load: Floats, options: Ints) -> float:
+        """The bound over weights of the pools, which are improved one at a time."""
+        s = self.stacked
+        size, pool = s.size[options], s.pool[options]
+        usable = s.devices.astype(np.float64)
+        if s.problem.uniform and len(set(size.tolist())) == 1:
+            usable = (s.devices // size[0] * size[0]).astype(np.float64)
+        usable = np.where(np.isin(np.arange(len(usable)), pool), usable, 0.0)
+
+        def value(weights: Floats) -> float:
+            scaled = weights / float((weights * usable).sum())
+            total = filling + (scaled[pool] * size)[:, None] * load
+            return float((s.counts * total.min(axis=0)).sum())
+
+        weights = np.ones(len(usable))
+        best = value(weights)
+        for p in np.flatnonzero(usable) if np.count_nonzero(usable) > 1 else ():
+            start = weights[p]
+            for scale in _SCALES:
+                trial = weights.copy()
+                trial[p] = start * scale
+                if value(trial) > best:
+                    best, weights = value(trial), trial
+        return best

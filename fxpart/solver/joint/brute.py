@@ -1,0 +1,100 @@
+"""Every joint choice, one by one: the oracle of the other solvers, for small problems only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from math import comb, inf
+
+from fxpart.errors import error
+from fxpart.solver.joint.objective import JointScorer
+from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
+
+LIMIT = 2_000_000  # choices that may be enumerated
+
+
+def choices(
+    problem: JointProblem, schedules: tuple[str, ...] | None = None
+) -> Iterator[JointChoice]:
+    """All choices whose cuts are allowed and whose devices suffice, in a fixed order.
+
+    schedules: only these, by default all of the problem.
+    """
+    n, fused = len(problem.blocks), set(problem.no_cut_after)
+    cuts = [b + 1 for b in range(n - 1) if b not in fused]
+    for stages in range(problem.min_stages, min(problem.max_stages, n) + 1):
+        given = list(_options(problem, stages))
+        for schedule in problem.schedules:
+            if schedules is not None and schedule not in schedules:
+                continue
+            for v in problem.virtual if schedule == "interleaved" else (1,):
+                for starts in combinations(cuts, stages * v - 1):
+                    for m, options in product(problem.microbatches, given):
+                        yield JointChoice(
+                            microbatches=m,
+                            schedule=schedule,
+                            starts=(0, *starts),
+                            options=options,
+                            virtual=v,
+                        )
+
+
+def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> int:
+    """No less than the number of choices that :func:`choices` yields."""
+    cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
+    pieces = [
+        v
+        for schedule in problem.schedules
+        if schedules is None or schedule in schedules
+        for v in (problem.virtual if schedule == "interleaved" else (1,))
+    ]
+    stages = range(problem.min_stages, min(problem.max_stages, cuts + 1) + 1)
+    total: int = len(problem.microbatches) * sum(
+        comb(cuts, s * v - 1) * len(problem.options) ** s for v in pieces for s in stages
+    )
+    return total
+
+
+def solve_joint_brute(problem: JointProblem) -> JointSolution:
+    """The optimum by enumeration; of equally good choices the first.
+
+    Raises FXP109 where there are more than :data:`LIMIT` choices.
+    """
+    if count(problem) > LIMIT:
+        raise error(
+            "FXP109",
+            where="solver='brute'",
+            why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
+            fix="use solver='dp'",
+        )
+    scorer, best, seconds = JointScorer(problem), None, inf
+    for choice in choices(problem):
+        evaluation = scorer.evaluate(choice)
+        if evaluation.feasible and evaluation.seconds < seconds:
+            best, seconds = choice, evaluation.seconds
+    return JointSolution(
+        status="infeasible" if best is None else "optimal",
+        choice=best,
+        objective=seconds,
+        bound=seconds,
+        solver="brute",
+        candidates=() if best is None else (best,),
+    )
+
+
+def _options(problem: JointProblem, stages: int) -> Iterator[tuple[int, ...]]:
+    """Options by stage that take no more devices than there are."""
+    taken = [ranks(problem, o) for o in problem.options]
+    left = [pool.devices for pool in problem.pools]
+
+    def rest(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == stages:
+            yield chosen
+            return
+        for index, option in enumerate(problem.options):
+            if taken[index] <= left[option.pool]:
+                left[option.pool] -= taken[index]
+                yield from rest((*chosen, index))
+                left[option.pool] += taken[index]
+
+    return rest(())

@@ -1,0 +1,118 @@
+"""Balanced splits with one option for all stages: first plans, before anything is searched."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator
+from math import inf, isfinite
+
+import numpy as np
+
+from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
+from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.schedules import fill, in_flight
+from fxpart.solver.joint.stacked import Stacked
+
+_TRIES = 60  # choices looked at before it is left to the search
+_ENOUGH = 3  # feasible ones after which no more is tried
+
+
+def first_plans(stacked: Stacked, bounds: CheapBounds, record: JointRecord) -> None:
+    """Record a few balanced choices, the most promising by a rough estimate first."""
+    ranked: list[tuple[float, int, int, int, int]] = []
+    for k, m in enumerate(stacked.problem.microbatches):
+        for s, schedule in enumerate(stacked.problem.schedules):
+            if schedule != "interleaved":
+                ranked += [
+                    (seconds, k, s, option, stages)
+                    for seconds, option, stages in _estimates(stacked, bounds, m, schedule)
+                ]
+    found = 0
+    for _, k, s, option, stages in heapq.nsmallest(_TRIES, ranked):
+        problem = stacked.problem
+        m, schedule = problem.microbatches[k], problem.schedules[s]
+        starts = balanced(stacked, bounds.costs(m)[0][option][stacked.kinds].tolist(), stages)
+        if starts is not None:
+            choice = JointChoice(
+                microbatches=m, schedule=schedule, starts=starts, options=(option,) * stages
+            )
+            found += record.add(choice) < inf
+        if found == _ENOUGH:
+            return
+
+
+def _estimates(
+    stacked: Stacked, bounds: CheapBounds, m: int, schedule: ScheduleName
+) -> Iterator[tuple[float, int, int]]:
+    """(seconds, option, stages) as if blocks could be cut anywhere; too much memory left out."""
+    problem, share = stacked.problem, fill(schedule)
+    counts, work = stacked.counts, stacked.work(m)
+    t, once = bounds.costs(m)
+    total, steps = (t * counts).sum(axis=1), (once * counts).sum(axis=1)
+    cuts = len(problem.blocks) - len(set(problem.no_cut_after))
+    needs = _bytes(stacked, m)
+    for option in np.flatnonzero((work >= 0) & np.isfinite(total)).tolist():
+        pool = int(stacked.pool[option])
+        most = min(problem.max_stages, int(stacked.devices[pool] // stacked.size[option]), cuts)
+        for stages in _counts(problem.min_stages, most):
+            flying = in_flight(schedule, m, stages, 0)
+            copies = flying if schedule == "async" else 1
+            standing, weights, flow, moved = (float(x[option]) for x in needs)
+            memory = (standing + (copies - 1) * weights + flying * flow) / stages
+            if memory > stacked.memory[pool]:
+                continue
+            hop = float(stacked.transfer.latency[pool, 0])
+            hop += float(stacked.transfer.inverse[pool, 0]) * moved
+            each = float(total[option]) + 2 * hop * (stages - 1)
+            load = ((m - share) * each + float(steps[option])) / stages
+            seconds = share * each + load
+            if isfinite(seconds):
+                yield seconds, option, stages
+
+
+def _bytes(stacked: Stacked, m: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+    """By option: bytes of state, of weights, of a microbatch's activations, and of one value."""
+    counts, layout, work = stacked.counts, stacked.layout, stacked.work(m)
+    standing, weights = np.zeros(len(layout)), np.zeros(len(layout))
+    for states, share in ((stacked.dense, stacked.data), (stacked.experts, stacked.experts_share)):
+        for level, part in ((3, states.weight), (2, states.gradient), (1, states.optimizer)):
+            kept = (part * counts).sum(axis=1)[layout] / np.where(stacked.zero >= level, share, 1)
+            standing += kept
+            if level == 3:
+                weights += kept
+    flow = (stacked.activation[work] * counts).sum(axis=1).astype(np.float64)
+    rows = stacked.rows[work]
+    largest = max((b.row_bytes for b in stacked.problem.boundaries), default=0)
+    return [standing, weights, flow, (rows * largest).astype(np.float64)]
+
+
+def _counts(least: int, most: int) -> Iterator[int]:
+    """Numbers of stages: the most, half as many, and so on, and the least."""
+    while most > least:
+        yield most
+        most //= 2
+    if most >= least or most > 0:
+        yield max(most, least)
+
+
+def balanced(stacked: Stacked, seconds: list[float], pieces: int) -> tuple[int, ...] | None:
+    """First blocks of pieces of about equal seconds, cut only where that is allowed."""
+    problem: JointProblem = stacked.problem
+    fused, n = set(problem.no_cut_after), len(seconds)
+    cuts = [b + 1 for b in range(n - 1) if b not in fused]
+    if len(cuts) < pieces - 1:
+        return None
+    done = np.cumsum(seconds)
+    before = [float(done[c - 1]) for c in cuts]
+    starts, least = [0], 0
+    for k in range(1, pieces):
+        most = len(cuts) - (pieces - k)  # leave one cut for each piece that follows
+        target = float(done[-1]) * k / pieces
+        place = bisect_left(before, target, least, most)
+        if place > least and target - before[place - 1] < before[place] - target:
+            place -= 1
+        starts.append(cuts[place])
+        least = place + 1
+    return tuple(starts)

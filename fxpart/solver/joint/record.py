@@ -1,0 +1,55 @@
+"""The best joint choices seen, one of each sort, each judged by the one objective."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TypeAlias
+
+from fxpart.solver.joint.objective import JointScorer, degrees
+from fxpart.solver.joint.problem import JointChoice
+
+ALTERNATIVES = 8  # other choices that a solution tells of
+Sort: TypeAlias = tuple[int, int, str, int, tuple[tuple[int, int, int, int, str], ...]]
+
+
+class JointRecord:
+    """Keeps the best choice, and the best of each sort: stages, microbatches, schedule, degrees."""
+
+    def __init__(self, scorer: JointScorer) -> None:
+        """scorer: judges every choice; infeasible ones are not kept."""
+        self.scorer = scorer
+        self.seconds = inf
+        self.choice: JointChoice | None = None
+        self._best: dict[Sort, tuple[float, JointChoice]] = {}
+        self._seen: set[JointChoice] = set()
+
+    def add(self, choice: JointChoice) -> float:
+        """Evaluate a choice and keep it if it is its sort's best; its seconds, or infinity."""
+        if choice in self._seen:
+            return self._best.get(self.sort(choice), (inf,))[0]
+        self._seen.add(choice)
+        evaluation = self.scorer.evaluate(choice)
+        if not evaluation.feasible:
+            return inf
+        sort = self.sort(choice)
+        if evaluation.seconds < self._best.get(sort, (inf,))[0]:
+            self._best[sort] = (evaluation.seconds, choice)
+        if evaluation.seconds < self.seconds:
+            self.seconds, self.choice = evaluation.seconds, choice
+        return evaluation.seconds
+
+    def sort(self, choice: JointChoice) -> Sort:
+        """What makes a choice another one than a mere shift of cuts."""
+        problem = self.scorer.problem
+        used = tuple(sorted({degrees(problem, o) for o in choice.options}))
+        return (len(choice.options), choice.microbatches, choice.schedule, choice.virtual, used)
+
+    def candidates(self) -> tuple[JointChoice, ...]:
+        """The choice, then the best of other sorts, by step time."""
+        if self.choice is None:
+            return ()
+        mine = self.sort(self.choice)
+        others = sorted(
+            (seconds, sort) for sort, (seconds, _) in self._best.items() if sort != mine
+        )
+        return (self.choice, *(self._best[sort][1] for _, sort in others[:ALTERNATIVES]))

@@ -1,0 +1,185 @@
+"""Whether a joint problem makes sense: every fault of it, not the first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.solver.joint.problem import JointProblem, Line, State
+
+LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
+MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
+MOST = 2**31  # microbatches, devices, rows
+_Fault = tuple[str, str]
+
+
+def check_joint_problem(problem: JointProblem) -> None:
+    """Raises FXP206 with every fault of ``problem``; returns if there is none."""
+    checks = [_shape, _wishes, _pools, _options]
+    if not any(True for _ in _shape(problem)):
+        checks += [_layouts, _works, _values, _sizes]
+    faults = [
+        Problem("FXP206", where, why, "make the problem again from its model and cluster")
+        for check in checks
+        for where, why in check(problem)
+    ]
+    if faults:
+        raise FxpartError(faults)
+
+
+def _shape(problem: JointProblem) -> Iterator[_Fault]:
+    for name in ("blocks", "pools", "layouts", "options", "microbatches", "schedules"):
+        if not getattr(problem, name):
+            yield name, "there is none"
+    if len(problem.blocks) > MOST_BLOCKS:
+        yield "blocks", f"{len(problem.blocks)} are more than {MOST_BLOCKS}: merge some first"
+    if len(problem.kinds) != len(problem.blocks):
+        yield "kinds", f"{len(problem.kinds)} entries for {len(problem.blocks)} blocks"
+    elif any(not 0 <= k < len(problem.blocks) for k in problem.kinds):
+        yield "kinds", f"a kind is not one of 0 to {len(problem.blocks) - 1}"
+    if not 1 <= problem.batch <= MOST:
+        yield "batch", f"{problem.batch} rows are not within 1 and 2**31"
+    if any(not 1 <= m <= MOST for m in problem.microbatches):
+        yield "microbatches", "a count is not within 1 and 2**31"
+    if problem.min_stages < 1 or problem.max_stages < 1:
+        # more stages at least than at most is a request that nothing satisfies, not nonsense
+        yield "min_stages, max_stages", "a pipeline has at least one stage"
+    if any(v < 2 for v in problem.virtual):
+        yield "virtual", "interleaved pipelines have at least 2 pieces a stage"
+    if "interleaved" in problem.schedules and not problem.virtual:
+        yield "virtual", "schedule interleaved needs a number of pieces a stage"
+
+
+def _wishes(problem: JointProblem) -> Iterator[_Fault]:
+    n = len(problem.blocks)
+    for name in ("no_cut_after", "cut_after"):
+        if any(not 0 <= b < n for b in getattr(problem, name)):
+            yield name, f"a block is not one of 0 to {n - 1}"
+    for index, pin in enumerate(problem.pins):
+        if not 0 <= pin.first <= pin.last < n:
+            yield f"pins[{index}]", f"blocks {pin.first} to {pin.last} are not among {n}"
+
+
+def _pools(problem: JointProblem) -> Iterator[_Fault]:
+    for index, pool in enumerate(problem.pools):
+        where = f"pools[{index}] ({pool.name})"
+        if not 1 <= pool.devices <= MOST or pool.host < 1:
+            yield where, "devices and devices of a host are at least 1 (devices 2**31 at most)"
+        if not _number(pool.memory):
+            yield where, "memory is not from 0 to 2**60 bytes"
+        yield from _line(f"{where}.transfer", pool.transfer)
+
+
+def _options(problem: JointProblem) -> Iterator[_Fault]:
+    for index, one in enumerate(problem.options):
+        where = f"options[{index}]"
+        if not 0 <= one.pool < len(problem.pools):
+            yield f"{where}.pool", f"{one.pool} is not one of {len(problem.pools)} pools"
+        for name in ("reduce", "gather", "reduce_experts", "gather_experts"):
+            yield from _line(f"{where}.{name}", getattr(one, name))
+        if not 0 <= one.layout < len(problem.layouts):
+            yield f"{where}.layout", f"{one.layout} is not one of {len(problem.layouts)} layouts"
+        elif not 1 <= one.data <= MOST:
+            yield f"{where}.data", f"{one.data} replicas are not within 1 and 2**31"
+        elif (
+            problem.layouts[one.layout].expert < 1 or one.data % problem.layouts[one.layout].expert
+        ):
+            yield f"{where}.data", "the layout's expert degree does not divide it"
+
+
+def _layouts(problem: JointProblem) -> Iterator[_Fault]:
+    kinds = max(problem.kinds) + 1
+    for index, layout in enumerate(problem.layouts):
+        where = f"layouts[{index}]"
+        if layout.tensor < 1 or layout.expert < 1:
+            yield where, "a degree is less than 1"
+        yield from _row(f"{where}.buffer", layout.buffer, kinds)
+        for name in ("tie_weight", "tie_gradient", "tie_optimizer"):
+            yield from _row(f"{where}.{name}", getattr(layout, name), len(problem.ties))
+        for name, state in (("dense", layout.dense), ("experts", layout.experts)):
+            if state is not None:
+                yield from _state(f"{where}.{name}", state, kinds, len(problem.pools))
+
+
+def _state(where: str, state: State, kinds: int, pools: int) -> Iterator[_Fault]:
+    for name in ("weight", "gradient", "optimizer"):
+        yield from _row(f"{where}.{name}", getattr(state, name), kinds)
+    if len(state.step) != pools:
+        yield f"{where}.step", f"{len(state.step)} rows for {pools} pools"
+    for pool, row in enumerate(state.step):
+        yield from _row(f"{where}.step[{pool}]", row, kinds)
+
+
+def _works(problem: JointProblem) -> Iterator[_Fault]:
+    kinds = max(problem.kinds) + 1
+    for index, work in enumerate(problem.works):
+        where = f"works[{index}]"
+        if not 0 <= work.pool < len(problem.pools):
+            yield f"{where}.pool", f"{work.pool} is not one of {len(problem.pools)} pools"
+        if not 0 <= work.layout < len(problem.layouts):
+            yield f"{where}.layout", f"{work.layout} is not one of {len(problem.layouts)} layouts"
+        if work.rows < 1:
+            yield f"{where}.rows", "a microbatch has at least one row"
+        for name in ("forward", "backward", "collective", "activation", "workspace"):
+            yield from _row(f"{where}.{name}", getattr(work, name), kinds)
+    keys = Counter((w.pool, w.layout, w.rows, w.recompute) for w in problem.works)
+    for key, times in keys.items():
+        if times > 1:
+            yield "works", f"{times} are of pool, layout, rows and recompute {key}"
+
+
+def _values(problem: JointProblem) -> Iterator[_Fault]:
+    n = len(problem.blocks)
+    for index, value in enumerate(problem.boundaries):
+        where, order = f"boundaries[{index}]", (value.producer, *value.consumers)
+        if not value.consumers or not _rising(order, n):
+            yield where, f"producer and consumers {order} do not rise within the blocks"
+        if not _number(value.row_bytes) or not _number(value.fixed_bytes):
+            yield where, "a size is not from 0 to 2**60 bytes"
+    for index, tie in enumerate(problem.ties):
+        if not tie.blocks or not _rising(tie.blocks, n):
+            yield f"ties[{index}] ({tie.name})", f"{tie.blocks} do not rise within the blocks"
+
+
+def _sizes(problem: JointProblem) -> Iterator[_Fault]:
+    """Whether all bytes together stay exact, as many times as a stage can hold them."""
+    most = max(problem.microbatches)
+    flying = min(most, max(problem.max_stages, 1)) if "gpipe" not in problem.schedules else most
+    state = sum(
+        sum(map(sum, (part.weight, part.gradient, part.optimizer)))
+        for layout in problem.layouts
+        for part in (layout.dense, layout.experts)
+        if part is not None
+    )
+    state += sum(
+        sum(map(sum, (x.buffer, x.tie_weight, x.tie_gradient, x.tie_optimizer)))
+        for x in problem.layouts
+    )
+    repeats = max(Counter(problem.kinds).values())
+    work = max((sum(w.activation) + max(w.workspace) for w in problem.works), default=0)
+    rows = max((w.rows for w in problem.works), default=1)
+    values = 2 * sum(v.row_bytes * rows + v.fixed_bytes for v in problem.boundaries)
+    if (flying + 1) * (repeats * (state + work) + values) > LARGEST:
+        yield "bytes", "the sizes add up to more than 2**60 bytes"
+
+
+def _row(where: str, row: Sequence[float], length: int) -> Iterator[_Fault]:
+    if len(row) != length:
+        yield where, f"{len(row)} entries, {length} are needed"
+    elif not all(map(_number, row)):
+        yield where, "an entry is not a number from 0 to 2**60"
+
+
+def _line(where: str, line: Line) -> Iterator[_Fault]:
+    if not _number(line.latency) or not _number(line.inverse):
+        yield where, "latency or inverse is not a number from 0 to 2**60"
+
+
+def _number(x: float) -> bool:
+    return 0 <= x <= LARGEST
+
+
+def _rising(order: Sequence[int], n: int) -> bool:
+    return 0 <= order[0] and order[-1] < n and all(a < b for a, b in pairwise(order))
