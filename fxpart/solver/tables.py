@@ -72,16 +72,16 @@ class Tables:
         received = [
             (r, i)
             for i, v in enumerate(problem.values)
-            for r in _touching(v.consumers, v.producer, n)
+            for r in touching(v.consumers, v.producer, n)
         ]
         self._receipts, self._receipt_value = [r for r, _ in received], [i for _, i in received]
         trips = [2 if problem.values[i].gradient else 1 for i in self._receipt_value]
         self._trips = np.array(trips, dtype=np.int64)
-        self.trips = self.band(_sums(n, self._receipts, self._trips))
+        self.trips = self.band(interval_sums(n, self._receipts, self._trips))
         held = [
             (r, w.weight + w.gradient + w.optimizer)
             for w in problem.weights
-            for r in _touching(w.blocks, -1, n)
+            for r in touching(w.blocks, -1, n)
         ]
         leaving = [
             ((0, v.producer, v.producer, v.consumers[-1] - 1), i)
@@ -89,11 +89,11 @@ class Tables:
             if not v.saved
         ]
         self._leaving, self._leaving_value = [r for r, _ in leaving], [i for _, i in leaving]
-        self.state_bytes = self.band(_sums(n, *_columns(held)))
+        self.state_bytes = self.band(interval_sums(n, *_columns(held)))
         shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
-        split = [(r, s, w.gradient) for w in shared for r, s in _splits(w.blocks, n)]
-        self.syncs = self.band(_sums(n, *_columns([(r, s) for r, s, _ in split])))
-        self.sync_bytes = self.band(_sums(n, *_columns([(r, s * g) for r, s, g in split])))
+        split = [(r, s, w.gradient) for w in shared for r, s in splits(w.blocks, n)]
+        self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
+        self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
         self._variants: dict[int, VariantTables] = {}
         self.kept_tables: deque[tuple[dict[tuple[int, ...], StageTable], tuple[int, ...]]] = deque()
@@ -112,13 +112,13 @@ class Tables:
         """Bytes received forward, and forward and back together, per interval; sizes: [value]."""
         n = len(self.problem.blocks)
         each = sizes[self._receipt_value] if self._receipts else np.zeros(0, dtype=np.int64)
-        once = self.band(_sums(n, self._receipts, each))
-        return once, self.band(_sums(n, self._receipts, each * self._trips))
+        once = self.band(interval_sums(n, self._receipts, each))
+        return once, self.band(interval_sums(n, self._receipts, each * self._trips))
 
     def sent(self, sizes: Ints) -> Ints:
         """Bytes kept because they are sent, per interval; sizes: [value]."""
         each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
-        return self.band(_sums(len(self.problem.blocks), self._leaving, each))
+        return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
 
     def variant(self, index: int) -> VariantTables:
         """The tables at one microbatch size, made when first asked for."""
@@ -228,7 +228,7 @@ def _columns(pairs: list[tuple[Rectangle, int]]) -> tuple[list[Rectangle], Ints]
     return [r for r, _ in pairs], np.array([x for _, x in pairs], dtype=np.int64)
 
 
-def _sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> Ints:
+def interval_sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> Ints:
     """The (n, n) table of (first, last): the sum of the amounts whose rectangle covers the pair."""
     corner = np.zeros((n + 1, n + 1), dtype=np.int64)
     if rectangles:
@@ -240,7 +240,7 @@ def _sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> In
     return corner.cumsum(axis=0).cumsum(axis=1)[:n, :n]
 
 
-def _touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
+def touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
     """Disjoint rectangles of the intervals that begin after ``after`` and hold any of the blocks.
 
     One for each block: the intervals in which it is the first of them (blocks are sorted).
@@ -248,7 +248,7 @@ def _touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
     return [(p + 1, b, b, n - 1) for p, b in pairwise((after, *blocks))]
 
 
-def _splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:
+def splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:
     """Rectangles with signs that sum to 1 on intervals that hold some but not all of the blocks."""
     whole = (0, blocks[0], blocks[-1], n - 1)
-    return [*((r, 1) for r in _touching(blocks, -1, n)), (whole, -1)]
+    return [*((r, 1) for r in touching(blocks, -1, n)), (whole, -1)]
