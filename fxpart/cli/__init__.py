@@ -30,6 +30,7 @@ VERBS = {
     "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
     "report": "Draw a plan as one HTML file.",
     "diff": "Show what differs between two plans.",
+    "solve": "Split a graph that others have priced: the largest load, and what is proven of it.",
     "rules": "Say which ops have sharding rules; propose one for an op that has none.",
     "env": "Show versions and devices, for a bug report.",
 }

@@ -7,6 +7,7 @@ proves, scaled back, is a bound on ours. Assignments are judged again by the obj
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from math import ceil, floor, inf
 from typing import Any
 
@@ -19,12 +20,19 @@ from fxpart.solver.maxload.watch import Watch
 _STEPS = 10**8  # integer steps that the best known load is divided into
 _SLACK = 1e-4  # the cutoff is so much above it, or rounding would cut the best itself off
 _BYTES = 10**7  # integer steps of memory
+_ASK = 0.1  # seconds between questions whether to stop
 
 Expression = Any  # a linear expression of CP-SAT, or an int
 
 
 class Programme:
-    """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold."""
+    """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold.
+
+    presolve: OR-Tools 9.15's presolve calls some models infeasible that are not
+    (google/or-tools#5274); without it the proofs are right, and some slower.
+    """
+
+    presolve = False
 
     def __init__(self, blocks: Blocks, record: Record, watch: Watch) -> None:
         """Nothing is placed yet; ``record`` gives the cutoff and the hint."""
@@ -97,22 +105,29 @@ class Programme:
         solver.parameters.random_seed = seed
         solver.parameters.relative_gap_limit = 1e-7
         solver.parameters.max_time_in_seconds = self.watch.left()
-        for name, value in EXTRA.items():
-            setattr(solver.parameters, name, value)
+        solver.parameters.cp_model_presolve = self.presolve
+        # a watch that is asked between calls, not the signal handler of the C++ side
+        solver.parameters.catch_sigint_signal = False
         if self.record.progress is not None:
             solver.best_bound_callback = lambda bound: self.record.prove(bound / self.scale)
-        status = solver.solve(self.model, _Found(self, found))
+        status = self._run(solver, _Found(self, found))
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:
             return inf if self.record.assignment is None else self.top
         return max(0.0, float(solver.best_objective_bound)) / self.scale
 
-
-EXTRA: dict[str, Any] = {}
+    def _run(self, solver: cp_model.CpSolver, told: cp_model.CpSolverSolutionCallback) -> Any:
+        """Solve in a thread of its own, so that Python hears of signals meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            status = pool.submit(solver.solve, self.model, told)
+            while not wait((status,), timeout=_ASK).done:
+                if self.watch.stopped():
+                    solver.stop_search()
+            return status.result()
 
 
 class _Found(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
-    """Adds each solution to the record; stops the search where the user asks to."""
+    """Adds each solution to the record."""
 
     def __init__(self, programme: Programme, found: Any) -> None:
         super().__init__()
@@ -121,5 +136,3 @@ class _Found(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
     def on_solution_callback(self) -> None:
         programme = self._programme
         programme.record.add(programme.blocks.assignment(self._found(self)))
-        if programme.watch.stopped():
-            self.stop_search()

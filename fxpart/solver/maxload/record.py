@@ -8,6 +8,7 @@ from math import inf
 from fxpart.solver.maxload.instance import Answer, Instance, Mode, Status, evaluate, faults
 
 PROVEN = 1e-6  # a gap up to this is "optimal": loads are rounded sums
+_ROUNDING = 1e-9  # and up to this none at all: the same load, added up in another order
 CLOSE = 0.01  # and up to this "within gap"
 Progress = Callable[[float, float], None]  # objective (infinite: none yet) and lower bound
 
@@ -48,6 +49,8 @@ class Record:
     def answer(self, solver: str) -> Answer:
         """What there is by now."""
         bound = min(self.bound, self.objective)
+        if bound >= self.objective * (1 - _ROUNDING):
+            bound = self.objective
         return Answer(
             status=self._status(bound),
             assignment=self.assignment,
