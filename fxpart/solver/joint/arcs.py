@@ -91,7 +91,7 @@ def deepest(
     limit, most = problem.pools[pool].memory, problem.max_stages
     depth: Bytes = np.zeros(tables.allowed.shape, np.int64)
     for to_end in range(1, min(microbatches, most) + 1):
-        fits = costs.memory(schedule, microbatches, to_end) <= limit
+        fits = costs.sizes.memory(schedule, microbatches, to_end) <= limit
         if not fits.any():
             break
         depth[fits] = to_end

@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fxpart.solver.joint.objective import JointScorer
-from fxpart.solver.joint.problem import JointProblem, Layout, Line, Option, State, Work
+from fxpart.solver.joint.problem import (
+    JointProblem,
+    Layout,
+    Line,
+    Option,
+    ScheduleName,
+    State,
+    Work,
+)
 from fxpart.solver.joint.schedules import in_flight, weight_copies
 from fxpart.solver.joint.state import Part
 from fxpart.solver.objective import tie_messages
@@ -26,26 +34,36 @@ _CUT_FROM: tuple[tuple[Part, int], ...] = (("weight", 3), ("gradient", 2), ("opt
 
 
 @dataclass(frozen=True)
+class IntervalSizes:
+    """Bytes of one option at one microbatch count, [first, last].
+
+    standing: with one copy of the weights and nothing in flight; each: for a microbatch in flight;
+    weights: of one copy.
+    """
+
+    standing: Bytes
+    each: Bytes
+    weights: Bytes
+
+    def memory(self, schedule: ScheduleName, microbatches: int, to_end: int) -> Bytes:
+        """Bytes as the stage that has ``to_end`` stages from itself to the end, itself included."""
+        flying = in_flight(schedule, microbatches, to_end, 0)
+        copies = weight_copies(schedule, microbatches, to_end, 0)
+        return self.standing + flying * self.each + (copies - 1) * self.weights
+
+
+@dataclass(frozen=True)
 class IntervalCosts:
-    """One option and microbatch count, [first, last].
+    """One option at one microbatch count, [first, last].
 
     seconds: t, a microbatch; forward: of it, the forward pass and the values received; once: beta,
-    a step. standing: bytes with one copy of the weights and nothing in flight; each: bytes for a
-    microbatch in flight; weights: bytes of one copy.
+    a step.
     """
 
     seconds: Floats
     forward: Floats
     once: Floats
-    standing: Bytes
-    each: Bytes
-    weights: Bytes
-
-    def memory(self, schedule: str, microbatches: int, to_end: int) -> Bytes:
-        """Bytes as the stage that has ``to_end`` stages from itself to the end, itself included."""
-        flying = in_flight(schedule, microbatches, to_end, 0)  # type: ignore[arg-type]
-        copies = weight_copies(schedule, microbatches, to_end, 0)  # type: ignore[arg-type]
-        return self.standing + flying * self.each + (copies - 1) * self.weights
+    sizes: IntervalSizes
 
     def load(self, microbatches: int, share: float) -> Floats:
         """(m - fill) t + beta: what the stage would add to the step as its bottleneck."""
@@ -99,7 +117,7 @@ class IntervalTables:
             return None
         problem, layout = self.problem, self.problem.layouts[option.layout]
         line = problem.pools[option.pool].transfer
-        count, size, back, kept = self._values(work.rows)
+        count, size, back, _ = self._values(work.rows)
         held = self._state(option)
         arrive = line.latency * count[0] + line.inverse * size
         leave = line.latency * count[1] + line.inverse * back
@@ -114,8 +132,20 @@ class IntervalTables:
             seconds=forward + self._sums(work.backward) + leave + gathered,
             forward=forward,
             once=once,
+            sizes=self._sizes(option, work),
+        )
+
+    def sizes(self, index: int, microbatches: int) -> IntervalSizes | None:
+        """The bytes of :meth:`costs` alone, which take less time to compute."""
+        option = self.problem.options[index]
+        work = self.scorer.work(option, microbatches)
+        return None if work is None else self._sizes(option, work)
+
+    def _sizes(self, option: Option, work: Work) -> IntervalSizes:
+        layout, held = self.problem.layouts[option.layout], self._state(option)
+        return IntervalSizes(
             standing=held.standing + self._workspace(option, layout, work),
-            each=self._bytes(work.activation) + kept,
+            each=self._bytes(work.activation) + self._values(work.rows)[3],
             weights=held.weight,
         )
 

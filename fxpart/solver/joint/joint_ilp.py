@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import floor, inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ortools.sat.python import cp_model
 
@@ -23,9 +23,7 @@ from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
 from fxpart.solver.joint.schedules import fill
-
-if TYPE_CHECKING:
-    from fxpart.solver.progress import Progress
+from fxpart.solver.progress import Progress
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 _SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
@@ -77,8 +75,6 @@ def solve_cp_sat(
         found, stopped = programme.solve(seed, deadline)
         bounds[k] = max(cheap, found)
         if progress is not None:
-            from fxpart.solver.progress import Progress
-
             bound = min([*bounds, best.seconds])
             progress(Progress(best.seconds, bound, deadline - time.monotonic(), "cp-sat"))
     return best.choice, min([*bounds, best.seconds])

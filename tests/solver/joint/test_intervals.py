@@ -34,7 +34,7 @@ def agree(problem: JointProblem) -> int:
                             assert costs.once[at] == pytest.approx(
                                 stage.step_only_seconds, rel=1e-12, abs=1e-15
                             )
-                            memory = costs.memory(schedule, m, to_end)[at]
+                            memory = costs.sizes.memory(schedule, m, to_end)[at]
                             assert memory == stage.memory.total
                             compared += 1
     return compared
