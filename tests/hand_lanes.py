@@ -27,7 +27,7 @@ from fxpart.program import (
     ValueSpec,
 )
 from fxpart.runtime import InProcess, Trainer
-from fxpart.runtime.lanes import Lane, lane_ranks
+from fxpart.runtime.lanes import Lane, lane_ranks, rank_table
 from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.transport import Transport
 from fxpart.sharding import Mesh
@@ -190,21 +190,27 @@ def lane(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: type) 
 
 
 def trainer(
-    transport: Transport, mesh: str, *, zero: int = 0, zero3: bool = False, **options: Any
+    transport: Transport,
+    mesh: str,
+    *,
+    zero: int = 0,
+    zero3: bool = False,
+    ranks: Sequence[Sequence[int]] | None = None,
+    **options: Any,
 ) -> Trainer:
-    """A trainer of this process's lanes."""
+    """A trainer of this process's lanes. ranks: by stage and lane, by default in order."""
     given = sharding(mesh, zero, zero3)
     size = Mesh.parse(mesh).size
-    ranks = [0, size]
+    table = rank_table((0, size) if ranks is None else ranks, size)
     here = [
-        (index, [s for s, r in enumerate(lane_ranks(ranks, index)) if r in transport.local])
+        (index, [s for s, r in enumerate(lane_ranks(table, index)) if r in transport.local])
         for index in range(size)
     ]
     lanes = [lane(index, given, stages) for index, stages in here if stages]
     return Trainer(
         lanes[0].spec,
         {},
-        ranks=ranks,
+        ranks=table,
         transport=transport,
         lanes=lanes,
         **{"microbatches": 2, "optimizer": torch.optim.AdamW, **options},

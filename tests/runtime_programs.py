@@ -24,12 +24,11 @@ def bits(tensors: dict[str, torch.Tensor]) -> Bits:
 
 
 def make(hand: Hand, transport: Transport, **options: Any) -> Trainer:
-    """A trainer of this process's stages, stage i on rank i."""
+    """A trainer of this process's stages, stage i on rank i unless ``ranks`` says otherwise."""
     given: dict[str, Any] = {"microbatches": 4, "optimizer": ADAMW, **options}
-    modules = {i: stage for i, stage in enumerate(hand.stages) if i in transport.local}
-    return Trainer(
-        hand.spec(), modules, ranks=range(len(hand.stages)), transport=transport, **given
-    )
+    ranks = given.setdefault("ranks", range(len(hand.stages)))
+    modules = {i: stage for i, stage in enumerate(hand.stages) if ranks[i] in transport.local}
+    return Trainer(hand.spec(), modules, transport=transport, **given)
 
 
 def train(

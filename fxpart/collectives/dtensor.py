@@ -17,10 +17,21 @@ from fxpart.errors import error
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Partial, Placement, Placements, Shard
 
 
-def device_mesh(mesh: Mesh, device: str = "cpu", first: int = 0) -> DeviceMesh:
-    """torch's mesh of the ranks ``first`` and following; all ranks of the world must call it."""
-    ranks = torch.arange(first, first + mesh.size).view(mesh.shape or (1,))
-    return DeviceMesh(device, ranks, mesh_dim_names=mesh.names or ("all",))
+def device_mesh(mesh: Mesh, device: str = "cpu", ranks: Sequence[int] | None = None) -> DeviceMesh:
+    """torch's mesh of these ranks, by default 0 and following; all of the world must call it.
+
+    Raises FXP109 where they do not rise: torch's own groups would take them in another order.
+    """
+    given = list(range(mesh.size) if ranks is None else ranks)
+    if given != sorted(given):
+        raise error(
+            "FXP109",
+            where=f"a device mesh of the ranks {given}",
+            why="torch's groups have rising ranks, so its lanes would not be ours",
+            fix="whole tensors: state_dict() without sharded=True",
+        )
+    table = torch.tensor(given).view(mesh.shape or (1,))
+    return DeviceMesh(device, table, mesh_dim_names=mesh.names or ("all",))
 
 
 def to_dtensor(

@@ -44,9 +44,18 @@ class GroupCommunicator(Communicator):
     """
 
     def __init__(
-        self, mesh: Mesh, stages: int = 1, *, timeout: float = 300.0, direct: bool = True
+        self,
+        mesh: Mesh,
+        stages: int = 1,
+        *,
+        ranks: Sequence[Sequence[int]] | None = None,
+        timeout: float = 300.0,
+        direct: bool = True,
     ) -> None:
-        """timeout: seconds that any wait may take. direct: between CPUs send pieces directly."""
+        """ranks: of each stage and lane, by default rank = stage * mesh.size + lane.
+
+        timeout: seconds that any wait may take. direct: between CPUs send pieces directly.
+        """
         world, rank = dist.get_world_size(), dist.get_rank()
         if world != stages * mesh.size:
             raise error(
@@ -55,17 +64,19 @@ class GroupCommunicator(Communicator):
                 why=f"they need {stages * mesh.size} processes and there are {world}",
                 fix=f"start {stages * mesh.size} processes",
             )
-        super().__init__(mesh, rank % mesh.size)
-        self.stage = rank // mesh.size
+        size = mesh.size
+        table = ranks or [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+        self.stage = next(stage for stage, row in enumerate(table) if rank in row)
+        super().__init__(mesh, table[self.stage].index(rank))
         self.timeout = timeout
         self._direct = direct
         self._limit = timedelta(seconds=timeout)
         self._groups: dict[tuple[int, ...], Any] = {}
         for stage in range(stages):
             for lanes in _all_groups(mesh):
-                ranks = [stage * mesh.size + lane for lane in lanes]
-                made = dist.new_group(ranks, timeout=self._limit)
-                if rank in ranks:
+                here = [table[stage][lane] for lane in lanes]
+                made = _new_group(here, self._limit)
+                if rank in here:
                     self._groups[lanes] = made
 
     def close(self) -> None:
@@ -239,6 +250,13 @@ def _total(parts: list[torch.Tensor], place: int, op: str, reuse: bool) -> torch
         for part in parts[2:]:
             add(total, part, out=total)
         return total
+
+
+def _new_group(ranks: list[int], limit: timedelta) -> Any:
+    """torch's group of these ranks in this order, which it would sort if it were not told."""
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks, timeout=limit)
+    return dist.new_group(ranks, timeout=limit, sort_ranks=False)
 
 
 def _all_groups(mesh: Mesh) -> list[tuple[int, ...]]:

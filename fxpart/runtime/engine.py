@@ -14,7 +14,7 @@ from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost, merge, problems_of
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.executor import Executor, Failure, Feed
-from fxpart.runtime.lanes import Crew, Lane, lane_ranks
+from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
@@ -43,7 +43,7 @@ class Engine:
     def __init__(
         self,
         lanes: Sequence[Lane],
-        ranks: Sequence[int],
+        ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
         *,
@@ -52,14 +52,14 @@ class Engine:
         crew: Crew | None = None,
         after_backward: Callable[[int, int], None] | None = None,
     ) -> None:
-        """lanes: those of this process. ranks: of each stage, the rank of its first lane.
+        """lanes: those of this process. ranks: of each stage and lane.
 
         meshes: what connects the lanes. crew: their threads. after_backward: called with lane and
         stage.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
-        self._ranks = tuple(ranks)
+        self._ranks = ranks
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
@@ -216,7 +216,7 @@ class Engine:
         """The loss on every process: as bits of a float64 on CPUs, by a broadcast on GPUs."""
         if loss is not None and len(rows) == 1:
             return loss
-        root = self._ranks[self._losses[0]]
+        root = self._ranks[self._losses[0]][0]
         stage = self.spec.stages[self._losses[0]]
         value = next(v for v in stage.outputs if v.name == self.spec.loss)
         dtype = torch_dtype(value.dtype)
@@ -234,13 +234,13 @@ class Engine:
         raise FxpartError(problems) from (failures[0].cause if failures else None)
 
 
-def used_inputs(lanes: Sequence[Lane], ranks: Sequence[int], rank: int) -> set[str]:
+def used_inputs(lanes: Sequence[Lane], ranks: Ranks, rank: int) -> set[str]:
     """The user's inputs that a rank's stages take."""
     return {
         value.name
         for lane in lanes
         for stage in lane.spec.stages
-        if lane_ranks(ranks, lane.index)[stage.index] == rank
+        if ranks[stage.index][lane.index] == rank
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
     }

@@ -11,10 +11,12 @@ import msgspec
 import torch
 from torch import nn
 
+from fxpart.errors import error
 from fxpart.program import ProgramSpec
 from fxpart.sharding import Mesh
 
 T = TypeVar("T")
+Ranks = tuple[tuple[int, ...], ...]  # [stage][lane]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,29 @@ def mesh_of(spec: ProgramSpec) -> Mesh:
     return Mesh() if spec.sharding is None else Mesh.parse(spec.sharding.mesh)
 
 
-def lane_ranks(ranks: Sequence[int], lane: int) -> tuple[int, ...]:
-    """The ranks of a lane's stages. ranks: those of the first lane."""
-    return tuple(rank + lane for rank in ranks)
+def rank_table(ranks: Sequence[int | Sequence[int]], lanes: int) -> Ranks:
+    """The rank of each stage's lanes; a number stands for itself and those that follow it.
+
+    Raises FXP109 where a stage has too few or a rank runs two lanes.
+    """
+    table = tuple(
+        tuple(range(given, given + lanes)) if isinstance(given, int) else tuple(given)
+        for given in ranks
+    )
+    every = [rank for stage in table for rank in stage]
+    if any(len(stage) != lanes for stage in table) or len(set(every)) != len(every):
+        raise error(
+            "FXP109",
+            where=f"ranks={table}",
+            why=f"each stage needs {lanes} of its own, one for each lane",
+            fix="ranks[stage][lane], each rank once",
+        )
+    return table
+
+
+def lane_ranks(ranks: Ranks, lane: int) -> tuple[int, ...]:
+    """The ranks of a lane's stages."""
+    return tuple(stage[lane] for stage in ranks)
 
 
 def shared_text(spec: ProgramSpec) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
 from fxpart.errors import error
-from fxpart.runtime.lanes import Lane
+from fxpart.runtime.lanes import Lane, Ranks
 from fxpart.runtime.transport import Transport
 from fxpart.sharding import Mesh
 
@@ -20,15 +20,15 @@ class Meshes:
     """
 
     def __init__(
-        self, mesh: Mesh, lanes: Sequence[Lane], ranks: Sequence[int], transport: Transport
+        self, mesh: Mesh, lanes: Sequence[Lane], ranks: Ranks, transport: Transport
     ) -> None:
-        """ranks: of each stage, the rank of its first lane. Every rank must call it."""
-        if sorted(ranks) != [stage * mesh.size for stage in range(len(ranks))]:
+        """ranks: of each stage and lane. Every rank must call it."""
+        if sorted(rank for stage in ranks for rank in stage) != list(range(transport.ranks)):
             raise error(
                 "FXP109",
-                where=f"the stages' first ranks, {tuple(ranks)}",
-                why=f"a stage on the mesh {mesh} is {mesh.size} ranks that follow each other",
-                fix=f"rank = stage * {mesh.size} + lane",
+                where=f"the stages' ranks, {ranks}",
+                why=f"they are not all of the {transport.ranks} that there are, each once",
+                fix=f"{len(ranks)} stages on the mesh {mesh} need {len(ranks) * mesh.size} ranks",
             )
         self.mesh = mesh
         self.threads = len(transport.local) == transport.ranks
@@ -39,9 +39,8 @@ class Meshes:
             for stage, hub in enumerate(self._hubs):
                 self._ends |= {(stage, end.lane): end for end in hub.communicators}
         else:
-            (lane,), (rank,) = lanes, transport.local
-            end = GroupCommunicator(mesh, len(ranks), timeout=transport.timeout)
-            self._ends = {(ranks.index(rank - lane.index), lane.index): end}
+            end = GroupCommunicator(mesh, len(ranks), ranks=ranks, timeout=transport.timeout)
+            self._ends = {(end.stage, end.lane): end}
         for lane in lanes:
             self.attach(lane.index, lane.modules)
 

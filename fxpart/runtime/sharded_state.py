@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,8 +68,8 @@ class ShardedState:
         if not self._made:
             assert self._meshes is not None
             kind = self._state.device.type
-            for stage, first in enumerate(self._state.ranks):
-                self._made[stage] = device_mesh(self._meshes.mesh, kind, first)
+            for stage, ranks in enumerate(self._state.ranks):
+                self._made[stage] = device_mesh(self._meshes.mesh, kind, ranks)
         return self._made
 
 
@@ -82,26 +82,25 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def part_of(tensor: torch.Tensor, pieces: Pieces, lane: int, first: int) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, pieces: Pieces, lane: int, ranks: Sequence[int]) -> torch.Tensor:
     """The lane's part of a whole tensor or of a DTensor; one laid out otherwise is put together.
 
-    first: the rank of the stage's first lane.
+    ranks: those of the stage's lanes.
     """
     if not is_dtensor(tensor):
         return pieces.part(tensor, lane)
-    own = _same(tensor, pieces, first)
+    own = _same(tensor, pieces, ranks)
     if own is not None:
         return own
     whole: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return pieces.part(whole, lane)
 
 
-def _same(tensor: torch.Tensor, pieces: Pieces, first: int) -> torch.Tensor | None:
+def _same(tensor: torch.Tensor, pieces: Pieces, ranks: Sequence[int]) -> torch.Tensor | None:
     """The local part of a DTensor that lies as the program's own tensor does."""
     from fxpart.collectives.dtensor import from_dtensor
 
-    ranks = tensor.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
-    if ranks != list(range(first, first + pieces.mesh.size)):
+    if tensor.device_mesh.mesh.flatten().tolist() != list(ranks):  # type: ignore[attr-defined]
         return None
     try:
         local, placements = from_dtensor(tensor, pieces.mesh)  # type: ignore[arg-type]

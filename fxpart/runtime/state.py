@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpart.errors import FxpartError, Problem
 from fxpart.program import StateSpec
-from fxpart.runtime.lanes import Lane
+from fxpart.runtime.lanes import Lane, Ranks
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.sharded_state import has_parts, part_of
@@ -51,14 +51,14 @@ class ModelState:
     def __init__(
         self,
         lanes: Sequence[Lane],
-        ranks: Sequence[int],
+        ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
     ) -> None:
-        """lanes: those of this process. ranks: of each stage, the rank of its first lane."""
+        """lanes: those of this process. ranks: of each stage and lane."""
         spec = lanes[0].spec
         self.lanes = tuple(lanes)
-        self.ranks = tuple(ranks)
+        self.ranks = ranks
         self.transport = transport
         self.device = devices[transport.local[0]]
         self.aliases = spec.aliases
@@ -95,7 +95,7 @@ class ModelState:
 
     def rank(self, stage: int, lane: int) -> int:
         """The rank that runs a lane of a stage."""
-        return self.ranks[stage] + lane
+        return self.ranks[stage][lane]
 
     def saved(self) -> Iterator[tuple[str, Entry]]:
         """Entries that a state dict holds: parameters and persistent buffers."""

@@ -18,7 +18,7 @@ from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.gradients import clip, gather_gradients, share_ties
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
-from fxpart.runtime.lanes import Crew, Lane, mesh_of, shared_text
+from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
@@ -42,7 +42,7 @@ class Trainer:
         spec: ProgramSpec,
         modules: Mapping[int, nn.Module],
         *,
-        ranks: Sequence[int],
+        ranks: Sequence[int | Sequence[int]],
         transport: Transport,
         microbatches: int,
         schedule: str = "1f1b",
@@ -57,7 +57,8 @@ class Trainer:
         """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
 
         lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
-        ``modules`` is not looked at); ranks: of each stage, the rank of its first lane.
+        ``modules`` is not looked at); ranks: of each stage, the rank of each lane, or that of the
+        first where the others follow it.
 
         microbatches: into how many a batch is cut (fewer if it has fewer rows). optimizer: see
         :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients only. clip_norm:
@@ -74,14 +75,15 @@ class Trainer:
         self.clip_norm = clip_norm
         self.last_grad_norm: torch.Tensor | None = None
         self.calls = 0
-        self._ranks = tuple(ranks)
+        self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self._evaluation = evaluation
         self._unused = dict(unused or {})
         self._lanes = (Lane(0, spec, modules),) if lanes is None else tuple(lanes)
         self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
         agree(transport, "the programs", lambda: (True, self._describe(schedule, optimizer)))
-        place(schedule, spec, self._ranks, max(microbatches, 1), transport.ranks)
+        firsts = lane_ranks(self._ranks, 0)
+        place(schedule, spec, firsts, max(microbatches, 1), transport.ranks)
         self._meshes: Meshes | None = None
         if spec.sharding is not None:
             self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
@@ -323,14 +325,12 @@ def _nobody(lane: int, cause: BaseException | str) -> None:
     """A single lane: nobody waits for it."""
 
 
-def _devices(
-    lanes: Sequence[Lane], ranks: tuple[int, ...], transport: Transport
-) -> dict[int, torch.device]:
+def _devices(lanes: Sequence[Lane], ranks: Ranks, transport: Transport) -> dict[int, torch.device]:
     """Where each local rank's state is; the CPU for a rank without state."""
     found = dict.fromkeys(transport.local, torch.device("cpu"))
     for lane in lanes:
         for stage, module in lane.modules.items():
             for tensor in [*module.parameters(), *module.buffers()]:
-                found[ranks[stage] + lane.index] = tensor.device
+                found[ranks[stage][lane.index]] = tensor.device
                 break
     return found
