@@ -42,6 +42,7 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP303": ("the plan is not valid", EXIT_INPUT),
     "FXP304": ("the plan belongs to another model", EXIT_INPUT),
     "FXP305": ("the plan belongs to another cluster", EXIT_INPUT),
+    "FXP306": ("this version cannot train by the plan", EXIT_INPUT),
     # 4xx: the cluster
     "FXP401": ("the cluster cannot be read", EXIT_INPUT),
     "FXP402": ("the cluster is not valid", EXIT_INPUT),

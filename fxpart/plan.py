@@ -11,10 +11,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from fxpart.cluster import Cluster
+from fxpart.cluster import Cluster, Device
 from fxpart.errors import FxpartError, Problem
+from fxpart.prediction import Memory, Prediction, RankPrediction
 
-VERSION = 2
+__all__ = [
+    "VERSION", "Alternative", "Certificate", "Memory", "Placed", "Plan", "PlanInput", "PlanModel",
+    "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
+]  # fmt: skip
+
+VERSION = 3
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,8 +59,13 @@ class PlanModel(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Stage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: blocks [first, last] (inclusive) on the given ranks, one for each lane.
 
-    data_parallel: how many parts the batch is cut into; tensor_parallel: the ranks that share each
-    of these parts, so that the product is the number of ranks. parameters: elements, whole.
+    pieces: where the stage holds several pieces of the model (schedule "interleaved"), the first
+    and last block of each, from the first piece's to the last's; empty where it is one. Blocks are
+    positions in the plan's ``order``. data_parallel: how many parts the batch is cut into;
+    tensor_parallel: the ranks that share each of these parts, so that the product is the number of
+    ranks; expert_parallel: how many of the parts share one set of experts. zero: what the parts
+    share of their parameters (0 to 3). device: the type of the ranks' devices, "" if not said.
+    parameters: elements, whole.
     """
 
     index: int
@@ -64,8 +75,17 @@ class Stage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ranks: tuple[int, ...]
     data_parallel: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
     recompute: Literal["none", "selective", "full"] = "none"
+    device: str = ""
+    pieces: tuple[tuple[int, int], ...] = ()
     parameters: int = 0
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last block of each piece: ``pieces``, or the one that there is."""
+        return self.pieces or ((self.first, self.last),)
 
 
 class Tie(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,57 +94,6 @@ class Tie(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: tuple[str, ...]
     owner: int
     stages: tuple[int, ...]
-
-
-class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peak memory of a rank in bytes, by cause."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    transfers: int
-
-    @property
-    def total(self) -> int:
-        """All parts together, in bytes."""
-        return (
-            self.weights + self.gradients + self.optimizer
-            + self.activations + self.buffers + self.transfers
-        )  # fmt: skip
-
-
-class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank is predicted to need.
-
-    Seconds are per microbatch, except sync and optimizer, which are per step. Bytes at the peak.
-    in_flight: microbatches whose activations are held at once.
-    """
-
-    rank: int
-    stage: int
-    device: str
-    forward_seconds: float
-    backward_seconds: float
-    transfer_seconds: float
-    sync_seconds: float
-    optimizer_seconds: float
-    memory: Memory
-    memory_limit: int
-    in_flight: int
-
-
-class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step time in seconds: the closed form that was minimised, and the simulated schedule.
-
-    bubble: the share of the simulated step in which the ranks idle, 0 to 1.
-    """
-
-    step_seconds: float
-    simulated_seconds: float
-    bubble: float
-    ranks: tuple[RankPrediction, ...]
 
 
 class Certificate(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,12 +145,20 @@ class PlanSharding(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rejected choice: its cost (None if it does not fit) and why it lost."""
+    """A rejected choice: its cost and why it lost.
+
+    step_seconds: None if it does not fit; then unfit_seconds is what it would cost if it did, None
+    if that is not known. schedule and what (its degrees, or what it changes of the plan) are ""
+    where that was not kept.
+    """
 
     stages: int
     microbatches: int
     step_seconds: float | None
     why: str
+    schedule: str = ""
+    what: str = ""
+    unfit_seconds: float | None = None
 
 
 class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,8 +166,13 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     edges: (source stage, target stage, whether gradients come back) for each pair of stages that
     exchanges values every microbatch, skips included; empty where each stage feeds the next.
-    mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor", both 1,
-    where a stage is one rank). sharding: None where a stage is one rank.
+    mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
+    axes are named); only "pipeline" where the stages' degrees differ. sharding: how the ranks of a
+    stage share its work; None where a stage is one rank, or where that is not worked out.
+    devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
+    first ones. order: the model's blocks in the order of the stages; empty for their own.
+    alternatives: the best choices that were rejected; changes: this one with one decision changed.
+    In a file ranks, devices and order are runs: "0-7,16".
     """
 
     format: Literal["fxpart-plan"] = "fxpart-plan"
@@ -203,17 +185,20 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ties: tuple[Tie, ...]
     batch_size: int
     microbatches: int
-    schedule: Literal["gpipe", "1f1b"]
-    weights: Literal["flush"] = "flush"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "async"]
+    weights: Literal["flush", "stash"] = "flush"
     optimizer: str = "adamw"
     seed: int = 0
     prediction: Prediction
     provenance: dict[str, str]
     certificate: Certificate
     alternatives: tuple[Alternative, ...]
+    changes: tuple[Alternative, ...] = ()
     constraints: dict[str, int | float | str | bool]
     edges: tuple[tuple[int, int, bool], ...] = ()
     sharding: PlanSharding | None = None
+    devices: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -265,3 +250,24 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
         """``edges``, or where there are none the chain in which each stage feeds the next."""
         return self.edges or tuple((i, i + 1, True) for i in range(len(self.stages) - 1))
+
+    @property
+    def world(self) -> int:
+        """How many ranks the plan has."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def virtual(self) -> int:
+        """How many pieces of the model each stage holds: 1, or more where interleaved."""
+        return max((len(stage.spans) for stage in self.stages), default=1)
+
+    def device(self, rank: int) -> Device:
+        """The device of a rank: the rank-th of those used, in the cluster's order."""
+        return self.cluster.devices[self.devices[rank] if self.devices else rank]
+
+    @property
+    def runnable(self) -> tuple[str, ...]:
+        """Why this version cannot train by the plan, each reason in words; empty if it can."""
+        from fxpart.plan_io.runnable import reasons
+
+        return reasons(self)

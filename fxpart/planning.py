@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch import fx
 
@@ -25,6 +25,7 @@ from fxpart.plan import (
     Stage,
     Tie,
 )
+from fxpart.planned.words import label
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
@@ -96,6 +97,8 @@ def make_plan(
                 ranks=tuple(range(k * mesh.size, (k + 1) * mesh.size)),
                 data_parallel=data,
                 tensor_parallel=tensor,
+                zero=_zero(shared),
+                device=cluster.devices[k * mesh.size].model,
                 parameters=_parameters(spec, k),
             )
             for k, cost in enumerate(evaluation.stages)
@@ -106,7 +109,7 @@ def make_plan(
         schedule=choice.schedule,
         optimizer=optimizer,
         seed=spec.seed,
-        prediction=_prediction(problem, evaluation, schedule, edges, cluster, shared),
+        prediction=_prediction(evaluation, schedule, edges, shared),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, evaluation, provenance, mesh.size),
         alternatives=_alternatives(problem, solution, evaluation),
@@ -116,9 +119,11 @@ def make_plan(
     )
 
 
-def label(blocks: Sequence[str]) -> str:
-    """Blocks as people name them: the first and the last."""
-    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
+def _zero(shared: Shared | None) -> Literal[0, 1, 2, 3]:
+    """ZeRO's level, the same for all stages."""
+    level = 0 if shared is None else shared.sharding.zero
+    assert level in (0, 1, 2, 3)
+    return cast(Literal[0, 1, 2, 3], level)
 
 
 def _parameters(spec: ProgramSpec, stage: int) -> int:
@@ -142,11 +147,9 @@ def _ties(spec: ProgramSpec) -> tuple[Tie, ...]:
 
 
 def _prediction(
-    problem: PartitionProblem,
     evaluation: Evaluation,
     schedule: Schedule,
     edges: Sequence[StageEdge],
-    cluster: Cluster,
     shared: Shared | None,
 ) -> Prediction:
     """Closed form, and the simulated schedule with transfers that overlap computation.
@@ -180,28 +183,22 @@ def _prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=simulated,
         bubble=min(1.0, max(0.0, 1.0 - share)),
-        ranks=tuple(
-            _rank(cluster, k, k * lanes + lane, cost, shared)
-            for k, cost in enumerate(stages)
-            for lane in range(lanes)
-        ),
+        ranks=tuple(_ranks(k, lanes, cost, shared) for k, cost in enumerate(stages)),
     )
 
 
-def _rank(
-    cluster: Cluster, stage: int, rank: int, cost: StageCost, shared: Shared | None
-) -> RankPrediction:
+def _ranks(stage: int, lanes: int, cost: StageCost, shared: Shared | None) -> RankPrediction:
     """One rank's share; the lanes of a stage are predicted alike, as its slowest member."""
     m = cost.memory
     sums = 0.0 if shared is None else fsum(shared.sums[cost.first : cost.last + 1])
     return RankPrediction(
-        rank=rank,
+        ranks=tuple(range(stage * lanes, (stage + 1) * lanes)),
         stage=stage,
-        device=cluster.devices[rank].name,
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         transfer_seconds=cost.transfer_seconds,
-        sync_seconds=cost.sync_seconds + sums,
+        sync_seconds=sums,
+        tie_seconds=cost.sync_seconds,
         optimizer_seconds=max(0.0, cost.optimizer_seconds - sums),
         memory=Memory(
             weights=m.weights,
@@ -213,6 +210,7 @@ def _rank(
         ),
         memory_limit=cost.memory_limit,
         in_flight=cost.in_flight,
+        workspace=cost.workspace,
     )
 
 
@@ -257,7 +255,9 @@ def _alternatives(
             Alternative(
                 stages=len(candidate.starts),
                 microbatches=problem.variants[candidate.variant].microbatches,
+                schedule=candidate.schedule,
                 step_seconds=found.seconds if found.feasible else None,
+                unfit_seconds=None if found.feasible else found.seconds,
                 why=_why_lost(problem, candidate, found, best),
             )
         )

@@ -156,7 +156,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     worst = _worst(loss_, held, rows)
     eager_loss, eager_gradient = _eager(program, batch, table.losses[0][1], table.first)
     return Verification(
-        ranks=len(program.plan.prediction.ranks),
+        ranks=program.plan.world,
         stages=len(program.plan.stages),
         steps=len(table.losses),
         microbatches=program.plan.microbatches,

@@ -48,7 +48,11 @@ def plan(stages: int = 4, microbatches: int = 8, blocks: int = 0, slow: float = 
     starts = [blocks * k // stages for k in range(stages + 1)]
     where = cluster(stages, f"local:{stages}")
     times = [0.010] * (stages - 1) + [0.010 * slow]
-    step = sum(3 * t for t in times) + (microbatches - 1) * 3 * max(times)
+    moves = [0.0] + [0.001] * (stages - 1)
+    each = [3 * t + move for t, move in zip(times, moves, strict=True)]
+    once = [0.006] + [0.004] * (stages - 1)
+    step = sum(each) + max((microbatches - 1) * t + b for t, b in zip(each, once, strict=True))
+    busy = sum(3 * microbatches * t + b for t, b in zip(times, once, strict=True))
     return Plan(
         model=PlanModel(
             name="GPT2LMHeadModel",
@@ -88,11 +92,8 @@ def plan(stages: int = 4, microbatches: int = 8, blocks: int = 0, slow: float = 
         prediction=Prediction(
             step_seconds=step,
             simulated_seconds=step * 0.97,
-            bubble=0.25,
-            ranks=tuple(
-                _rank(k, times[k], where.devices[k].name, min(microbatches, stages - k))
-                for k in range(stages)
-            ),
+            bubble=max(0.0, 1 - busy / (stages * step * 0.97)),
+            ranks=tuple(_rank(k, times[k], min(microbatches, stages - k)) for k in range(stages)),
         ),
         provenance={"compute": "analytic roofline", "transfer": "links of the cluster"},
         certificate=Certificate(
@@ -111,15 +112,15 @@ def plan(stages: int = 4, microbatches: int = 8, blocks: int = 0, slow: float = 
     )
 
 
-def _rank(rank: int, forward: float, device: str, in_flight: int) -> RankPrediction:
+def _rank(rank: int, forward: float, in_flight: int) -> RankPrediction:
     return RankPrediction(
-        rank=rank,
+        ranks=(rank,),
         stage=rank,
-        device=device,
         forward_seconds=forward,
         backward_seconds=2 * forward,
         transfer_seconds=0.0 if rank == 0 else 0.001,
-        sync_seconds=0.002 if rank == 0 else 0.0,
+        sync_seconds=0.0,
+        tie_seconds=0.002 if rank == 0 else 0.0,
         optimizer_seconds=0.004,
         memory=Memory(
             weights=100 << 20,
@@ -161,6 +162,8 @@ def plans(draw: st.DrawFn) -> Plan:
                 label=draw(_words),
                 ranks=(k,),
                 recompute=draw(st.sampled_from(("none", "selective", "full"))),
+                zero=draw(st.sampled_from((0, 1, 2, 3))),
+                device=draw(_words),
             )
             for k in range(count)
         ),
@@ -176,7 +179,12 @@ def plans(draw: st.DrawFn) -> Plan:
             )
         ),
         "prediction": Prediction(
-            step_seconds=draw(st.one_of(_seconds, st.integers(0, 9))),
+            step_seconds=draw(
+                st.one_of(
+                    _seconds.map(lambda more: prediction.step_seconds + more),
+                    st.integers(9, 99),  # more than any of these plans takes
+                )
+            ),
             simulated_seconds=draw(_seconds),
             bubble=draw(st.floats(0, 1)),
             ranks=prediction.ranks,

@@ -178,7 +178,9 @@ def test_explain_a_plan(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = call(capsys, "explain", plan)
     assert out.startswith("GPT2LMHeadModel on local:4") and err == ""
     out, _ = call(capsys, "explain", plan, "--json")
-    assert Plan.loads(out) == Plan.load(plan)
+    found, given = json.loads(out), Plan.load(plan)
+    assert found["step"]["seconds"] == given.prediction.step_seconds
+    assert [one["stage"] for one in found["by_stage"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -225,7 +227,15 @@ def test_diff(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     msgspec.structs.replace(Plan.load(plan), seed=7).dump(other)
     assert call(capsys, "diff", plan, str(other), status=1)[0] == "seed: 0 -> 7\n"
     out, _ = call(capsys, "diff", plan, str(other), "--json", status=1)
-    assert json.loads(out) == [{"new": 7, "old": 0, "path": "seed"}]
+    assert json.loads(out) == [{"kind": "given", "new": 7, "old": 0, "path": "seed"}]
+    slower = sample_plans.plan(slow=2.0)
+    msgspec.structs.replace(slower, microbatches=7).dump(other)
+    lines = call(capsys, "diff", plan, str(other), status=1)[0].splitlines()
+    at = lines.index("Predicted")
+    assert lines[0] == "Decided" and lines[1] == "  microbatches: 8 -> 7"
+    old, new = (Plan.load(p).prediction.step_seconds for p in (plan, other))
+    words = f"  prediction.step_seconds: {old:.6g} -> {new:.6g} ({(new / old - 1) * 100:+.1f} %)"
+    assert words in lines[at:]
 
 
 def test_simulate(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

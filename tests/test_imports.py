@@ -18,9 +18,10 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("report", "api"),
-    ("verify", "running"),
+    ("verify", "running", "exact", "choosing", "whatif"),
     ("sharded", "rounding"),
-    ("planning", "price"),
+    ("planning", "price", "seating"),
+    ("planning_joint",),
     ("requests",),
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),
     ("passes", "costmodels", "optimizers"),
@@ -36,7 +37,9 @@ LAYERS = (
 # Beside that: the manager reads the table of passes, and these build on the captured graph.
 ALSO = {("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture")}
 # A part and the package that holds its reading, writing and checking.
-SAME = {"cluster_io": "cluster", "plan_io": "plan"}
+SAME = {
+    "cluster_io": "cluster", "plan_io": "plan", "prediction": "plan", "planned": "planning_joint",
+}  # fmt: skip
 # A training job needs a program and actions, not a compiler.
 RUNTIME = {
     "environment",
@@ -56,7 +59,7 @@ TABLES = ("fxpart.passes", "fxpart.costmodels")
 
 TORCH_FREE = (
     "errors", "cluster", "cluster_io", "plan", "plan_io", "program", "costs", "schedule", "solver",
-    "report", "sharding",
+    "report", "sharding", "planning_joint",
 )  # fmt: skip
 MODULES_OF_DANGER = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
 LONGEST_FUNCTION = 60

@@ -92,7 +92,7 @@ def test_other_format_and_version() -> None:
     for text in ("{}", "[]", "3", "null", '{"version": 1}'):
         assert codes(text) == ["FXP302"]
     assert codes(json.dumps({**raw(), "format": "other"})) == ["FXP302"]
-    for version in (0, -1, 3, 10**30, "1", None, True, 1.0):
+    for version in (0, -1, 4, 10**30, "1", None, True, 1.0):
         assert codes(json.dumps({**raw(), "version": version}))[0] in ("FXP301", "FXP302"), version
 
 
@@ -165,10 +165,31 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no batch": (_set("batch_size", 0), "batch_size"),
     "negative": (_set("model.parameters", -1), "model.parameters"),
     "too large": (_set("model.parameters", 10**25), "model.parameters"),
+    "step": (_set("prediction.step_seconds", 0.1), "prediction.step_seconds"),
     "bubble": (_set("prediction.bubble", 1.5), "prediction.bubble"),
-    "rank predicted twice": (_set("prediction.ranks.1.rank", 0), "prediction.ranks"),
+    "rank predicted twice": (_set("prediction.ranks.1.ranks", "0"), "prediction.ranks"),
     "stage of a rank": (_set("prediction.ranks.1.stage", 0), "prediction.ranks[1].stage"),
-    "device of a rank": (_set("prediction.ranks.1.device", "x"), "prediction.ranks[1].device"),
+    "no rank": (_set("prediction.ranks.1.ranks", ""), "prediction.ranks[1].ranks"),
+    "workspace": (_set("prediction.ranks.1.workspace", 2**32), "prediction.ranks[1].workspace"),
+    "collectives": (
+        _set("prediction.ranks.1.collective_seconds", 1.0),
+        "prediction.ranks[1].collective_seconds",
+    ),
+    "experts": (_set("stages.1.expert_parallel", 2), "stages[1]"),
+    "pieces": (_set("stages.1.pieces", [[2, 2], [3, 3]]), "stages[1].pieces"),
+    "pieces apart": (_set("stages.1.pieces", [[1, 3]]), "stages[1].pieces"),
+    "interleaved without pieces": (_set("schedule", "interleaved"), "stages"),
+    "order": (_set("order", "0-6"), "order"),
+    "order twice": (_set("order", "0-6,6"), "order"),
+    "devices": (_set("devices", "0-2"), "devices"),
+    "devices fall": (_set("devices", "1,0,2-3"), "devices"),
+    "devices that are not": (_set("devices", "0-2,7"), "devices"),
+    "weights": (_set("weights", "stash"), "weights"),
+    "change": (
+        _set("changes", [{"stages": 0, "microbatches": 1, "step_seconds": None, "why": ""}]),
+        "changes[0]",
+    ),
+    "fits and does not": (_set("alternatives.0.unfit_seconds", 1.0), "alternatives[0]"),
     "in flight": (_set("prediction.ranks.1.in_flight", 9), "prediction.ranks[1].in_flight"),
     "over memory": (_set("prediction.ranks.1.memory.weights", 2**33), "prediction.ranks[1].memory"),
     "limit above device": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,16 +16,19 @@ from fxpart.report.explain import explain
 from fxpart.report.html import report_html
 from fxpart.report.sharding import why
 
+GOLDEN = Path(__file__).parent / "golden"
+
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
     """A plan whose stages are four ranks each."""
     lanes = 4
     whole = sample_plans.plan(stages)
     cluster = sample_plans.cluster(stages * lanes, f"local:{stages * lanes}")
-    entries = {entry.stage: entry for entry in whole.prediction.ranks}
     ranks = tuple(
-        msgspec.structs.replace(entries[r // lanes], rank=r, device=cluster.devices[r].name)
-        for r in range(stages * lanes)
+        msgspec.structs.replace(
+            entry, ranks=tuple(range(entry.stage * lanes, (entry.stage + 1) * lanes))
+        )
+        for entry in whole.prediction.ranks
     )
     return msgspec.structs.replace(
         whole,
@@ -37,6 +41,7 @@ def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
                 ranks=tuple(range(stage.index * lanes, (stage.index + 1) * lanes)),
                 data_parallel=2,
                 tensor_parallel=2,
+                zero=1,
             )
             for stage in whole.stages
         ),
@@ -80,11 +85,39 @@ def test_a_plan_of_lanes_is_valid_and_round_trips() -> None:
 
 
 def test_a_plan_of_version_1_still_loads() -> None:
-    whole = sample_plans.plan()
-    raw = json.loads(whole.dumps())
-    del raw["sharding"]
-    raw["version"] = 1
-    assert Plan.loads(json.dumps(raw)) == whole
+    raw = json.loads((GOLDEN / "plan_version_1.json").read_text())
+    found = Plan.load(GOLDEN / "plan_version_1.json")
+    assert found.version == 3 and Plan.loads(found.dumps()) == found
+    assert [entry.ranks for entry in found.prediction.ranks] == [(0,), (1,)]
+    # Sums of shared parameters, which were all that a stage of one rank summed up.
+    assert [entry.tie_seconds for entry in found.prediction.ranks] == [
+        entry["sync_seconds"] for entry in raw["prediction"]["ranks"]
+    ]
+    assert [found.device(rank).name for rank in range(2)] == [
+        entry["device"] for entry in raw["prediction"]["ranks"]
+    ]
+
+
+def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
+    raw = json.loads((GOLDEN / "plan_version_2.json").read_text())
+    found = Plan.load(GOLDEN / "plan_version_2.json")
+    assert [entry.ranks for entry in found.prediction.ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert {stage.zero for stage in found.stages} == {raw["sharding"]["zero"]} == {1}
+    for entry in raw["prediction"]["ranks"]:
+        group = found.prediction.ranks[entry["stage"]]
+        assert group.sync_seconds == entry["sync_seconds"] and group.tie_seconds == 0
+        assert msgspec.to_builtins(group.memory) == entry["memory"]
+    raw["prediction"]["ranks"][5]["in_flight"] = 2
+    apart = Plan.loads(json.dumps(raw)).prediction.ranks
+    assert [entry.ranks for entry in apart] == [(0, 1, 2, 3), (4,), (5,), (6, 7)]
+
+
+def test_a_plan_of_version_2_with_a_wrong_device_is_refused() -> None:
+    raw = json.loads((GOLDEN / "plan_version_2.json").read_text())
+    raw["prediction"]["ranks"][5]["device"] = "elsewhere"
+    with pytest.raises(FxpartError) as caught:
+        Plan.loads(json.dumps(raw))
+    assert "device" in caught.value.problems[0].where
 
 
 @pytest.mark.parametrize(
@@ -118,17 +151,31 @@ def test_each_fault_is_found(changes: dict[str, Any], words: str) -> None:
     assert {p.code for p in found} == {"FXP303"}
 
 
-def test_ranks_stand_by_stage_and_lane() -> None:
-    whole = plan()
-    first, second = whole.stages
-    swapped = msgspec.structs.replace(
+def on_ranks(whole: Plan, ranks: list[tuple[int, ...]]) -> Plan:
+    """The plan with other ranks for its stages."""
+    return msgspec.structs.replace(
         whole,
-        stages=(
-            msgspec.structs.replace(first, ranks=second.ranks),
-            msgspec.structs.replace(second, ranks=first.ranks),
+        stages=tuple(
+            msgspec.structs.replace(stage, ranks=ranks[stage.index]) for stage in whole.stages
+        ),
+        prediction=msgspec.structs.replace(
+            whole.prediction,
+            ranks=tuple(
+                msgspec.structs.replace(entry, ranks=ranks[entry.stage])
+                for entry in whole.prediction.ranks
+            ),
         ),
     )
-    assert any("are not 0 to 3" in p.why for p in swapped.problems())
+
+
+def test_ranks_may_stand_in_any_order() -> None:
+    moved = on_ranks(plan(), [(4, 5, 0, 1), (3, 2, 7, 6)])
+    assert moved.problems() == ()
+    text = moved.dumps()
+    assert '"ranks": "4-5,0-1"' in text and '"ranks": "3,2,7,6"' in text
+    assert Plan.loads(text) == moved
+    for wrong in ([(4, 5, 0, 1), (3, 2, 7, 1)], [(0, 1, 2, 3), (4, 5, 6, 8)]):
+        assert on_ranks(plan(), wrong).problems()
 
 
 def test_the_report_shows_mesh_ranks_and_placements() -> None:

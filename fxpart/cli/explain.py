@@ -12,7 +12,7 @@ from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
-PAGES = ("annotations", "glossary", "how_it_chooses", "one_process", "rules")
+PAGES = ("annotations", "glossary", "how_it_chooses", "one_process", "reading_a_plan", "rules")
 
 
 @click.command()
@@ -23,8 +23,7 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`,
-    `rules`.
+    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`, `rules`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
@@ -35,7 +34,9 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     if name is not None:
         return _why(plan, name, as_json)
     if as_json:
-        output.data(plan)
+        from fxpart.report.figures import explanation
+
+        output.data(explanation(plan))
         return 0
     from fxpart.report.explain import explain
 

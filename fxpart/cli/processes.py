@@ -47,7 +47,7 @@ def _plan(request: Request, processes: int) -> Plan:
 
 
 def _check(plan: Plan, processes: int) -> None:
-    ranks = len(plan.prediction.ranks)
+    ranks = plan.world
     if ranks != processes:
         raise error(
             "FXP502",

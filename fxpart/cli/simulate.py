@@ -19,7 +19,9 @@ def command(
     plan: str, schedule: str | None, microbatches: int | None, trace: str | None, as_json: bool
 ) -> int:
     """Run PLAN's schedule by its predicted costs; no model is needed."""
+    from fxpart.plan_io.runs import text_of
     from fxpart.report import units
+    from fxpart.report.table import shortened
     from fxpart.report.timeline import plan_timeline
 
     loaded = Plan.load(plan)
@@ -40,7 +42,7 @@ def command(
     for stage, busy in zip(loaded.stages, timeline.busy, strict=True):
         share = busy / step if step else 0.0
         flying = [timeline.in_flight[stage.index]]
-        ranks = f"rank {stage.ranks[0]}" + (f"-{stage.ranks[-1]}" if stage.ranks[1:] else "")
+        ranks = f"rank {shortened(text_of(stage.ranks), 40)}"
         output.text(
             f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "
             f"{units.plural(max(flying, default=0), 'microbatch')} in flight"

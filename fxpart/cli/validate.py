@@ -31,8 +31,9 @@ def command(plans: tuple[str, ...], schema: bool, as_json: bool) -> int:
         else:
             results[path] = []
             if not as_json:
-                ranks = len(plan.prediction.ranks)
-                output.text(f"{path}: valid, {len(plan.stages)} stages on {ranks} ranks")
+                output.text(f"{path}: valid, {len(plan.stages)} stages on {plan.world} ranks")
+                for reason in plan.runnable:
+                    output.text(f"  this version cannot train by it: {reason}")
     if as_json:
         output.data(
             [{"plan": p, "valid": not faults, "problems": faults} for p, faults in results.items()]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TypeAlias
 
 from fxpart.errors import FxpartError
 from fxpart.plan import Placed, Plan, PlanSharding
+from fxpart.plan_io.check_stages import Faults
 from fxpart.sharding import Mesh, parse_placements
-
-Faults: TypeAlias = Iterator[tuple[str, str]]
 
 
 def sharding(plan: Plan) -> Faults:
-    """The mesh, the ranks of the stages on it, ZeRO's axis, and every placement."""
+    """The mesh, the degrees of the stages on it, ZeRO's axis, and every placement."""
     given = plan.sharding
     if given is None:
         return
@@ -30,9 +28,8 @@ def sharding(plan: Plan) -> Faults:
     if plan.mesh != expected:
         yield "mesh", f"it is {plan.mesh}; the stages and sharding.mesh make {expected}"
     for position, stage in enumerate(plan.stages):
-        ranks = tuple(range(position * mesh.size, (position + 1) * mesh.size))
-        if stage.ranks != ranks:
-            yield f"stages[{position}].ranks", f"they are not {ranks[0]} to {ranks[-1]} in order"
+        if stage.zero != given.zero:
+            yield f"stages[{position}].zero", f"it is {stage.zero}, sharding.zero {given.zero}"
         if math.prod((stage.data_parallel, stage.tensor_parallel)) != mesh.size:
             yield f"stages[{position}]", f"its degrees do not make the mesh's {mesh.size} ranks"
     if not 0 <= given.zero <= 3:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Literal
 
 import msgspec
 
 from fxpart.plan import Plan
+from fxpart.plan_io.files import plain
+
+Kind = Literal["given", "decision", "prediction"]
+_GIVEN = {"format", "version", "model", "cluster", "cluster_hash", "constraints", "seed",
+          "batch_size", "optimizer", "provenance"}  # fmt: skip
+_PREDICTED = {"prediction", "certificate", "alternatives", "changes"}
+_ORDER: tuple[Kind, ...] = ("given", "decision", "prediction")
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference: the field's path, and both values (None where the field is not there)."""
+    """One difference: the field's path, and both values (None where the field is not there).
 
+    kind: whether the field was given to the planner, decided, or predicted.
+    """
+
+    kind: Kind
     path: str
     old: Any
     new: Any
 
 
 def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
-    """Every leaf that differs, in field order; empty for equal plans."""
-    return tuple(_walk(msgspec.to_builtins(old), msgspec.to_builtins(new), ""))
+    """Every leaf that differs: what was given, decided, predicted; each in field order."""
+    found = _walk(plain(old), plain(new), "")
+    return tuple(sorted(found, key=lambda change: _ORDER.index(change.kind)))
+
+
+def _kind(path: str) -> Kind:
+    top = re.split(r"[.\[]", path)[0]
+    return "given" if top in _GIVEN else "prediction" if top in _PREDICTED else "decision"
 
 
 def _walk(old: Any, new: Any, path: str) -> list[Change]:
@@ -32,7 +50,7 @@ def _walk(old: Any, new: Any, path: str) -> list[Change]:
     else:
         # 0 and 0.0 are the same number in a plan; True and 1 are not the same setting.
         same = isinstance(old, bool) is isinstance(new, bool) and old == new
-        return [] if same else [Change(path=path, old=old, new=new)]
+        return [] if same else [Change(kind=_kind(path), path=path, old=old, new=new)]
     return [change for where, a, b in pairs for change in _walk(a, b, where)]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.plan import VERSION, Plan
+from fxpart.plan import Plan
 from fxpart.plan_io.migrate import upgrade
+from fxpart.plan_io.runs import lengthen, shorten
 from fxpart.plan_io.shape import shape_problems
 
 MAX_BYTES = 64 << 20
@@ -43,17 +44,17 @@ def load(path: Path) -> Plan:
 
 def decode(data: bytes, where: str) -> Plan:
     """The checked plan in ``data``; every fault of shape, or else every fault of content."""
+    raw: Any = None
     try:
         header = _header(data, where)
         if header.format != "fxpart-plan" or type(header.version) is not int:
             raise _unknown(where, f"it says format {_short(header.format)}")
-        if header.version == VERSION:
-            plan = msgspec.json.decode(data, type=Plan)
-        else:
-            raw = upgrade(msgspec.json.decode(data), header.version, where)
-            plan = msgspec.convert(raw, Plan)
+        raw = lengthen(upgrade(msgspec.json.decode(data), header.version, where))
+        plan = msgspec.convert(raw, Plan)
     except msgspec.ValidationError as first:
-        raise FxpartError(_all_of_shape(data, where, str(first))) from first
+        found = shape_problems(raw, Plan, where)
+        whole = error("FXP303", where=where, why=str(first), fix=_FIX).problems
+        raise FxpartError(found or whole) from first
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         # Not JSON, not UTF-8, nested too deep, or a number that Python cannot hold.
         raise _unreadable(where, str(why) or type(why).__name__) from why
@@ -76,7 +77,13 @@ def encode(plan: Plan) -> str:
     except msgspec.ValidationError:
         plan.validate()  # NaN and infinity become null: this names them
         raise
-    return msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=2).decode() + "\n"
+    short = msgspec.json.encode(plain(plan), order="sorted")
+    return msgspec.json.format(short, indent=2).decode() + "\n"
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as dicts, lists, texts and numbers, as its file holds them."""
+    return shorten(msgspec.to_builtins(plan))
 
 
 def dump(plan: Plan, path: Path) -> None:
@@ -89,15 +96,6 @@ def dump(plan: Plan, path: Path) -> None:
     except OSError as why:
         text = why.strerror or str(why)
         raise error("FXP603", where=str(path), why=text, fix="give a writable path") from why
-
-
-def _all_of_shape(data: bytes, where: str, first: str) -> list[Any]:
-    """The problems that decoding stopped at, and those behind the first one."""
-    try:
-        found = shape_problems(msgspec.json.decode(data), Plan, where)
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
-        found = []
-    return found or list(error("FXP303", where=where, why=first, fix=_FIX).problems)
 
 
 _FIX = "make the plan again with `fxpart plan`, or correct this place"

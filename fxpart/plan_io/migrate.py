@@ -16,8 +16,61 @@ def _one(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _two(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 3 says equal ranks once, and of each stage its ZeRO level.
+
+    Until then each rank was predicted by itself with the name of its device, and what a stage of
+    one rank summed up once a step were shared parameters.
+    """
+    given = raw.get("sharding")
+    if isinstance(given, dict):
+        for stage in _dicts(raw.get("stages")):
+            stage["zero"] = given.get("zero", 0)
+    prediction = raw.get("prediction")
+    if isinstance(prediction, dict) and isinstance(prediction.get("ranks"), list):
+        for entry in _dicts(prediction["ranks"]):
+            if given is None and "sync_seconds" in entry:
+                entry["tie_seconds"], entry["sync_seconds"] = entry["sync_seconds"], 0.0
+        prediction["ranks"] = _merged(prediction["ranks"], _names(raw))
+    return raw
+
+
+def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
+    """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
+    found: list[Any] = []
+    for entry in entries:
+        if not isinstance(entry, dict) or type(entry.get("rank")) is not int:
+            found.append(entry)
+            continue
+        rank = entry.pop("rank")
+        if 0 <= rank < len(names) and entry.get("device") == names[rank]:
+            del entry["device"]
+        last = found[-1] if found else None
+        if isinstance(last, dict) and "ranks" in last and last["ranks"][-1] + 1 == rank:
+            if {**entry, "ranks": last["ranks"]} == last:
+                last["ranks"].append(rank)
+                continue
+        found.append({**entry, "ranks": [rank]})
+    return found
+
+
+def _names(raw: dict[str, Any]) -> list[Any]:
+    """The devices' names by rank."""
+    cluster = raw.get("cluster")
+    devices = cluster.get("devices") if isinstance(cluster, dict) else None
+    return [d.get("name") if isinstance(d, dict) else None for d in _list(devices)]
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in _list(value) if isinstance(item, dict)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {1: _one}
+MIGRATIONS: dict[int, Step] = {1: _one, 2: _two}
 
 
 def upgrade(

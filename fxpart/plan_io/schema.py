@@ -7,14 +7,31 @@ from typing import Any
 import msgspec
 
 from fxpart.plan import VERSION, Plan
+from fxpart.plan_io.runs import FIELDS, PATTERN
+
+_HOLDERS = {
+    "devices": "Plan",
+    "order": "Plan",
+    "stages[].ranks": "Stage",
+    "prediction.ranks[].ranks": "RankPrediction",
+}
 
 
 def schema() -> dict[str, Any]:
     """JSON Schema 2020-12; what it cannot say (sums, references) ``Plan.problems`` checks."""
     (reference,), components = msgspec.json.schema_components([Plan], ref_template="#/$defs/{name}")
+    for field in FIELDS:
+        _runs(components[_HOLDERS[field]]["properties"][field.rpartition(".")[2]])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"fxpart plan, version {VERSION}",
         **reference,
         "$defs": components,
     }
+
+
+def _runs(field: dict[str, Any]) -> None:
+    """Numbers may stand as a list too, as they do in memory."""
+    numbers = {"type": field.pop("type"), "items": field.pop("items")}
+    field.pop("default", None)
+    field["anyOf"] = [{"type": "string", "pattern": f"^{PATTERN}$"}, numbers]

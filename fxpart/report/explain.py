@@ -4,47 +4,61 @@ from __future__ import annotations
 
 import textwrap
 
-import msgspec
-
-from fxpart.plan import Alternative, Plan, PlanInput, RankPrediction
+from fxpart.plan import Plan, PlanInput
 from fxpart.report import sharding, units
+from fxpart.report.figures import Explanation, Rejected, StageFigures, explanation
 from fxpart.report.table import shortened, table
 
 
 def explain(plan: Plan) -> str:
-    """Plain text of about 30 lines and one for each rank, ending in a newline."""
+    """Plain text of about 40 lines and two for each stage, ending in a newline."""
+    found = explanation(plan)
     parts = [
-        _summary(plan),
-        _stages(plan),
-        _memory(plan),
+        _summary(plan, found),
+        _stages(found),
+        _step(found),
+        _memory(found),
         sharding.lines(plan),
-        ["How good it is", *(wrapped for line in certificate(plan) for wrapped in _wrapped(line))],
-        _rejected(plan),
+        ["How good it is", *(line for words in certificate(plan) for line in _wrapped(words))],
+        _rejected("Rejected", found.rejected),
+        _rejected("With one decision changed", found.changes),
         _ties(plan),
         _pairs("Where the costs come from", plan.provenance),
         _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
+        _not_runnable(found),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
-def _summary(plan: Plan) -> list[str]:
-    model, prediction = plan.model, plan.prediction
-    ranks = units.plural(len(prediction.ranks), "rank")
+def _summary(plan: Plan, found: Explanation) -> list[str]:
+    model, step = plan.model, found.step
     pieces = units.plural(plan.microbatches, "microbatch")
-    rate = plan.batch_size / prediction.step_seconds if prediction.step_seconds else 0.0
+    rate = step.samples_per_second or 0.0
     return [
         f"{shortened(model.name, 60)} on {shortened(plan.cluster.name, 40)}: "
-        f"{units.plural(len(plan.stages), 'stage')} on {ranks}, schedule {plan.schedule}",
+        f"{units.plural(found.stages, 'stage')} on {units.plural(found.ranks, 'rank')}, "
+        f"schedule {schedule(plan)}",
         f"  model      {units.count(model.parameters)} parameters "
         f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
         f"  inputs     {shortened(', '.join(map(_input, model.inputs)), 160) or 'none'}",
         f"  batch      {plan.batch_size} samples in {pieces}, optimizer {plan.optimizer}, "
         f"seed {plan.seed}",
-        f"  step       {units.seconds(prediction.step_seconds)} predicted "
-        f"({units.seconds(prediction.simulated_seconds)} by simulation), {rate:.4g} samples/s, "
-        f"bubble {units.percent(prediction.bubble)}",
+        f"  step       {units.seconds(step.seconds)} predicted "
+        f"({units.seconds(step.simulated_seconds)} by {by(step.method)}), {rate:.4g} samples/s, "
+        f"bubble {units.percent(step.bubble)}",
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
     ]
+
+
+def schedule(plan: Plan) -> str:
+    """The schedule, and the pieces of each stage where there are several."""
+    pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
+    return f"{plan.schedule}{pieces}"
+
+
+def by(method: str) -> str:
+    """How the schedule's own time was found."""
+    return method if method == "simulation" else f"the {method}, not simulated"
 
 
 def _input(item: PlanInput) -> str:
@@ -53,60 +67,114 @@ def _input(item: PlanInput) -> str:
     return f"{item.name} {item.dtype}[{', '.join(dims)}]"
 
 
-def _stages(plan: Plan) -> list[str]:
-    heads = ("stage", "blocks", "rank", "device", "holds", "params", "F", "B", "transfer", "step")
-    rows = []
-    for ranks, entry in alike(plan):
-        stage = plan.stages[entry.stage]
-        rows.append(
-            (
-                str(entry.stage), f"{stage.first}-{stage.last}", ranks,
-                shortened(entry.device, 20), _label(stage.label),
-                units.count(stage.parameters), units.seconds(entry.forward_seconds),
-                units.seconds(entry.backward_seconds), units.seconds(entry.transfer_seconds),
-                units.seconds(entry.sync_seconds + entry.optimizer_seconds),
-            )
-        )  # fmt: skip
-    slowest = max(plan.prediction.ranks, key=per_microbatch)
+def degrees(one: StageFigures) -> str:
+    """How a stage's ranks share its work: "dp8 tp4 ep2 zero1 recompute full"; "-" for one rank."""
+    parts = (
+        f"dp{one.data_parallel}" if one.data_parallel > 1 else "",
+        f"tp{one.tensor_parallel}" if one.tensor_parallel > 1 else "",
+        f"ep{one.expert_parallel}" if one.expert_parallel > 1 else "",
+        f"zero{one.zero}" if one.zero else "",
+        f"recompute {one.recompute}" if one.recompute != "none" else "",
+    )
+    return " ".join(filter(None, parts)) or "-"
+
+
+def _stages(found: Explanation) -> list[str]:
+    heads = ("stage", "blocks", "rank", "device", "holds", "split", "params", "F", "B", "transfer",
+             "step")  # fmt: skip
+    rows = [
+        (
+            str(one.stage), shortened(one.blocks, 24), shortened(one.ranks, 16),
+            shortened(one.devices, 20), _label(one.label), degrees(one),
+            units.count(one.parameters), units.seconds(one.forward_seconds),
+            units.seconds(one.backward_seconds),
+            units.seconds(one.transfer_seconds + one.gather_seconds),
+            units.seconds(one.step_only_seconds),
+        )
+        for one in found.by_stage
+    ]  # fmt: skip
     return [
         "Stages (F, B and transfer per microbatch; step: gradient sums and optimizer, once a step)",
-        *_indented(table(heads, ">>><<>>>>>", rows)),
-        f"  Stage {slowest.stage} is the slowest: {units.seconds(per_microbatch(slowest))} a "
-        f"microbatch, {balance(plan):.2f} times the mean.",
+        *_indented(table(heads, ">>><<<>>>>>", rows)),
     ]
 
 
-def alike(plan: Plan) -> list[tuple[str, RankPrediction]]:
-    """The ranks' predictions, those of one stage that are alike once: "4-7" and the first's."""
-    found: list[list[RankPrediction]] = []
-    for entry in plan.prediction.ranks:
-        if found and _same(found[-1][-1], entry):
-            found[-1].append(entry)
-        else:
-            found.append([entry])
-    return [(str(g[0].rank) if len(g) == 1 else f"{g[0].rank}-{g[-1].rank}", g[0]) for g in found]
+def _step(found: Explanation) -> list[str]:
+    given = found.bottleneck
+    named = found.step.parts.named()
+    rows = [
+        (name, units.seconds(seconds), units.percent(found.step.shares[name]))
+        for name, seconds in named.items()
+        if seconds
+    ]
+    return [
+        f"Where the step goes (as stage {given.stage} spends it)",
+        *_indented(table(("", "seconds", "share"), "<>>", rows)),
+        *(line for words in pace_words(found) for line in _wrapped(words)),
+    ]
 
 
-def _same(one: RankPrediction, next_: RankPrediction) -> bool:
-    """Whether a rank is predicted like the one before it in the same stage."""
-    moved = msgspec.structs.replace(one, rank=next_.rank, device=next_.device)
-    return one.rank + 1 == next_.rank and moved == next_
+def pace_words(found: Explanation) -> list[str]:
+    """The bottleneck as sentences."""
+    given = found.bottleneck
+    words = [
+        f"Stage {given.stage} sets the pace: {units.seconds(given.microbatch_seconds)} a "
+        f"microbatch, {given.of_mean:.2f} times the mean, and "
+        f"{units.seconds(given.step_only_seconds)} once a step; {given.largest} takes "
+        f"{units.percent(given.largest_share)} of it."
+    ]
+    if given.second is not None and given.second_pace_seconds is not None:
+        words.append(
+            f"Without it stage {given.second} would: {units.seconds(given.second_pace_seconds)} "
+            f"instead of {units.seconds(given.pace_seconds)}."
+        )
+    return words
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(found: Explanation) -> list[str]:
     heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
              "transfers", "in flight")  # fmt: skip
     rows = []
-    for ranks, entry in alike(plan):
-        memory = entry.memory
-        used = memory.total / entry.memory_limit if entry.memory_limit else 0.0
+    for one in found.by_stage:
+        memory = one.memory
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations,
                  memory.buffers, memory.transfers)  # fmt: skip
         rows.append(
-            (ranks, units.size(memory.total), units.size(entry.memory_limit),
-             units.percent(used), *map(units.size, parts), str(entry.in_flight))
+            (shortened(one.ranks, 16), units.size(one.total), units.size(one.limit),
+             units.percent(one.total / one.limit if one.limit else 0.0),
+             *map(units.size, parts), str(one.in_flight))
         )  # fmt: skip
-    return ["Peak memory by rank", *_indented(table(heads, ">" * len(heads), rows))]
+    words = [line for sentence in memory_words(found) for line in _wrapped(sentence)]
+    return ["Peak memory by rank", *_indented(table(heads, ">" * len(heads), rows)), *words]
+
+
+def memory_words(found: Explanation) -> list[str]:
+    """The fullest ranks, and whether memory keeps the plan from being faster, as sentences."""
+    given = found.fullest
+    words = [
+        f"Fullest is stage {given.stage} (rank {shortened(given.ranks, 24)}): "
+        f"{units.size(given.free)} of {units.size(given.limit)} are free."
+    ]
+    if found.binding:
+        best = min(found.binding, key=lambda r: r.unfit_slower or 0.0)
+        words.append(
+            f"Memory binds: {named(best)} would take {units.seconds(best.unfit_seconds or 0.0)} "
+            f"({relative(best.unfit_slower)}), but {best.why}."
+        )
+    elif found.rejected or found.changes:
+        words.append("Memory does not bind: no rejected choice would be faster if it fitted.")
+    return words
+
+
+def named(other: Rejected) -> str:
+    """A rejected choice by what it does, or by its size."""
+    pieces = units.plural(other.microbatches, "microbatch")
+    return other.what or f"{units.plural(other.stages, 'stage')}, {pieces}"
+
+
+def relative(share: float | None) -> str:
+    """A difference as "+3.1 %"; "" for none that can be told."""
+    return "" if share is None else f"{share:+.1%}".replace("%", " %")
 
 
 def certificate(plan: Plan) -> list[str]:
@@ -132,18 +200,25 @@ def certificate(plan: Plan) -> list[str]:
     ]
 
 
-def _rejected(plan: Plan) -> list[str]:
-    if not plan.alternatives:
+def _rejected(title: str, others: tuple[Rejected, ...]) -> list[str]:
+    if not others:
         return []
-    rows = [alternative(other) for other in plan.alternatives]
-    heads = ("stages", "microbatches", "step", "why not")
-    return ["Rejected", *_indented(table(heads, ">>><", rows))]
+    lines = table(REJECTED, "<>><><", [rejected_row(other) for other in others])
+    return [title, *_indented(lines)]
 
 
-def alternative(other: Alternative) -> tuple[str, str, str, str]:
-    """A rejected choice as four cells: stages, microbatches, step time, why it lost."""
+REJECTED = ("what", "stages", "microbatches", "schedule", "step", "why not")
+
+
+def rejected_row(other: Rejected) -> tuple[str, str, str, str, str, str]:
+    """A rejected choice as six cells, headed REJECTED."""
     step = "-" if other.step_seconds is None else units.seconds(other.step_seconds)
-    return str(other.stages), str(other.microbatches), step, shortened(other.why, 170)
+    if other.slower is not None:
+        step += f" ({relative(other.slower)})"
+    return (
+        shortened(other.what, 60) or "-", str(other.stages), str(other.microbatches),
+        other.schedule or "-", step, shortened(other.why, 110),
+    )  # fmt: skip
 
 
 def _ties(plan: Plan) -> list[str]:
@@ -166,16 +241,11 @@ def _pairs(title: str, pairs: dict[str, str]) -> list[str]:
     return [title, *(f"  {key:<{width}}  {shortened(value, 100)}" for key, value in rows)]
 
 
-def per_microbatch(entry: RankPrediction) -> float:
-    """Seconds that one microbatch takes on a rank."""
-    return entry.forward_seconds + entry.backward_seconds + entry.transfer_seconds
-
-
-def balance(plan: Plan) -> float:
-    """The slowest rank's seconds for a microbatch over the mean; 1 where all are equal."""
-    times = [per_microbatch(entry) for entry in plan.prediction.ranks]
-    mean = sum(times) / len(times)
-    return max(times) / mean if mean else 1.0
+def _not_runnable(found: Explanation) -> list[str]:
+    if not found.not_runnable:
+        return []
+    title = "This version cannot train by it (fxpart explain FXP306)"
+    return [title, *(f"  {reason}" for reason in found.not_runnable)]
 
 
 def _label(text: str) -> str:

@@ -7,11 +7,22 @@ from html import escape
 
 from fxpart.plan import Plan
 from fxpart.report import sharding, units
-from fxpart.report.explain import alike, alternative, balance, certificate
+from fxpart.report.explain import (
+    REJECTED,
+    by,
+    certificate,
+    degrees,
+    memory_words,
+    pace_words,
+    rejected_row,
+    schedule,
+)
+from fxpart.report.figures import Explanation, Rejected, explanation
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
 from fxpart.report.timeline import plan_timeline
+from fxpart.schedule.builders import BUILDERS
 
 # Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
@@ -20,10 +31,13 @@ DRAWN = 12_000
 def report_html(plan: Plan) -> str:
     """The whole file, below a megabyte, as text."""
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
+    found = explanation(plan)
     body = "\n".join(
         (
-            _head(plan), _cards(plan), _timeline(plan), _memory(plan), _stages(plan),
-            _sharding(plan), _certificate(plan), _rejected(plan), _ties(plan),
+            _head(plan), _cards(plan, found), _timeline(plan), _step(found), _memory(plan, found),
+            _stages(found), _sharding(plan), _certificate(plan),
+            _rejected("Rejected", found.rejected),
+            _rejected("With one decision changed", found.changes), _ties(plan),
             _pairs("Where the costs come from", plan.provenance),
             _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
         )
@@ -50,32 +64,31 @@ def _head(plan: Plan) -> str:
     model = plan.model
     words = (
         f"{units.count(model.parameters)} parameters in {model.blocks} blocks, cut into "
-        f"{len(plan.stages)} stages on {len(plan.prediction.ranks)} ranks of {plan.cluster.name}"
+        f"{len(plan.stages)} stages on {plan.world} ranks of {plan.cluster.name}"
     )
     return f'<h1>{escape(shortened(model.name, 120))}</h1>\n<p class="lead">{escape(words)}</p>'
 
 
-def _cards(plan: Plan) -> str:
-    prediction = plan.prediction
-    step = prediction.step_seconds
-    fullest = max(
-        (r.memory.total / r.memory_limit for r in prediction.ranks if r.memory_limit), default=0.0
-    )
+def _cards(plan: Plan, found: Explanation) -> str:
+    step = found.step
+    rate = step.samples_per_second
     cards = (
-        ("predicted step", units.seconds(step)),
-        ("by simulation", units.seconds(prediction.simulated_seconds)),
-        ("samples a second", f"{plan.batch_size / step:.4g}" if step else "-"),
+        ("predicted step", units.seconds(step.seconds)),
+        (f"by {by(step.method)}", units.seconds(step.simulated_seconds)),
+        ("samples a second", "-" if rate is None else f"{rate:.4g}"),
         ("batch x microbatches", f"{plan.batch_size} in {plan.microbatches}"),
-        ("schedule", plan.schedule),
-        ("bubble", units.percent(prediction.bubble)),
-        ("slowest stage over mean", f"{balance(plan):.2f}"),
-        ("fullest rank", units.percent(fullest)),
+        ("schedule", schedule(plan)),
+        ("bubble", units.percent(step.bubble)),
+        ("slowest stage over mean", f"{found.bottleneck.of_mean:.2f}"),
+        ("fullest rank", units.percent(found.fullest.used)),
     )
     items = "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
     return f'<dl class="cards">{items}</dl>'
 
 
 def _timeline(plan: Plan) -> str:
+    if plan.schedule not in BUILDERS:
+        return ""
     whole = 2 * len(plan.stages) * plan.microbatches
     drawn = plan.microbatches
     if whole > DRAWN:
@@ -91,12 +104,23 @@ def _timeline(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> str:
+def _step(found: Explanation) -> str:
+    rows = [
+        (name, units.seconds(seconds), units.percent(found.step.shares[name]))
+        for name, seconds in found.step.parts.named().items()
+        if seconds
+    ]
+    words = "".join(f"<p>{escape(line)}</p>" for line in pace_words(found))
+    return f"<h2>Where the step goes</h2>\n{words}{_table(('', 'seconds', 'share'), rows, {0})}"
+
+
+def _memory(plan: Plan, found: Explanation) -> str:
     key = _key([(f"m{i}", name) for i, name in enumerate(PARTS)])
     caption = "The line is the limit of the rank."
+    words = "".join(f"<p>{escape(line)}</p>" for line in memory_words(found))
     return (
         f"<h2>Peak memory</h2>\n<figure>{memory_svg(plan)}{key}"
-        f"<figcaption>{caption}</figcaption></figure>"
+        f"<figcaption>{caption}</figcaption></figure>{words}"
     )
 
 
@@ -107,22 +131,21 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
     return f'<div class="key">{items}</div>'
 
 
-def _stages(plan: Plan) -> str:
-    heads = ("stage", "blocks", "holds", "rank", "device", "parameters", "forward", "backward",
-             "transfer", "once a step", "in flight")  # fmt: skip
-    rows = []
-    for ranks, entry in alike(plan):
-        stage = plan.stages[entry.stage]
-        once = units.seconds(entry.sync_seconds + entry.optimizer_seconds)
-        rows.append(
-            (
-                str(stage.index), f"{stage.first}-{stage.last}", shortened(stage.label, 80),
-                ranks, shortened(entry.device, 40), units.count(stage.parameters),
-                units.seconds(entry.forward_seconds), units.seconds(entry.backward_seconds),
-                units.seconds(entry.transfer_seconds), once, str(entry.in_flight),
-            )
-        )  # fmt: skip
-    return f"<h2>Stages</h2>\n{_table(heads, rows, left={2, 4})}"
+def _stages(found: Explanation) -> str:
+    heads = ("stage", "blocks", "holds", "rank", "device", "split", "parameters", "forward",
+             "backward", "transfer", "once a step", "in flight")  # fmt: skip
+    rows = [
+        (
+            str(one.stage), shortened(one.blocks, 40), shortened(one.label, 80),
+            shortened(one.ranks, 40), shortened(one.devices, 40), degrees(one),
+            units.count(one.parameters), units.seconds(one.forward_seconds),
+            units.seconds(one.backward_seconds),
+            units.seconds(one.transfer_seconds + one.gather_seconds),
+            units.seconds(one.step_only_seconds), str(one.in_flight),
+        )
+        for one in found.by_stage
+    ]  # fmt: skip
+    return f"<h2>Stages</h2>\n{_table(heads, rows, left={2, 4, 5})}"
 
 
 def _sharding(plan: Plan) -> str:
@@ -147,12 +170,11 @@ def _certificate(plan: Plan) -> str:
     return f"<h2>How good it is</h2>\n{status}{words}"
 
 
-def _rejected(plan: Plan) -> str:
-    if not plan.alternatives:
+def _rejected(title: str, others: Sequence[Rejected]) -> str:
+    if not others:
         return ""
-    heads = ("stages", "microbatches", "step", "why not")
-    rows = [alternative(other) for other in plan.alternatives]
-    return f"<h2>Rejected</h2>\n{_table(heads, rows, left={3})}"
+    rows = [rejected_row(other) for other in others]
+    return f"<h2>{title}</h2>\n{_table(REJECTED, rows, left={0, 5})}"
 
 
 def _ties(plan: Plan) -> str:

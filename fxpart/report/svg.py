@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from fxpart.plan import Plan
+from fxpart.plan_io.runs import text_of
 from fxpart.report import units
+from fxpart.report.table import shortened
 from fxpart.schedule.action import Kind
 from fxpart.schedule.timeline import Span, Timeline
 
@@ -112,18 +114,19 @@ def _ticks(total: float, scale: float, y: int) -> list[str]:
 
 
 def memory_svg(plan: Plan) -> str:
-    """One bar for each rank: its parts stacked, the limit as a line."""
+    """One bar for ranks that are alike: its parts stacked, the limit as a line."""
     ranks = plan.prediction.ranks
     row = 30 if len(ranks) <= 16 else 16 if len(ranks) <= 48 else 8
     most = max((max(r.memory.total, r.memory_limit) for r in ranks), default=0) or 1
     scale = (WIDTH - LEFT - 160) / most
-    label = f"Peak memory of {len(ranks)} ranks against the limit of each."
+    label = f"Peak memory of {plan.world} ranks against the limit of each."
     parts = [_open(len(ranks) * row + 8, label)]
     for position, entry in enumerate(ranks):
         y, x = position * row + 2, float(LEFT)
         if row >= 16 or position % 8 == 0:
             base = max(y + row / 2 + 2, 10)
-            parts.append(f'<text class="axis" x="0" y="{base:.0f}">rank {entry.rank}</text>')
+            label = shortened(text_of(entry.ranks), 9)
+            parts.append(f'<text class="axis" x="0" y="{base:.0f}">rank {label}</text>')
         for index, name in enumerate(PARTS):
             value = getattr(entry.memory, name)
             if value:

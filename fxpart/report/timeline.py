@@ -51,8 +51,9 @@ def stage_seconds(plan: Plan) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of each stage: those of its slowest rank."""
     forward, backward = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
     for entry in plan.prediction.ranks:
-        forward[entry.stage] = max(forward[entry.stage], entry.forward_seconds)
-        backward[entry.stage] = max(backward[entry.stage], entry.backward_seconds)
+        half = entry.gather_seconds / 2  # ZeRO 3 gathers weights before either
+        forward[entry.stage] = max(forward[entry.stage], entry.forward_seconds + half)
+        backward[entry.stage] = max(backward[entry.stage], entry.backward_seconds + half)
     return forward, backward
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from fxpart.plan import Plan
 from fxpart.report import units
-from fxpart.report.explain import balance, certificate, explain
+from fxpart.report.explain import certificate, explain
+from fxpart.report.figures import balance
 from fxpart.report.table import shortened, table
 
 
@@ -20,7 +21,7 @@ def test_every_part_is_told() -> None:
         "input_ids int64[s0*, 64]",
         "16 samples in 8 microbatches",
         "transformer.h.0 … transformer.h.1",
-        "Stage 3 is the slowest: 61.0 ms a microbatch, 1.59 times the mean.",
+        "Stage 3 sets the pace: 61.0 ms a microbatch, 1.59 times the mean",
         "Within 4.0 % of the best",
         "does not fit",
         "transformer.wte.weight = lm_head.weight: stage 0 owns it, copies on 3",

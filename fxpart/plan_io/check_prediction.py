@@ -1,0 +1,64 @@
+"""Faults of what a plan predicts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fxpart.plan import Plan, RankPrediction
+from fxpart.plan_io.check_stages import Faults
+
+MOST = 200  # ranks named at most
+
+
+def prediction(plan: Plan) -> Faults:
+    """Each rank is predicted once, on its own stage, within its device's memory."""
+    stage_of = {rank: s.index for s in plan.stages for rank in s.ranks}
+    if plan.prediction.bubble > 1:
+        yield "prediction.bubble", f"{plan.prediction.bubble} is a share above 1"
+    for index, entry in enumerate(plan.prediction.ranks):
+        own = plan.microbatches * entry.microbatch_seconds + entry.step_only_seconds
+        if plan.prediction.step_seconds < own * (1 - 1e-6):
+            yield "prediction.step_seconds", f"prediction.ranks[{index}] alone takes {own} seconds"
+            break
+    given = Counter(rank for entry in plan.prediction.ranks for rank in entry.ranks)
+    for rank, count in given.items():
+        if count > 1:
+            yield "prediction.ranks", f"rank {rank} stands there {count} times"
+    for rank in sorted(set(stage_of) - set(given))[:MOST]:
+        yield "prediction.ranks", f"rank {rank} is missing"
+    for index, entry in enumerate(plan.prediction.ranks):
+        where = f"prediction.ranks[{index}]"
+        yield from _entry(plan, entry, where)
+        yield from _places(plan, entry, stage_of, where)
+
+
+def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:
+    if not entry.ranks:
+        yield f"{where}.ranks", "there are none"
+    if not 1 <= entry.in_flight <= plan.microbatches:
+        yield f"{where}.in_flight", f"{entry.in_flight} of {plan.microbatches} microbatches"
+    if entry.memory.total > entry.memory_limit:
+        total = entry.memory.total
+        yield f"{where}.memory", f"{total} bytes, above the {entry.memory_limit} allowed"
+    if entry.workspace > entry.memory.activations:
+        yield f"{where}.workspace", f"it is part of {entry.memory.activations} bytes of activations"
+    whole = entry.forward_seconds + entry.backward_seconds
+    if entry.collective_seconds > whole * (1 + 1e-9):
+        yield f"{where}.collective_seconds", f"they are part of {whole} seconds of computation"
+
+
+def _places(plan: Plan, entry: RankPrediction, stage_of: dict[int, int], where: str) -> Faults:
+    """The entry's ranks: their stage, and the memory of their devices."""
+    smallest: int | None = None
+    for rank in entry.ranks:
+        stage = stage_of.get(rank)
+        if stage is None:
+            yield where, f"no stage runs on rank {rank}"
+        elif entry.stage != stage:
+            yield f"{where}.stage", f"rank {rank} runs stage {stage}, not {entry.stage}"
+        index = plan.devices[rank] if 0 <= rank < len(plan.devices) else rank
+        if 0 <= index < len(plan.cluster.devices):
+            memory = plan.cluster.devices[index].memory
+            smallest = memory if smallest is None else min(smallest, memory)
+    if smallest is not None and entry.memory_limit > smallest:
+        yield f"{where}.memory_limit", f"the device has {smallest} bytes"

@@ -1,0 +1,1 @@
+"""From a joint choice to what its plan says: predictions, words, what was rejected and why."""

@@ -1,0 +1,162 @@
+"""What ranks are predicted to need, and what a step's time is made of. Part of a plan's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+from typing import Literal
+
+import msgspec
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peak memory of a rank in bytes, by cause."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    transfers: int
+
+    @property
+    def total(self) -> int:
+        """All parts together, in bytes."""
+        return (
+            self.weights + self.gradients + self.optimizer
+            + self.activations + self.buffers + self.transfers
+        )  # fmt: skip
+
+
+class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ranks of one stage are predicted to need, said once for all that are alike.
+
+    Seconds per microbatch: forward and backward (with recomputation and collectives inside a
+    stage, whose share is collective), transfer (between stages), gather (ZeRO 3's weights).
+    Seconds per step: sync (gradient sums over replicas, and ZeRO's other gathering), tie (messages
+    about shared parameters), optimizer. Bytes at the peak; workspace: those of
+    ``memory.activations`` that live only while a block runs. in_flight: microbatches whose
+    activations are held at once.
+    """
+
+    ranks: tuple[int, ...]
+    stage: int
+    forward_seconds: float
+    backward_seconds: float
+    transfer_seconds: float
+    sync_seconds: float
+    optimizer_seconds: float
+    collective_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    tie_seconds: float = 0.0
+    memory: Memory
+    memory_limit: int
+    in_flight: int
+    workspace: int = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of a microbatch without transfers between stages."""
+        return fsum((self.forward_seconds, self.backward_seconds, self.gather_seconds))
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """t: seconds of a microbatch."""
+        return fsum((self.busy_seconds, self.transfer_seconds))
+
+    @property
+    def step_only_seconds(self) -> float:
+        """beta: seconds once a step."""
+        return fsum((self.sync_seconds, self.tie_seconds, self.optimizer_seconds))
+
+
+class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Step time in seconds: the closed form that was minimised, and the simulated schedule.
+
+    method: how simulated_seconds was found; "closed form" where the schedule has no simulation or
+    too many actions for one. bubble: the share of that step in which the ranks idle or wait for
+    transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike.
+    """
+
+    step_seconds: float
+    simulated_seconds: float
+    bubble: float
+    ranks: tuple[RankPrediction, ...]
+    method: Literal["simulation", "closed form"] = "simulation"
+
+
+class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one step as the bottleneck stage spends them; together the whole step.
+
+    The bottleneck is the stage with the largest (m - fill) t + beta. bubble: what is left, in which
+    it waits for the pipeline to fill and to drain.
+    """
+
+    stage: int
+    compute: float
+    collectives: float
+    transfers: float
+    gathers: float
+    sums: float
+    ties: float
+    optimizer: float
+    bubble: float
+
+    def named(self) -> dict[str, float]:
+        """The parts by what people call them, in order."""
+        return {
+            "computation": self.compute,
+            "collectives inside stages": self.collectives,
+            "transfers between stages": self.transfers,
+            "gathering weights": self.gathers,
+            "gradient sums": self.sums,
+            "sums of shared parameters": self.ties,
+            "the optimizer": self.optimizer,
+            "the bubble": self.bubble,
+        }
+
+
+def pace(entry: RankPrediction, microbatches: int, fill: float) -> float:
+    """(m - fill) t + beta: the seconds by which a stage bounds the step."""
+    return (microbatches - fill) * entry.microbatch_seconds + entry.step_only_seconds
+
+
+def bottleneck(ranks: Sequence[RankPrediction], microbatches: int, fill: float) -> RankPrediction:
+    """The entry that sets the step's pace; of equal ones the first."""
+    return max(ranks, key=lambda entry: pace(entry, microbatches, fill))
+
+
+def step_parts(
+    ranks: Sequence[RankPrediction], microbatches: int, fill: float, step: float
+) -> StepParts:
+    """What a step of ``step`` seconds is made of; fill: of the schedule, see ``schedules.fill``."""
+    entry = bottleneck(ranks, microbatches, fill)
+    once = (entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds)
+    moves = [
+        microbatches * part
+        for part in (entry.collective_seconds, entry.transfer_seconds, entry.gather_seconds)
+    ]
+    work = fsum((entry.forward_seconds, entry.backward_seconds, -entry.collective_seconds))
+    compute = microbatches * work
+    return StepParts(
+        stage=entry.stage,
+        compute=compute,
+        collectives=moves[0],
+        transfers=moves[1],
+        gathers=moves[2],
+        sums=once[0],
+        ties=once[1],
+        optimizer=once[2],
+        bubble=fsum((step, -compute, *(-part for part in (*moves, *once)))),
+    )
+
+
+def idle_share(ranks: Sequence[RankPrediction], microbatches: int, step: float) -> float:
+    """The share of all ranks' time in a step in which they compute and sum nothing, 0 to 1."""
+    busy = fsum(len(e.ranks) * (microbatches * e.busy_seconds + e.step_only_seconds) for e in ranks)
+    whole = step * sum(len(e.ranks) for e in ranks)
+    return min(1.0, max(0.0, 1.0 - busy / whole)) if whole > 0 else 0.0

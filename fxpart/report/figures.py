@@ -1,0 +1,308 @@
+"""The numbers that explain a plan, from its fields alone: what text and JSON both say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from fxpart.plan import Alternative, Certificate, Memory, Plan, RankPrediction
+from fxpart.plan_io.runs import text_of
+from fxpart.prediction import StepParts, bottleneck, pace, step_parts
+from fxpart.solver.joint.schedules import fill
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen and keyword-only."""
+
+
+class StepFigures(_Struct, frozen=True, kw_only=True):
+    """The step: its seconds, what they are made of (together all of them), and each part's share.
+
+    samples_per_second: None for a step without time, as each share then is 0.
+    """
+
+    seconds: float
+    simulated_seconds: float
+    method: str
+    samples_per_second: float | None
+    bubble: float
+    parts: StepParts
+    shares: dict[str, float]
+
+
+class Pace(_Struct, frozen=True, kw_only=True):
+    """The stage that bounds the step by pace_seconds = (m - fill) * microbatch + once a step.
+
+    of_mean: its microbatch over the mean of all stages. largest: what it spends most on, and the
+    share of its own time. second: the stage next to it, None where it is the only one.
+    """
+
+    stage: int
+    blocks: str
+    ranks: str
+    microbatch_seconds: float
+    step_only_seconds: float
+    pace_seconds: float
+    of_mean: float
+    largest: str
+    largest_share: float
+    second: int | None
+    second_pace_seconds: float | None
+
+
+class Fullest(_Struct, frozen=True, kw_only=True):
+    """The ranks with the least of their memory left, in shares of the limit. Bytes."""
+
+    stage: int
+    ranks: str
+    total: int
+    limit: int
+    free: int
+    used: float
+    parts: Memory
+    workspace: int
+    in_flight: int
+
+
+class Rejected(_Struct, frozen=True, kw_only=True):
+    """A rejected choice: slower says by which share of the step; None where it does not fit.
+
+    unfit_slower: the same for one that does not fit, were there memory (negative: faster).
+    """
+
+    what: str
+    stages: int
+    microbatches: int
+    schedule: str
+    step_seconds: float | None
+    slower: float | None
+    unfit_seconds: float | None
+    unfit_slower: float | None
+    why: str
+
+
+class StageFigures(_Struct, frozen=True, kw_only=True):
+    """One stage, or its ranks that are alike: decisions, seconds and bytes."""
+
+    stage: int
+    blocks: str
+    label: str
+    ranks: str
+    devices: str
+    data_parallel: int
+    tensor_parallel: int
+    expert_parallel: int
+    zero: int
+    recompute: str
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    collective_seconds: float
+    gather_seconds: float
+    transfer_seconds: float
+    sync_seconds: float
+    tie_seconds: float
+    optimizer_seconds: float
+    microbatch_seconds: float
+    step_only_seconds: float
+    memory: Memory
+    total: int
+    limit: int
+    free: int
+    in_flight: int
+
+
+class Explanation(_Struct, frozen=True, kw_only=True):
+    """Everything that ``fxpart explain plan.json --json`` says.
+
+    binding: rejected choices that would be faster and do not fit. not_runnable: why this version
+    cannot train by the plan.
+    """
+
+    model: str
+    cluster: str
+    ranks: int
+    stages: int
+    schedule: str
+    virtual: int
+    microbatches: int
+    batch_size: int
+    step: StepFigures
+    bottleneck: Pace
+    fullest: Fullest
+    binding: tuple[Rejected, ...]
+    next_best: Rejected | None
+    rejected: tuple[Rejected, ...]
+    changes: tuple[Rejected, ...]
+    by_stage: tuple[StageFigures, ...]
+    certificate: Certificate
+    not_runnable: tuple[str, ...]
+
+
+def explanation(plan: Plan) -> Explanation:
+    """The figures of a valid plan."""
+    step = plan.prediction.step_seconds
+    rejected = tuple(_rejected(other, step) for other in plan.alternatives)
+    changes = tuple(_rejected(other, step) for other in plan.changes)
+    slower = [r for r in (*rejected, *changes) if r.step_seconds is not None]
+    return Explanation(
+        model=plan.model.name,
+        cluster=plan.cluster.name,
+        ranks=plan.world,
+        stages=len(plan.stages),
+        schedule=plan.schedule,
+        virtual=plan.virtual,
+        microbatches=plan.microbatches,
+        batch_size=plan.batch_size,
+        step=_step(plan),
+        bottleneck=_pace(plan),
+        fullest=_fullest(plan),
+        binding=tuple(
+            r for r in (*rejected, *changes) if r.unfit_slower is not None and r.unfit_slower < 0
+        ),
+        next_best=min(slower, key=lambda r: r.step_seconds or 0.0, default=None),
+        rejected=rejected,
+        changes=changes,
+        by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
+        certificate=plan.certificate,
+        not_runnable=plan.runnable,
+    )
+
+
+def share_of_fill(plan: Plan) -> float:
+    """How much of each other stage's microbatch a step waits for: of the plan's schedule."""
+    return fill(plan.schedule, plan.virtual)
+
+
+def slowest(plan: Plan) -> list[RankPrediction]:
+    """Of each stage the entry that takes longest for a microbatch."""
+    found: dict[int, RankPrediction] = {}
+    for entry in plan.prediction.ranks:
+        known = found.get(entry.stage)
+        if known is None or entry.microbatch_seconds > known.microbatch_seconds:
+            found[entry.stage] = entry
+    return [found[stage] for stage in sorted(found)]
+
+
+def balance(plan: Plan) -> float:
+    """The slowest stage's seconds for a microbatch over the mean; 1 where all are equal."""
+    return _over_mean(max(entry.microbatch_seconds for entry in slowest(plan)), plan)
+
+
+def _over_mean(seconds: float, plan: Plan) -> float:
+    times = [entry.microbatch_seconds for entry in slowest(plan)]
+    mean = sum(times) / len(times)
+    return seconds / mean if mean else 1.0
+
+
+def _step(plan: Plan) -> StepFigures:
+    given, seconds = plan.prediction, plan.prediction.step_seconds
+    parts = step_parts(given.ranks, plan.microbatches, share_of_fill(plan), seconds)
+    return StepFigures(
+        seconds=seconds,
+        simulated_seconds=given.simulated_seconds,
+        method=given.method,
+        samples_per_second=plan.batch_size / seconds if seconds else None,
+        bubble=given.bubble,
+        parts=parts,
+        shares={name: s / seconds if seconds else 0.0 for name, s in parts.named().items()},
+    )
+
+
+def _pace(plan: Plan) -> Pace:
+    entries, m, share = slowest(plan), plan.microbatches, share_of_fill(plan)
+    first = bottleneck(plan.prediction.ranks, m, share)
+    others = [entry for entry in entries if entry.stage != first.stage]
+    second = bottleneck(others, m, share) if others else None
+    own = step_parts(plan.prediction.ranks, m, share, 0.0).named()
+    spent = {name: s for name, s in own.items() if name != "the bubble"}
+    whole = sum(spent.values())
+    largest = max(spent, key=lambda name: spent[name])
+    return Pace(
+        stage=first.stage,
+        blocks=blocks(plan, first.stage),
+        ranks=text_of(first.ranks),
+        microbatch_seconds=first.microbatch_seconds,
+        step_only_seconds=first.step_only_seconds,
+        pace_seconds=pace(first, m, share),
+        of_mean=_over_mean(first.microbatch_seconds, plan),
+        largest=largest,
+        largest_share=spent[largest] / whole if whole else 0.0,
+        second=None if second is None else second.stage,
+        second_pace_seconds=None if second is None else pace(second, m, share),
+    )
+
+
+def _fullest(plan: Plan) -> Fullest:
+    entry = max(plan.prediction.ranks, key=used)
+    return Fullest(
+        stage=entry.stage,
+        ranks=text_of(entry.ranks),
+        total=entry.memory.total,
+        limit=entry.memory_limit,
+        free=entry.memory_limit - entry.memory.total,
+        used=used(entry),
+        parts=entry.memory,
+        workspace=entry.workspace,
+        in_flight=entry.in_flight,
+    )
+
+
+def used(entry: RankPrediction) -> float:
+    """The share of its memory limit that a rank needs."""
+    return entry.memory.total / entry.memory_limit if entry.memory_limit else 0.0
+
+
+def blocks(plan: Plan, stage: int) -> str:
+    """A stage's blocks as runs, one for each piece: "0-3,8-11"."""
+    return ",".join(f"{first}-{last}" for first, last in plan.stages[stage].spans)
+
+
+def devices(plan: Plan, ranks: Iterable[int]) -> str:
+    """One rank's device by name, several by their type."""
+    found = [plan.device(rank) for rank in ranks]
+    if len(found) == 1:
+        return found[0].name
+    models = list(dict.fromkeys(device.model for device in found))
+    return f"{len(found)} {'+'.join(models)}"
+
+
+def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
+    stage = plan.stages[entry.stage]
+    names = (
+        "forward_seconds", "backward_seconds", "collective_seconds", "gather_seconds",
+        "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds",
+        "microbatch_seconds", "step_only_seconds", "in_flight",
+    )  # fmt: skip
+    decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute",
+                 "label", "parameters")  # fmt: skip
+    return StageFigures(
+        stage=entry.stage,
+        blocks=blocks(plan, entry.stage),
+        ranks=text_of(entry.ranks),
+        devices=devices(plan, entry.ranks),
+        memory=entry.memory,
+        total=entry.memory.total,
+        limit=entry.memory_limit,
+        free=entry.memory_limit - entry.memory.total,
+        **{name: getattr(stage, name) for name in decisions},
+        **{name: getattr(entry, name) for name in names},
+    )
+
+
+def _rejected(other: Alternative, step: float) -> Rejected:
+    def slower(seconds: float | None) -> float | None:
+        return None if seconds is None or not step else seconds / step - 1
+
+    return Rejected(
+        what=other.what,
+        stages=other.stages,
+        microbatches=other.microbatches,
+        schedule=other.schedule,
+        step_seconds=other.step_seconds,
+        slower=slower(other.step_seconds),
+        unfit_seconds=other.unfit_seconds,
+        unfit_slower=slower(other.unfit_seconds),
+        why=other.why,
+    )
