@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,29 +13,34 @@ from fxpart.annotations import annotations_of_batch, dump_annotations, whole_bat
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
+from fxpart.choosing import choose_degrees, costed, seats_of
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
-from fxpart.errors import FxpartError, error
-from fxpart.optimizers import choose
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, solve_exactly
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan, PlanModel
-from fxpart.planning import Shared, difference, make_plan, model_info
-from fxpart.price import price, step_sums
+from fxpart.planning import model_info
 from fxpart.program import ProgramSpec
-from fxpart.requests import DATA_AXIS, Request, check_counts, find_cluster, make_request
-from fxpart.runtime.links import edges
+from fxpart.requests import (
+    DATA_AXIS,
+    Request,
+    check_counts,
+    find_cluster,
+    make_request,
+    with_mesh,
+)
 from fxpart.schedule.action import Schedule
-from fxpart.schedule.make import make
-from fxpart.sharded.decide import find_annotations, given_annotations, shard
-from fxpart.sharded.graphs import Sharded
-from fxpart.sharded.programs import Lanes, assign, generate
-from fxpart.sharded.record import plan_sharding, restore
-from fxpart.solver.portfolio import explain_infeasible, solve
+from fxpart.sharded.decide import find_annotations, given_annotations
+from fxpart.sharded.programs import Lanes
 
 if TYPE_CHECKING:
+    from fxpart.choosing import Chosen
     from fxpart.runtime.trainer import Trainer
+    from fxpart.solver.joint.problem import JointProblem
+    from fxpart.solver.progress import Progress
     from fxpart.verify import Verification
 
 
@@ -54,6 +59,7 @@ def compile(
     constraints: Mapping[str, int | float | str | bool] | None = None,
     seed: int = 0,
     batch_dims: Mapping[str, int | None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
 
@@ -63,13 +69,16 @@ def compile(
     output and the targets; without it the output's own loss. batch_size: rows of the global batch,
     by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
     class, name, factory or instance, for memory and as the trainer's default. plan: apply this one
-    (a Plan or its file) instead of solving. constraints: ``stages``, ``schedule`` ("1f1b" or
-    "gpipe"), ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds); and to share
-    each stage among several ranks ``mesh`` ("dp=2,tp=2": an axis named dp cuts the batch),
-    ``annotations`` (a file or text beside those of :func:`fxpart.annotate`), ``zero`` (0 to 3) over
-    ``zero_axis``, ``placements`` ("solver", or "annotated" to replicate what propagation leaves
-    open). seed: of all random ops. batch_dims: per input name its batch dim, None for an input
-    that every microbatch gets whole.
+    (a Plan or its file) instead of solving. constraints: decisions fixed, all others are solved
+    for: ``tp``, ``dp`` (ranks that share each block; replicas), ``stages``, ``zero``, ``schedule``
+    ("1f1b", "gpipe"), ``ranks`` (of the whole program); ``forbid`` ("zero; cut=h.3"), ``stage``
+    ("h.0-5=0"), ``layout`` (Megatron's notation); ``granularity`` ("block", "op"), ``solver``,
+    ``time_limit`` (seconds). ``mesh`` ("dp=2,tp=2", or "none" for one rank a stage) fixes how the
+    ranks of a stage share it, and allows ``annotations`` (a file or text beside those of
+    :func:`fxpart.annotate`), ``zero`` (0 to 3) over ``zero_axis``, ``placements`` ("solver", or
+    "annotated" to replicate what propagation leaves open). seed: of all random ops. batch_dims: per
+    input name its batch dim, None for an input that every microbatch gets whole. progress: told of
+    incumbent and bound while the planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -96,9 +105,10 @@ def compile(
     graph = PassManager().run(_prepare(granularity), captured.graph)
     info = model_info(captured, graph)
     if chosen is not None:
-        return _apply(request, captured, graph, info, chosen)
-    said = _annotations(model, request, captured, given) if request.sharded else {}
-    return _solve(request, captured, graph, info, microbatches, said)
+        parts = apply_plan(captured, graph, info, chosen)
+        return Program(chosen, request=request, **fields_of(parts))
+    said = _annotations(model, request, captured, given) if request.sharded or request.open else {}
+    return _solve(request, captured, graph, info, microbatches, said, progress)
 
 
 @dataclass(frozen=True)
@@ -107,9 +117,9 @@ class Program:
 
     captured: what the model became. prepared: its graph with blocks; graph: with stages too, whole
     however its ops are sharded. spec: the stages as data; sources: per stage the text of its
-    module; where a stage is several ranks, those of its first lane. optimizer: the default for
-    trainers. lanes: the programs of all lanes, None where a stage is one rank. annotations: what
-    the user said of shardings.
+    module; where a stage is several ranks, those of its first lane. request: what was asked for.
+    lanes: the programs of all lanes, None where a stage is one rank. annotations: what the user
+    said of shardings. problem: what was chosen from, where degrees were.
     """
 
     plan: Plan
@@ -118,9 +128,24 @@ class Program:
     captured: Captured
     prepared: fx.GraphModule
     graph: fx.GraphModule
-    optimizer: Any = None
+    request: Request
     lanes: Lanes | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
+    problem: JointProblem | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The default for trainers."""
+        return self.request.optimizer
+
+    def costed(self) -> JointProblem:
+        """What the planner chose from, as numbers: every degree, count and schedule it may take.
+
+        Archived beside a plan file, it answers ``fxpart whatif`` without the model.
+        """
+        if self.problem is not None:
+            return self.problem
+        return costed(self.prepared, self.captured, self.request, None)[0]
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """The program of one lane of every stage, and the text of its stages; made when asked."""
@@ -170,19 +195,23 @@ class Program:
         Where a stage is several ranks, each of them has these actions, and its peers are the ranks
         of its own lane.
         """
-        return _schedule(self.spec, self.plan.schedule, microbatches or self.plan.microbatches)
+        count = microbatches or self.plan.microbatches
+        return make_schedule(self.spec, self.plan.schedule, count)
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
         """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
         schedule = self.schedule()
         texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
         size = len(self.plan.stages[0].ranks)
+        by_rank = {
+            rank: texts[s] for s, stage in enumerate(self.plan.stages) for rank in stage.ranks
+        }
         return export(
             directory,
             plan=self.plan.dumps(),
             spec=self.spec,
             sources=self.sources,
-            actions=[text for text in texts for _ in range(size)],
+            actions=[by_rank[rank] for rank in sorted(by_rank)],
             constants=constants_of(self.spec, self.captured.state),
             lanes=[self.lane(index) for index in range(1, size)],
         )
@@ -230,94 +259,40 @@ def _solve(
     info: PlanModel,
     microbatches: int | None,
     annotations: Mapping[str, str],
+    progress: Callable[[Progress], None] | None = None,
 ) -> Program:
-    """Price the graph, or one lane's, choose, and make the program and its plan."""
-    fixed = request.constraints
-    sharded = (
-        shard(graph, captured, request, annotations, microbatches) if request.sharded else None
+    """The program with the least step time: on the given mesh, or on the best of those proposed."""
+    if not request.open:
+        plan, parts = solve_exactly(request, captured, graph, info, microbatches, annotations)
+        return Program(plan, request=request, annotations=annotations, **fields_of(parts))
+    problem, provenance = costed(graph, captured, request, microbatches)
+    chosen = choose_degrees(problem, provenance, request, progress=progress)
+    found: list[tuple[Plan, Parts]] = []
+    problems: list[Problem] = []
+    for one in chosen.proposals:
+        fixed = with_mesh(request, one.mesh, one.zero)
+        seats = seats_of(one, request)
+        try:
+            found.append(
+                solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
+            )
+        except FxpartError as fault:
+            problems += fault.problems
+    if not found:
+        raise FxpartError(problems)
+    plan, parts = min(found, key=lambda pair: pair[0].prediction.step_seconds)
+    return Program(
+        with_proof(plan, chosen),
+        request=request,
+        annotations=annotations,
+        problem=problem,
+        **fields_of(parts),
     )
-    local = graph if sharded is None else sharded.local(0)
-    sharing = None if sharded is None else sharded.sharing()
-    problem, provenance = price(
-        local,
-        captured,
-        request.cluster,
-        cost_model=request.cost_model,
-        batch_size=captured.batch_size,
-        microbatches=microbatches,
-        optimizer=request.optimizer,
-        schedules=(str(fixed.get("schedule", "1f1b")),),
-        min_stages=request.stages[0],
-        max_stages=request.stages[1],
-        sharing=sharing,
-    )
-    limit = float(fixed.get("time_limit", 30.0))
-    solution = solve(
-        problem, time_limit=limit, seed=request.seed, solver=str(fixed.get("solver", "auto"))
-    )
-    if solution.choice is None:
-        raise FxpartError(explain_infeasible(problem))
-    starts = solution.choice.starts
-    made = _generate(captured, graph, sharded, starts, request.seed)
-    spec = made["spec"]
-    count = problem.variants[solution.choice.variant].microbatches
-    shared = None
-    if sharded is not None and sharing is not None:
-        sums = step_sums(local, captured, request.cluster, request.cost_model, sharing)
-        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
-        provenance = {**provenance, "placements": sharded.provenance}
-    plan = make_plan(
-        info,
-        request.cluster,
-        spec,
-        _schedule(spec, solution.choice.schedule, count),
-        problem,
-        solution,
-        batch_size=captured.batch_size,
-        optimizer=choose(request.optimizer).name,
-        provenance=provenance,
-        constraints=fixed,
-        shared=shared,
-    )
-    return Program(plan=plan, optimizer=request.optimizer, annotations=annotations, **made)
 
 
-def _apply(
-    request: Request, captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan
-) -> Program:
-    """Make the program that a given plan describes; FXP304 where it is another model's."""
-    if plan.model.fingerprint != info.fingerprint:
-        raise error(
-            "FXP304",
-            where=f"plan for {plan.model.name}",
-            why=difference(plan.model, info),
-            fix="plan again for this model: fxpart plan TARGET -o plan.json",
-        )
-    sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
-    starts = tuple(stage.first for stage in plan.stages)
-    made = _generate(captured, graph, sharded, starts, plan.seed)
-    return Program(plan=plan, optimizer=request.optimizer, **made)
-
-
-def _generate(
-    captured: Captured,
-    graph: fx.GraphModule,
-    sharded: Sharded | None,
-    starts: Sequence[int],
-    seed: int,
-) -> dict[str, Any]:
-    """The fields of a Program that follow from the first block of each stage."""
-    assigned = assign(graph, starts)
-    lanes = None if sharded is None else Lanes(sharded, captured, tuple(starts), seed)
-    spec, sources = generate(assigned, captured, seed) if lanes is None else lanes.program(0)
-    return {
-        "captured": captured, "prepared": graph, "graph": assigned, "spec": spec,
-        "sources": sources, "lanes": lanes,
-    }  # fmt: skip
-
-
-def _schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
-    return make(name, range(len(spec.stages)), microbatches, edges(spec))
+def with_proof(plan: Plan, chosen: Chosen) -> Plan:
+    """The plan with what is proven of the choice of its degrees."""
+    return plan
 
 
 def _prepare(granularity: str) -> str:

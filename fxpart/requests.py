@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,6 +12,8 @@ from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan
 from fxpart.sharding import Mesh
+from fxpart.solver.joint.wishes.parse import NUMBERS, SAME, WORDS
+from fxpart.solver.joint.wishes.parse import faults as wish_faults
 
 Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 
@@ -27,17 +29,26 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "placements": (str, ("solver", "annotated")),
     "zero": (int, ()),
     "zero_axis": (str, ()),
+    "ranks": (int, ()),
+    "forbid": (str, ()),
+    "stage": (str, ()),
+    "layout": (str, ()),
 }
-SHARDING = ("annotations", "placements", "zero", "zero_axis")  # they need a mesh
+SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
+CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
+# Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
+WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
 DATA_AXIS = "dp"
+ONE_LANE = "none"  # as a mesh: every stage is one rank
 
 
 @dataclass(frozen=True)
 class Request:
     """What is wanted, checked.
 
-    mesh: the lanes of every stage, one lane without a mesh. zero: 0 to 3. zero_axis: along which
-    axis optimizer state (1), gradients (2) or parameters (3) are cut. stages: least and most.
+    mesh: the lanes of every stage, None where the planner is to choose them. zero: 0 to 3.
+    zero_axis: along which axis optimizer state (1), gradients (2) or parameters (3) are cut.
+    stages: least and most. ranks: of the whole program, None for what is best.
     """
 
     cluster: Cluster
@@ -49,6 +60,8 @@ class Request:
     zero: int = 0
     zero_axis: str = ""
     stages: tuple[int, int] = (1, 1)
+    ranks: int | None = None
+    open: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -61,18 +74,49 @@ def make_request(
 ) -> Request:
     """The request; raises FXP109 and FXP202 with everything that is wrong or does not fit."""
     problems = list(_faults(constraints))
+    text = constraints.get("mesh", "")
     mesh = Mesh()
-    if isinstance(text := constraints.get("mesh", ""), str):
+    if isinstance(text, str) and text not in (ONE_LANE, "auto"):
         try:
             mesh = Mesh.parse(text)
         except FxpartError as fault:
             problems += fault.problems
-    zero, axis = _zero(constraints, mesh, problems)
-    stages = _stages(constraints, mesh, cluster, problems)
+    free = text == "auto"
+    zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
+    ranks = _ranks(constraints, problems)
+    stages = _stages(constraints, mesh, cluster, ranks, problems)
     if problems:
         raise FxpartError(problems)
-    chosen = optimizer if optimizer is not None else "adamw"
-    return Request(cluster, chosen, cost_model, dict(constraints), seed, mesh, zero, axis, stages)
+    return Request(
+        cluster=cluster,
+        optimizer=optimizer if optimizer is not None else "adamw",
+        cost_model=cost_model,
+        constraints=dict(constraints),
+        seed=seed,
+        mesh=mesh,
+        zero=zero,
+        zero_axis=axis,
+        stages=stages,
+        ranks=ranks,
+        open=free,
+    )
+
+
+def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None) -> Request:
+    """The request with this mesh, ZeRO level over its dp axis, and number of stages."""
+    lanes = Mesh.parse(mesh)
+    most = len(request.cluster.devices) // lanes.size
+    if stages is None and request.ranks is not None:
+        stages = request.ranks // lanes.size
+    wish = request.constraints.get("stages", stages)
+    return replace(
+        request,
+        mesh=lanes,
+        zero=zero,
+        zero_axis=DATA_AXIS if zero else "",
+        stages=(1, most) if wish is None else (int(wish), int(wish)),
+        open=False,
+    )
 
 
 def check_counts(batch_size: int | None, microbatches: int | None) -> None:
@@ -112,8 +156,10 @@ def _faults(constraints: Constraints) -> list[Problem]:
     problems = []
     for key, value in constraints.items():
         where = f"constraint {key}={str(value)[:80]!r}"
+        if key in WISHES:
+            continue
         if key not in ALLOWED:
-            fix = f"one of {', '.join(ALLOWED)}"
+            fix = f"one of {', '.join((*ALLOWED, *WISHES))}"
             problems.append(Problem("FXP109", where, "it is not a constraint", fix))
             continue
         kind, choices = ALLOWED[key]
@@ -126,8 +172,12 @@ def _faults(constraints: Constraints) -> list[Problem]:
             problems.append(Problem("FXP109", where, "it is not a choice", "0, 1, 2 or 3"))
         elif key == "stages" and not (number and isinstance(value, int) and value >= 1):
             problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
+        elif key == "ranks" and not (number and isinstance(value, int) and value >= 1):
+            problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
         elif kind is float and not (number and float(value) > 0):
             problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
+    if not problems:
+        problems += wish_faults(constraints)
     if not constraints.get("mesh"):
         fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
         problems += [
@@ -154,10 +204,26 @@ def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tupl
     return (level, axis) if level else (0, "")
 
 
+def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
+    """How many ranks there have to be: as torchrun started, or as asked for."""
+    found, given = launch(), constraints.get("ranks")
+    wish = given if isinstance(given, int) and not isinstance(given, bool) else None
+    if found is None:
+        return wish
+    if wish is not None and wish != found.world:
+        where, why = f"constraint ranks={wish}", f"{found.world} processes were started"
+        problems.append(Problem("FXP502", where, why, f"torchrun --nproc-per-node {wish}"))
+    return found.world
+
+
 def _stages(
-    constraints: Constraints, mesh: Mesh, cluster: Cluster, problems: list[Problem]
+    constraints: Constraints,
+    mesh: Mesh,
+    cluster: Cluster,
+    ranks: int | None,
+    problems: list[Problem],
 ) -> tuple[int, int]:
-    """The least and most stages: as wished, as torchrun started ranks, or as devices allow."""
+    """The least and most stages: as wished, as there are ranks, or as devices allow."""
     lanes, devices = mesh.size, len(cluster.devices)
     given = constraints.get("stages")
     number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
@@ -170,19 +236,20 @@ def _stages(
             f"a cluster of {lanes} devices or more, or a smaller mesh",
         ))  # fmt: skip
         return 1, 1
-    found = launch()
-    if found is not None and not constraints.get("stages"):
-        if found.world % lanes:
-            why = f"each stage has {lanes} ranks, and {found.world} processes were started"
+    if constraints.get("mesh") == "auto":
+        return (wish, wish) if wish is not None else (1, devices)
+    if ranks is not None and wish is None:
+        if ranks % lanes:
+            why = f"each stage has {lanes} ranks, and there are {ranks} processes"
             fix = f"start a multiple of {lanes} processes, or change the mesh"
             problems.append(Problem("FXP502", f"mesh {mesh}", why, fix))
             return 1, 1
-        wish = found.world // lanes
-    elif found is not None and wish is not None and lanes > 1 and wish * lanes != found.world:
+        wish = ranks // lanes
+    elif ranks is not None and wish is not None and lanes > 1 and wish * lanes != ranks:
         problems.append(
             Problem(
                 "FXP502",
-                f"{found.world} processes",
+                f"{ranks} processes",
                 f"the constraints ask for {wish} stages of {lanes} ranks",
                 f"torchrun --nproc-per-node {wish * lanes}, or other stages or mesh",
             )

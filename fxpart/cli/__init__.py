@@ -29,6 +29,7 @@ VERBS = {
     "verify": "Compare partitioned training with one process, number by number.",
     "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
     "report": "Draw a plan as one HTML file.",
+    "whatif": "Ask what a plan would be with other devices, links or decisions.",
     "diff": "Show what differs between two plans.",
     "solve": "Split a graph that others have priced: the largest load, and what is proven of it.",
     "rules": "Say which ops have sharding rules; propose one for an op that has none.",

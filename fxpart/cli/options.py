@@ -37,6 +37,11 @@ class Request:
     mesh: str | None = None
     annotations: str | None = None
     zero: int | None = None
+    fix: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    layout: str | None = None
+    time_limit: float | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
@@ -46,30 +51,37 @@ class Request:
 
     @property
     def constraints(self) -> dict[str, int | float | str | bool]:
-        """What is fixed, by --constraint and by the options for sharding."""
-        own = {"mesh": self.mesh, "annotations": self.annotations, "zero": self.zero}
+        """What is fixed, by --constraint and --fix and by the options for single decisions."""
+        own: dict[str, int | float | str | None] = {
+            "mesh": self.mesh,
+            "annotations": self.annotations,
+            "zero": self.zero,
+            "forbid": ";".join(self.forbid) or None,
+            "stage": ";".join(self.stage) or None,
+            "layout": self.layout,
+            "time_limit": self.time_limit,
+        }
         given = {key: value for key, value in own.items() if value is not None}
-        return {**(parse_constraints(self.constraint) or {}), **given}
-
-    @property
-    def lanes(self) -> int:
-        """Ranks of each stage. FXP109 for a mesh that is none."""
-        from fxpart.sharding.mesh import Mesh
-
-        return Mesh.parse(str(self.constraints.get("mesh", ""))).size
+        return {**(parse_constraints((*self.constraint, *self.fix)) or {}), **given}
 
     def on_ranks(self, ranks: int, option: str) -> Request:
-        """The same with as many stages as make ``ranks``; FXP502 where the mesh does not fit."""
-        if ranks % self.lanes:
+        """The same for this many ranks; FXP502 where the mesh does not fit."""
+        from fxpart.sharding.mesh import Mesh
+
+        text = str(self.constraints.get("mesh", ""))
+        lanes = 1 if text in ("auto", "none") else Mesh.parse(text).size
+        if ranks % lanes:
             raise error(
                 "FXP502",
                 where=f"{option} {ranks}",
-                why=f"each stage has {self.lanes} ranks",
-                fix=f"give a multiple of {self.lanes}, or another --mesh",
+                why=f"each stage has {lanes} ranks",
+                fix=f"give a multiple of {lanes}, or another --mesh",
             )
-        items = tuple(c for c in self.constraint if not c.startswith("stages="))
+        items = tuple(c for c in self.constraint if not c.startswith(("stages=", "ranks=")))
         cluster = f"local:{ranks}" if self.cluster == "auto" else self.cluster
-        stages = f"stages={ranks // self.lanes}"
+        if text == "auto":
+            return replace(self, cluster=cluster, constraint=(*self.constraint, f"ranks={ranks}"))
+        stages = f"stages={ranks // lanes}"
         return replace(self, cluster=cluster, constraint=(*items, stages))
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
@@ -77,7 +89,7 @@ class Request:
         from fxpart.api import compile
 
         doing = f"{'applying the plan to' if self.plan else 'planning'} {self.target}"
-        with nullcontext() if quiet else output.busy(doing):
+        with nullcontext(output.ignore) if quiet else output.watched(doing) as progress:
             return compile(
                 workload.model,
                 self.cluster,
@@ -91,6 +103,7 @@ class Request:
                 plan=self.plan,
                 constraints=self.constraints,
                 seed=self.seed,
+                progress=progress,
             )
 
 
@@ -109,8 +122,22 @@ def compile_options(command: Command) -> Command:
             click.option("--cost-model", default="auto", show_default=True, help="Its name."),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
-                help="Fix a decision, such as stages=3; may be repeated.",
+                help="Any constraint of fxpart.compile, such as solver=cp-sat; may be repeated.",
             ),
+            click.option(
+                "--fix", multiple=True, metavar="KEY=VALUE[,VALUE]",
+                help="Fix a decision: tp, dp, stages, zero, microbatches, schedule.",
+            ),
+            click.option(
+                "--forbid", multiple=True, metavar="KEY[=VALUE]",
+                help="Rule a decision out: tp, zero=2, stages=1, cut=layers.5.",
+            ),
+            click.option(
+                "--stage", multiple=True, metavar="BLOCKS=STAGE",
+                help="Put blocks on a stage: layers.0-11=0, lm_head=-1.",
+            ),
+            click.option("--layout", metavar="TEXT", help="Megatron's notation: Ett|tt|ttL."),
+            click.option("--time-limit", type=click.FloatRange(0), help="Seconds of solving."),
             click.option(
                 "--mesh", metavar="AXES",
                 help="Ranks of each stage, such as dp=2,tp=2; the axis dp cuts the batch.",

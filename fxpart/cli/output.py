@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
 from fxpart.errors import CODES, FxpartError
+
+if TYPE_CHECKING:
+    from fxpart.solver.progress import Progress
 
 # A name from a model must not move the cursor or set the window's title.
 _UNSAFE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
@@ -68,6 +71,35 @@ def busy(words: str) -> Iterator[None]:
 
     with Console(stderr=True).status(words):
         yield
+
+
+@contextmanager
+def watched(words: str) -> Iterator[Callable[[Progress], None]]:
+    """As :func:`busy`; what is given takes a solver's progress and shows it on a terminal."""
+    if not sys.stderr.isatty():
+        note(f"{words} ...")
+        yield ignore
+        return
+    from rich.console import Console
+
+    from fxpart.report.units import percent, seconds
+
+    with Console(stderr=True).status(words) as status:
+
+        def show(progress: Progress) -> None:
+            found, bound = progress.incumbent, progress.bound
+            best = f"best {seconds(found)}" if found < float("inf") else "none found yet"
+            gap = percent((found - bound) / found) if 0 < found < float("inf") else "unknown"
+            status.update(
+                f"{words}: {best}, at least {seconds(bound)}, gap {gap}, "
+                f"{progress.seconds_left:.0f} s left ({progress.phase})"
+            )
+
+        yield show
+
+
+def ignore(progress: Progress) -> None:
+    """Progress that nobody watches."""
 
 
 def _write(stream: TextIO, words: str) -> None:

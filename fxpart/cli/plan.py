@@ -22,6 +22,7 @@ from fxpart.errors import error
 def command(path: str | None, dump: str | None, as_json: bool, **options: Any) -> int:
     """Capture TARGET, choose its partition on the cluster, and write the plan."""
     from fxpart.report.explain import explain
+    from fxpart.solver.joint.archive import beside, save
 
     request = Request(**options)
     if dump is not None and not dump.endswith((".toml", ".json")):
@@ -36,7 +37,8 @@ def command(path: str | None, dump: str | None, as_json: bool, **options: Any) -
         output.note(f"wrote {dump}")
     if path is not None:
         plan.dump(path)
-        output.note(f"wrote {path}")
+        save(program.costed(), beside(path))
+        output.note(f"wrote {path} and {beside(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))
     (output.note if as_json or path is None else output.text)(explain(plan).rstrip("\n"))

@@ -1,0 +1,172 @@
+"""One mesh for all stages: lower the graph to a rank's, price it exactly, cut it, make the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import fx
+
+from fxpart.errors import FxpartError, error
+from fxpart.optimizers import choose
+from fxpart.plan import Plan, PlanModel
+from fxpart.planning import Shared, difference, make_plan
+from fxpart.price import price, step_sums
+from fxpart.program import ProgramSpec
+from fxpart.requests import Request
+from fxpart.runtime.links import edges
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.make import make
+from fxpart.seating import Seats
+from fxpart.sharded.decide import shard
+from fxpart.sharded.graphs import Sharded
+from fxpart.sharded.programs import Lanes, assign, generate
+from fxpart.sharded.record import plan_sharding, restore
+from fxpart.solver.joint.wishes.parse import read_wishes
+from fxpart.solver.portfolio import explain_infeasible, solve
+from fxpart.solver.problem import PartitionProblem
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The fields of a program that follow from its cuts and its mesh."""
+
+    captured: Captured
+    prepared: fx.GraphModule
+    graph: fx.GraphModule
+    spec: ProgramSpec
+    sources: tuple[str, ...]
+    lanes: Lanes | None
+
+
+def solve_exactly(
+    request: Request,
+    captured: Captured,
+    graph: fx.GraphModule,
+    info: PlanModel,
+    microbatches: int | None,
+    annotations: Mapping[str, str],
+    seats: Seats | None = None,
+) -> tuple[Plan, Parts]:
+    """Price the graph, or one lane's, on the request's mesh, choose cuts, and make the plan.
+
+    Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits.
+    """
+    places = seats or Seats()
+    sharded = (
+        shard(graph, captured, request, annotations, microbatches) if request.sharded else None
+    )
+    local = graph if sharded is None else sharded.local(0)
+    sharing = None if sharded is None else sharded.sharing()
+    cluster = places.ordered(request.cluster)
+    problem, provenance = price(
+        local,
+        captured,
+        cluster,
+        cost_model=request.cost_model,
+        batch_size=captured.batch_size,
+        microbatches=microbatches,
+        optimizer=request.optimizer,
+        schedules=(str(request.constraints.get("schedule", "1f1b")),),
+        min_stages=request.stages[0],
+        max_stages=request.stages[1],
+        sharing=sharing,
+    )
+    problem = limited(problem, request, places.starts)
+    limit = float(request.constraints.get("time_limit", 30.0))
+    solver = str(request.constraints.get("solver", "auto"))
+    solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
+    if solution.choice is None:
+        raise FxpartError(explain_infeasible(problem))
+    parts = make_parts(captured, graph, sharded, solution.choice.starts, request.seed)
+    count = problem.variants[solution.choice.variant].microbatches
+    shared = None
+    if sharded is not None and sharing is not None:
+        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
+        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
+        provenance = {**provenance, "placements": sharded.provenance}
+    plan = make_plan(
+        info,
+        request.cluster,
+        parts.spec,
+        make_schedule(parts.spec, solution.choice.schedule, count),
+        problem,
+        solution,
+        batch_size=captured.batch_size,
+        optimizer=choose(request.optimizer).name,
+        provenance=provenance,
+        constraints=request.constraints,
+        shared=shared,
+    )
+    return plan, parts
+
+
+def limited(
+    problem: PartitionProblem, request: Request, starts: Sequence[int] | None
+) -> PartitionProblem:
+    """The problem under wishes about microbatches and cuts. Raises FXP202 where none is left."""
+    kept = problem.variants
+    for wish in read_wishes(request.constraints):
+        if wish.key == "microbatches":
+            kept = tuple(v for v in kept if str(v.microbatches) in wish.values)
+    if not kept:
+        counts = ", ".join(str(v.microbatches) for v in problem.variants)
+        raise error(
+            "FXP202",
+            where=f"microbatches={request.constraints.get('microbatches')}",
+            why="the batch cannot be cut so on this mesh",
+            fix=f"here it can be {counts}",
+        )
+    if starts is None:
+        return msgspec.structs.replace(problem, variants=kept)
+    others = set(range(len(problem.blocks) - 1)) - {start - 1 for start in starts}
+    return msgspec.structs.replace(
+        problem,
+        variants=kept,
+        no_cut_after=tuple(sorted(others)),
+        min_stages=len(starts),
+        max_stages=len(starts),
+    )
+
+
+def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan) -> Parts:
+    """Make the program that a given plan describes; FXP304 where it is another model's."""
+    if plan.model.fingerprint != info.fingerprint:
+        raise error(
+            "FXP304",
+            where=f"plan for {plan.model.name}",
+            why=difference(plan.model, info),
+            fix="plan again for this model: fxpart plan TARGET -o plan.json",
+        )
+    sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
+    starts = tuple(stage.first for stage in plan.stages)
+    return make_parts(captured, graph, sharded, starts, plan.seed)
+
+
+def make_parts(
+    captured: Captured,
+    graph: fx.GraphModule,
+    sharded: Sharded | None,
+    starts: Sequence[int],
+    seed: int,
+) -> Parts:
+    """Stages and their text from the first block of each."""
+    assigned = assign(graph, starts)
+    lanes = None if sharded is None else Lanes(sharded, captured, tuple(starts), seed)
+    spec, sources = generate(assigned, captured, seed) if lanes is None else lanes.program(0)
+    return Parts(captured, graph, assigned, spec, sources, lanes)
+
+
+def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
+    """Every stage's actions with transfers."""
+    return make(name, range(len(spec.stages)), microbatches, edges(spec))
+
+
+def fields_of(parts: Parts) -> dict[str, Any]:
+    """The parts by name."""
+    return {name: getattr(parts, name) for name in parts.__dataclass_fields__}
