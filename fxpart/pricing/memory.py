@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,23 +45,31 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
     return tuple(map(tuple, rows))
 
 
+def crossing_nodes(
+    graph: fx.Graph, specs: Specs
+) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...]]]:
+    """Nodes whose values later blocks use: the node, the node whose memory it is, those blocks."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        roots[node] = roots[unwrapped(node)[1][0]] if _is_view(node, roots) else node
+        block = annotation(node).block
+        if block is None or not specs.tensors(node):
+            continue
+        users = {annotation(user).block for user in node.users}
+        later = tuple(sorted(b for b in users if b is not None and b > block))
+        if later:
+            yield node, roots[node], later
+
+
 def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
     """Values that later blocks use, and their bytes."""
     sources = {saved.source for node in graph.nodes for saved in annotation(node).saved}
     values: list[Value] = []
     amounts: list[Size] = []
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        roots[node] = roots[unwrapped(node)[1][0]] if _is_view(node, roots) else node
+    for node, root, later in crossing_nodes(graph, specs):
         block, tensors = annotation(node).block, specs.tensors(node)
-        if block is None or not tensors:
-            continue
-        users = {annotation(user).block for user in node.users}
-        later = tuple(sorted(b for b in users if b is not None and b > block))
-        if not later:
-            continue
+        assert block is not None, "only ops of blocks cross"
         gradient = annotation(node).requires_grad and any(is_floating(t.dtype) for t in tensors)
-        root = roots[node]
         saved = root.name in sources or root.op != "call_function"
         values.append(Value(producer=block, consumers=later, gradient=gradient, saved=saved))
         amounts.append(_sum(tensor_bytes(t) for t in tensors))
@@ -92,12 +100,15 @@ class Workspace:
     gradient of a weight before it is added. Views hold their base's memory.
     """
 
-    def __init__(self, graph: fx.Graph, specs: Specs, blocks: int) -> None:
-        """Find each result's span of life; sizes stay expressions."""
+    def __init__(
+        self, graph: fx.Graph, specs: Specs, blocks: int, only: Container[int] | None = None
+    ) -> None:
+        """Find each result's span of life; sizes stay expressions. only: blocks of interest."""
         self._blocks = blocks
-        self._nodes = [n for n in graph.nodes if annotation(n).block is not None]
+        nodes = [n for n in graph.nodes if annotation(n).block is not None]
+        self._nodes = nodes if only is None else [n for n in nodes if annotation(n).block in only]
         order = {node: index for index, node in enumerate(self._nodes)}
-        kept = {saved.source for n in self._nodes for saved in annotation(n).saved}
+        kept = {saved.source for n in nodes for saved in annotation(n).saved}
         base: dict[fx.Node, fx.Node] = {}
         last: dict[fx.Node, int] = {}
         kept_bases: set[fx.Node] = set()

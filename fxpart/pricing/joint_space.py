@@ -1,0 +1,110 @@
+"""Which degrees, ZeRO levels and recompute modes the joint planner may choose among."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpart.errors import error
+from fxpart.pricing.variants import splits
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster
+    from fxpart.solver.joint.problem import Recompute
+
+SMALL = 16  # devices up to which every data degree is tried
+MOST_COUNTS = 24  # microbatch counts of a large batch
+ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen; None means the planner's default for the cluster and the model.
+
+    tensor: ranks that share each block. data: replicas of a stage. expert: replicas among which the
+    experts of a mixture are dealt out. zero: levels 0 to 3; recompute: modes. uniform: every stage
+    has the same of all these. max_stages: None for as many as there are devices and blocks.
+    microbatches: counts. most_options: ways to run a stage, of all pools together; where there are
+    more, the data degrees farthest from powers of two go first.
+    """
+
+    tensor: tuple[int, ...] | None = None
+    data: tuple[int, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[Recompute, ...] = ALL_MODES
+    uniform: bool = False
+    max_stages: int | None = None
+    microbatches: tuple[int, ...] | None = None
+    most_options: int = 2048
+
+    def __post_init__(self) -> None:
+        """FXP109 for what is not a degree, a level or a mode."""
+        degrees = (self.tensor, self.data, self.expert, self.microbatches)
+        numbers = [n for row in degrees for n in row or (1,)]
+        wrong = [n for n in numbers if n < 1] + [z for z in self.zero if z not in range(4)]
+        modes = [mode for mode in self.recompute if mode not in ALL_MODES]
+        empty = not (self.zero and self.recompute) or any(row == () for row in degrees)
+        if wrong or modes or empty or (self.max_stages or 1) < 1 or self.most_options < 1:
+            raise error(
+                "FXP109",
+                where=f"{self}"[:200],
+                why="a degree is below 1, a ZeRO level or a recompute mode is not known, or a row "
+                "is empty",
+                fix="degrees from 1, zero from 0 to 3, recompute none, selective or full",
+            )
+
+
+def tensor_degrees(host: int) -> tuple[int, ...]:
+    """Divisors of the devices on a host: groups that a host is full of."""
+    return tuple(t for t in range(1, host + 1) if host % t == 0)
+
+
+def data_degrees(devices: int) -> tuple[int, ...]:
+    """All up to ``SMALL`` devices; beyond, powers of two, three times those, and divisors."""
+    if devices <= SMALL:
+        return tuple(range(1, devices + 1))
+    found = {d for d in range(1, int(devices**0.5) + 1) if devices % d == 0}
+    found |= {devices // d for d in found}
+    return tuple(sorted(found.union(_smooth(devices))))
+
+
+def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
+    """Powers of two that divide the number of experts, as far as devices go; 1 for none."""
+    powers = (1 << k for k in range(max(experts, 1).bit_length()))
+    return tuple(e for e in powers if experts % e == 0 and e <= devices) if experts else (1,)
+
+
+def microbatch_counts(batch: int, stages: int) -> tuple[int, ...]:
+    """Counts of microbatches worth trying; for a small batch one of each size.
+
+    For a large one powers of two, three times those, and divisors of the batch.
+    """
+    if batch <= 64:
+        return tuple(sorted({split.microbatches for split in splits(batch, stages)}))
+    rest = {d for d in range(1, batch + 1) if batch % d == 0} if batch <= 1 << 20 else set()
+    found = list(dict.fromkeys([1, batch, *_smooth(batch), *sorted(rest)]))
+    return tuple(sorted(found[:MOST_COUNTS]))
+
+
+def host_size(cluster: Cluster) -> int:
+    """Devices on the size of host that most devices are on; of equal ones the larger."""
+    hosts = Counter(device.host for device in cluster.devices)
+    sizes: Counter[int] = Counter()
+    for count in hosts.values():
+        sizes[count] += count
+    return max(sizes, key=lambda size: (sizes[size], size))
+
+
+def odd(degree: int) -> int:
+    """What is left of a degree without its factors of two; degrees near powers of two are small."""
+    while degree % 2 == 0:
+        degree //= 2
+    return degree
+
+
+def _smooth(limit: int) -> Iterable[int]:
+    powers = [1 << k for k in range(limit.bit_length())]
+    return [p for p in sorted({*powers, *(3 * p for p in powers)}) if p <= limit]
