@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from fxpart.solver.joint.intervals import Bytes, Floats, IntervalCosts, IntervalTables
+from fxpart.solver.joint.intervals import Bytes, Floats, IntervalSizes, IntervalTables
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, ScheduleName, ranks
 from fxpart.solver.joint.schedules import fill
@@ -55,7 +55,7 @@ def arcs(
         if costs is None or devices > problem.pools[option.pool].devices:
             continue
         load = costs.load(microbatches, share)
-        depth = deepest(tables, costs, option.pool, microbatches, schedule)
+        depth = deepest(tables, costs.sizes, option.pool, microbatches, schedule)
         wanted = tables.allowed & (depth > 0)
         wanted &= share * costs.seconds + load <= cutoff * (1 + _KEEP)
         for first, last in np.argwhere(wanted).tolist():
@@ -77,29 +77,27 @@ def arcs(
 
 def deepest(
     tables: IntervalTables,
-    costs: IntervalCosts,
+    sizes: IntervalSizes,
     pool: int,
     microbatches: int,
     schedule: ScheduleName,
 ) -> Bytes:
-    """The most stages to the end with which each interval fits, 0 where it never does.
+    """The most stages to the end with which each interval fits; 0 where it never does.
 
-    At least max_stages where depth does not matter: what is in flight grows with the stages to the
-    end, up to the number of microbatches.
+    max_stages where depth does not matter: what is in flight grows with the stages to the end, one
+    by one up to the number of microbatches, except under GPipe, which has all of them in flight.
     """
     problem = tables.problem
-    limit, most = problem.pools[pool].memory, problem.max_stages
-    depth: Bytes = np.zeros(tables.allowed.shape, np.int64)
-    for to_end in range(1, min(microbatches, most) + 1):
-        fits = costs.sizes.memory(schedule, microbatches, to_end) <= limit
-        if not fits.any():
-            break
-        depth[fits] = to_end
-        if schedule == "gpipe":  # everything is in flight at any depth
-            depth[fits] = most
-            break
-    depth[depth >= microbatches] = most
-    return depth
+    copied = schedule == "async"  # a copy of the weights for each microbatch in flight
+    still = sizes.standing - sizes.weights if copied else sizes.standing
+    moving = sizes.each + sizes.weights if copied else sizes.each
+    room = problem.pools[pool].memory - still
+    flying = np.where(
+        moving > 0, room // np.maximum(moving, 1), np.where(room < 0, 0, microbatches)
+    )
+    everywhere = flying >= microbatches
+    below = np.zeros_like(flying) if schedule == "gpipe" else np.clip(flying, 0, problem.max_stages)
+    return np.where(everywhere, problem.max_stages, below)
 
 
 def _wanted(

@@ -1,0 +1,214 @@
+"""Whether any choice fits, whatever it costs: what explanations and remedies ask again and again.
+
+A suffix DP: the fewest devices of the last pool for blocks i.. in q stages, by what is taken of the
+first pool. Seconds are not computed, so an answer takes a fraction of what a solution takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+
+import msgspec
+import numpy as np
+
+from fxpart.solver.joint.arcs import deepest
+from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
+from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName, ranks
+from fxpart.solver.layers import OutOfTime
+
+_NONE = 2**40  # devices that no pool has
+_CHUNK = 2_000_000  # entries of a temporary array
+
+
+def fitting(problem: JointProblem, deadline: float) -> JointChoice | None:
+    """Any choice that keeps all constraints and fits the memory, or None if there is none.
+
+    deadline: a ``time.monotonic()`` value; raises :class:`OutOfTime` after it.
+    """
+    if len(problem.pools) <= 2:
+        tables = IntervalTables(problem)
+        for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
+            for schedule in problem.schedules:
+                for group in _groups(problem):
+                    if schedule != "interleaved":
+                        choice = _Fit(tables, m, schedule, group, deadline).choice()
+                        if choice is not None:
+                            return choice
+        if "interleaved" not in problem.schedules:
+            return None
+        problem = msgspec.structs.replace(problem, schedules=("interleaved",))
+    return _solved(problem, deadline)
+
+
+def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
+    """The same by the joint solver, for what the DP here does not model."""
+    from fxpart.solver.joint.portfolio import solve  # it may want explanations itself
+
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise OutOfTime
+    found = solve(problem, time_limit=left)
+    if found.status == "unknown":
+        raise OutOfTime
+    return found.choice
+
+
+def _groups(problem: JointProblem) -> list[list[int]]:
+    """Options that may stand together in one choice."""
+    if not problem.uniform:
+        return [list(range(len(problem.options)))]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index in range(len(problem.options)):
+        groups.setdefault(degrees(problem, index), []).append(index)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Stages on so many devices of a pool: how deep each interval may lie, and by which option."""
+
+    pool: int
+    devices: int
+    depth: Bytes
+    option: Bytes
+
+
+class _Fit:
+    """One microbatch count and schedule with a group of options."""
+
+    def __init__(
+        self,
+        tables: IntervalTables,
+        microbatches: int,
+        schedule: ScheduleName,
+        group: Sequence[int],
+        deadline: float,
+    ) -> None:
+        self.tables, self.problem = tables, tables.problem
+        self.microbatches, self.schedule, self.deadline = microbatches, schedule, deadline
+        self.last = len(self.problem.pools) - 1
+        self.ways = self._ways(group)
+        first = [w.devices for w in self.ways if w.pool < self.last]
+        self.unit = reduce(gcd, first, 0) or 1
+        self.room = self.problem.pools[0].devices // self.unit if self.last else 0
+
+    def choice(self) -> JointChoice | None:
+        """A choice that fits, with the fewest stages, or None."""
+        problem = self.problem
+        most = min(problem.max_stages, len(problem.blocks))
+        if all(pin.stage < 0 for pin in problem.pins):
+            return self._within(range(problem.min_stages, most + 1), None)
+        for stages in range(problem.min_stages, most + 1):
+            found = self._within(range(stages, stages + 1), stages)
+            if found is not None:
+                return found
+        return None
+
+    def _ways(self, group: Sequence[int]) -> list[_Way]:
+        """By pool and devices: the deepest of the options that take so many."""
+        problem, found = self.problem, dict[tuple[int, int], _Way]()
+        for index in group:
+            self._check()
+            option = problem.options[index]
+            taken, sizes = ranks(problem, option), self.tables.sizes(index, self.microbatches)
+            if sizes is None or taken > problem.pools[option.pool].devices:
+                continue
+            depth = deepest(self.tables, sizes, option.pool, self.microbatches, self.schedule)
+            depth = np.where(self.tables.allowed, depth, 0)
+            one = _Way(option.pool, taken, depth, np.full(depth.shape, index))
+            other = found.get((option.pool, taken))
+            if other is not None:
+                better = depth > other.depth
+                one = _Way(
+                    option.pool,
+                    taken,
+                    np.where(better, depth, other.depth),
+                    np.where(better, index, other.option),
+                )
+            found[option.pool, taken] = one
+        return [way for _, way in sorted(found.items()) if way.depth.any()]
+
+    def _within(self, allowed: range, stages: int | None) -> JointChoice | None:
+        """A choice whose number of stages is among ``allowed``; pins from the front need it."""
+        n = len(self.problem.blocks)
+        need = np.full((n + 1, self.room + 1), _NONE)  # [block, units of the first pool]
+        need[n] = 0
+        steps = [need]
+        for to_end in range(1, allowed.stop):
+            self._check()
+            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), to_end))
+            if to_end in allowed and steps[-1][0].min() <= self.problem.pools[-1].devices:
+                return self._traced(steps, stages)
+        return None
+
+    def _pinned(self, to_end: int, stages: int | None) -> Mask:
+        """Intervals that keep the pins as the stage so far from the end."""
+        n = len(self.problem.blocks)
+        mask = np.ones((n, n), bool)
+        first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+        for pin in self.problem.pins:
+            place = -pin.stage if stages is None or pin.stage < 0 else stages - pin.stage
+            inside = (first <= pin.first) & (pin.last <= last)
+            mask &= inside if place == to_end else (last < pin.first) | (pin.last < first)
+        return mask
+
+    def _grown(self, after: Bytes, pinned: Mask, to_end: int) -> Bytes:
+        """The devices needed with one stage more in front; units taken of the first pool are exact
+        or fewer."""
+        n, width = len(self.problem.blocks), after.shape[1]
+        need = np.full_like(after, _NONE)
+        rows = max(1, _CHUNK // (n * width))
+        for way in self.ways:
+            mask = pinned & (way.depth >= to_end)
+            shift = 0 if way.pool == self.last else way.devices // self.unit
+            add = way.devices if way.pool == self.last else 0
+            for low in range(0, n, rows):
+                part = mask[low : low + rows]
+                if not part.any() or shift >= width:
+                    continue
+                table = np.where(part[:, :, None], after[None, 1:, : width - shift], _NONE)
+                least = np.minimum(table.min(axis=1) + add, _NONE)
+                into = need[low : min(low + rows, n), shift:]
+                np.minimum(into, least, out=into)
+        return need
+
+    def _traced(self, steps: list[Bytes], stages: int | None) -> JointChoice:
+        """The stages behind the last step's need of all blocks."""
+        block, unit = 0, int(steps[-1][0].argmin())
+        starts, options = list[int](), list[int]()
+        for to_end in range(len(steps) - 1, 0, -1):
+            block_after, unit, option = next(
+                self._behind(steps, to_end, block, unit, self._pinned(to_end, stages))
+            )
+            starts.append(block)
+            options.append(option)
+            block = block_after
+        return JointChoice(
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            starts=tuple(starts),
+            options=tuple(options),
+        )
+
+    def _behind(
+        self, steps: list[Bytes], to_end: int, block: int, unit: int, pinned: Mask
+    ) -> Iterator[tuple[int, int, int]]:
+        """(next block, units left, option) that give the need at a block."""
+        wanted, after = steps[to_end][block, unit], steps[to_end - 1]
+        for way in self.ways:
+            shift = 0 if way.pool == self.last else way.devices // self.unit
+            add = way.devices if way.pool == self.last else 0
+            if shift > unit:
+                continue
+            good = pinned[block] & (way.depth[block] >= to_end)
+            for last in np.flatnonzero(good & (after[1:, unit - shift] + add == wanted)).tolist():
+                yield last + 1, unit - shift, int(way.option[block, last])
+
+    def _check(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime

@@ -1,0 +1,66 @@
+"""Whether a choice fits at all: the same answer as brute force, and what is given does fit."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+import pytest
+from joint_oracle import small_problems, wished_problem
+from joint_problems import random_problem, transformer
+from msgspec.structs import replace
+
+from fxpart.solver.joint.brute import choices, count
+from fxpart.solver.joint.fitting import fitting
+from fxpart.solver.joint.objective import JointScorer, evaluate
+from fxpart.solver.joint.problem import JointProblem, Pin
+from fxpart.solver.layers import OutOfTime
+
+
+def fits(problem: JointProblem) -> bool:
+    scorer = JointScorer(problem)
+    return any(scorer.evaluate(choice).feasible for choice in choices(problem))
+
+
+@pytest.mark.slow
+def test_as_brute_force_says() -> None:
+    feasible = 0
+    for seed, problem in small_problems(250):
+        choice = fitting(problem, inf)
+        assert (choice is not None) == fits(problem), seed
+        if choice is not None:
+            assert evaluate(problem, choice).faults == (), seed
+            feasible += 1
+    assert 100 < feasible < 220
+
+
+def test_pins_from_the_front_and_the_end() -> None:
+    problem = transformer(6, (4, 4), hidden=256, batch=8)
+    pins = (Pin(first=0, last=2, stage=0), Pin(first=7, last=7, stage=-1))
+    choice = fitting(replace(problem, pins=pins, min_stages=3, max_stages=3), inf)
+    assert choice is not None
+    assert evaluate(replace(problem, pins=pins), choice).feasible
+    apart = (Pin(first=2, last=2, stage=0), Pin(first=1, last=1, stage=1))
+    assert fitting(replace(problem, pins=apart), inf) is None
+
+
+def test_more_than_two_pools_and_interleaving_go_to_the_solver() -> None:
+    asked = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        if len(problem.pools) < 2 or count(problem) > 500:
+            continue
+        third = replace(problem.pools[1], name="third", devices=1)
+        layouts = tuple(
+            replace(x, dense=replace(x.dense, step=(*x.dense.step, x.dense.step[1])))
+            for x in problem.layouts
+        )
+        problem = replace(problem, pools=(*problem.pools, third), layouts=layouts)
+        assert (fitting(problem, inf) is not None) == fits(problem), seed
+        asked += 1
+    assert asked > 10
+
+
+def test_no_time_is_no_answer() -> None:
+    with pytest.raises(OutOfTime):
+        fitting(wished_problem(1), time.monotonic() - 1)
