@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import fx, nn
 
 from fxpart.annotations import annotations_of_batch, dump_annotations, whole_batch, whole_model
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
-from fxpart.choosing import choose_degrees, costed, seats_of
+from fxpart.choosing import certificate, choose_degrees, costed, seats_of
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
@@ -291,8 +292,12 @@ def _solve(
 
 
 def with_proof(plan: Plan, chosen: Chosen) -> Plan:
-    """The plan with what is proven of the choice of its degrees."""
-    return plan
+    """The plan with what is proven of the choice of its degrees, and what else was proposed."""
+    return msgspec.structs.replace(
+        plan,
+        degrees=certificate(chosen),
+        provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
+    )
 
 
 def _prepare(granularity: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from torch import fx
 
 from fxpart.errors import FxpartError
+from fxpart.plan import Certificate
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
 from fxpart.requests import CUTS
@@ -174,6 +175,29 @@ def distinct(rows: Sequence[Proposal]) -> tuple[Proposal, ...]:
         kept.setdefault((one.mesh, one.zero), one)
     found = list(kept.values())
     return tuple(one for one in found[:_MOST] if one.seconds <= _NEAR * found[0].seconds)
+
+
+def certificate(chosen: Chosen) -> Certificate:
+    """What is proven of the degrees, over the costs of the blocks one by one."""
+    problem, solution = chosen.problem, chosen.solution
+    assert solution.status in ("optimal", "within gap", "best found"), "there is a choice"
+    objective = solution.objective
+    counts = ", ".join(map(str, problem.microbatches))
+    found = sorted({degrees(problem, i)[:4] for i in range(len(problem.options))})
+    words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, _, _ in found))
+    levels = ", ".join(map(str, sorted({zero for *_, zero in found})))
+    return Certificate(
+        status=solution.status,
+        objective=objective,
+        lower_bound=min(solution.bound, objective),
+        gap=(objective - min(solution.bound, objective)) / objective if objective > 0 else 0.0,
+        solver=solution.solver,
+        over=(
+            f"dp x tp of {words}, the same for every stage, ZeRO {levels}, {problem.min_stages} to "
+            f"{problem.max_stages} stages, microbatches of {counts}, schedules "
+            f"{', '.join(problem.schedules)}, each block priced by itself"
+        ),
+    )
 
 
 def seats_of(one: Proposal, request: Request) -> Seats:

@@ -102,6 +102,7 @@ def solve_exactly(
         provenance=provenance,
         constraints=request.constraints,
         shared=shared,
+        order=places.order or (),
     )
     return plan, parts
 

@@ -172,6 +172,8 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
     alternatives: the best choices that were rejected; changes: this one with one decision changed.
+    certificate: of the cuts, given the degrees; degrees: of the degrees themselves, over the costs
+    of the blocks one by one; None where they were given.
     In a file ranks, devices and order are runs: "0-7,16".
     """
 
@@ -192,6 +194,7 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prediction: Prediction
     provenance: dict[str, str]
     certificate: Certificate
+    degrees: Certificate | None = None
     alternatives: tuple[Alternative, ...]
     changes: tuple[Alternative, ...] = ()
     constraints: dict[str, int | float | str | bool]

@@ -70,10 +70,13 @@ def make_plan(
     provenance: Mapping[str, str],
     constraints: Mapping[str, int | float | str | bool],
     shared: Shared | None = None,
+    order: Sequence[int] = (),
 ) -> Plan:
     """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
 
     shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
+    order: devices of the cluster, as indices, in the order in which stages take them; by default
+    the cluster's own.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -83,6 +86,13 @@ def make_plan(
     mesh = Mesh() if shared is None else shared.mesh
     data, tensor = (1, 1) if shared is None else shared.degrees
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
+    count = len(choice.starts) * mesh.size
+    taken = tuple(order[:count]) or tuple(range(count))
+    rank_of = {device: rank for rank, device in enumerate(sorted(taken))}
+    ranks = [
+        tuple(rank_of[device] for device in taken[first : first + mesh.size])
+        for first in range(0, count, mesh.size)
+    ]
     return Plan(
         model=model,
         cluster=cluster,
@@ -94,11 +104,11 @@ def make_plan(
                 first=cost.first,
                 last=cost.last,
                 label=label(problem.blocks[cost.first : cost.last + 1]),
-                ranks=tuple(range(k * mesh.size, (k + 1) * mesh.size)),
+                ranks=ranks[k],
                 data_parallel=data,
                 tensor_parallel=tensor,
                 zero=_zero(shared),
-                device=cluster.devices[k * mesh.size].model,
+                device=cluster.devices[taken[k * mesh.size]].model,
                 parameters=_parameters(spec, k),
             )
             for k, cost in enumerate(evaluation.stages)
@@ -109,13 +119,14 @@ def make_plan(
         schedule=choice.schedule,
         optimizer=optimizer,
         seed=spec.seed,
-        prediction=_prediction(evaluation, schedule, edges, shared),
+        prediction=_prediction(evaluation, schedule, edges, ranks, shared),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, evaluation, provenance, mesh.size),
         alternatives=_alternatives(problem, solution, evaluation),
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
+        devices=() if max(taken) < count else tuple(sorted(taken)),
     )
 
 
@@ -150,6 +161,7 @@ def _prediction(
     evaluation: Evaluation,
     schedule: Schedule,
     edges: Sequence[StageEdge],
+    ranks: Sequence[tuple[int, ...]],
     shared: Shared | None,
 ) -> Prediction:
     """Closed form, and the simulated schedule with transfers that overlap computation.
@@ -158,7 +170,6 @@ def _prediction(
     once a step (tie sums, optimizer) follows the stage's last backward.
     """
     stages = evaluation.stages
-    lanes = 1 if shared is None else shared.mesh.size
     incoming = {k: sum(1 + e.backward for e in edges if e.target == k) for k in range(len(stages))}
 
     def seconds(stage: int, peer: int, kind: Kind) -> float:
@@ -183,16 +194,18 @@ def _prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=simulated,
         bubble=min(1.0, max(0.0, 1.0 - share)),
-        ranks=tuple(_ranks(k, lanes, cost, shared) for k, cost in enumerate(stages)),
+        ranks=tuple(_ranks(k, ranks[k], cost, shared) for k, cost in enumerate(stages)),
     )
 
 
-def _ranks(stage: int, lanes: int, cost: StageCost, shared: Shared | None) -> RankPrediction:
+def _ranks(
+    stage: int, ranks: tuple[int, ...], cost: StageCost, shared: Shared | None
+) -> RankPrediction:
     """One rank's share; the lanes of a stage are predicted alike, as its slowest member."""
     m = cost.memory
     sums = 0.0 if shared is None else fsum(shared.sums[cost.first : cost.last + 1])
     return RankPrediction(
-        ranks=tuple(range(stage * lanes, (stage + 1) * lanes)),
+        ranks=ranks,
         stage=stage,
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
