@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import inf
 
 from fxpart.errors import error
+from fxpart.solver.topology.atoms import is_whole
 from fxpart.solver.topology.objective import TopologyScorer
 from fxpart.solver.topology.problem import Seats, Topology, TopologySolution
 
@@ -38,6 +39,8 @@ def placements(topology: Topology) -> Iterator[Seats]:
 def solve_brute(topology: Topology) -> TopologySolution:
     """The optimum by enumeration; of equally good placements the first.
 
+    Where replicas can all be whole, only such placements count.
+
     Raises FXP109 where there are more than :data:`LIMIT` lanes.
     """
     lanes = sum(g.lanes for g in topology.groups)
@@ -51,7 +54,10 @@ def solve_brute(topology: Topology) -> TopologySolution:
     scorer = TopologyScorer(topology)
     best: Seats = ()
     seconds = inf
+    whole = any(is_whole(topology, seats) for seats in placements(topology))
     for seats in placements(topology):
+        if whole and not is_whole(topology, seats):
+            continue
         found = scorer.evaluate(seats).seconds
         if found < seconds:
             best, seconds = seats, found

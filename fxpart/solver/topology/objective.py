@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -71,112 +72,131 @@ def pairs(source: int, target: int) -> tuple[Ints, Ints]:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """Seconds of every host's card, out and in, of a microbatch and of a step."""
+class Move:
+    """Messages that go at the same time: between the lanes ``source[i]`` and ``target[i]``.
 
-    microbatch: Floats
-    step: Floats
+    stage: who pays; cause: for what. size: bytes of the slowest message; share: bytes that each
+    pair sends over cards. Lanes are counted through all stages.
+    """
+
+    stage: int
+    cause: Literal["transfer", "exchange", "reduce", "tie"]
+    size: float
+    messages: float
+    share: float
+    source: Ints
+    target: Ints
+
+    @property
+    def step(self) -> bool:
+        """Whether it happens once a step, not in each microbatch."""
+        return self.cause in ("reduce", "tie")
+
+
+def moves(topology: Topology) -> list[Move]:
+    """All that costs anything, stage by stage."""
+    firsts = np.cumsum([0, *(group.lanes for group in topology.groups)]).tolist()
+    found = []
+    for s, group in enumerate(topology.groups):
+        lanes = np.arange(firsts[s], firsts[s + 1], dtype=np.int64)
+        rows = lanes.reshape(group.data, group.tensor)
+        for flow in topology.flows:
+            if flow.target == s:
+                found += _flow(topology, flow, firsts)
+        found += _ring(s, "exchange", group.exchange, rows)
+        found += _ring(s, "reduce", group.reduce, rows.T)
+    return [move for move in found if move.size > 0]
+
+
+def _flow(topology: Topology, flow: Flow, firsts: list[int]) -> list[Move]:
+    widths = [topology.groups[s].lanes for s in (flow.source, flow.target)]
+    source, target = pairs(widths[0], widths[1])
+    ends = (source + firsts[flow.source], target + firsts[flow.target])
+    share = flow.size * widths[1] / len(source)
+    cause: Literal["tie", "transfer"] = "tie" if flow.step else "transfer"
+    return [
+        Move(flow.target, cause, flow.size, flow.messages, share, *way)
+        for way in (ends, ends[::-1])[: 2 if flow.back else 1]
+    ]
+
+
+def _ring(stage: int, cause: Literal["exchange", "reduce"], ring: Ring, rows: Ints) -> list[Move]:
+    """Each row is a ring; all rows at once."""
+    if rows.shape[1] < 2:
+        return []
+    ends = (rows.reshape(-1), np.roll(rows, -1, axis=1).reshape(-1))
+    return [Move(stage, cause, ring.size, ring.messages, ring.size, *ends)]
 
 
 class TopologyScorer:
     """Evaluates many placements of one problem."""
 
     def __init__(self, topology: Topology) -> None:
-        """Tables of links as arrays; which lanes meet in each flow."""
+        """Tables of links as arrays; which lanes exchange messages."""
         self.topology = topology
+        self.moves = moves(topology)
         self.kind = np.array([p.kind for p in topology.places], dtype=np.int64)
         self.host = np.array([p.host for p in topology.places], dtype=np.int64)
         self.uplinks = np.array(topology.uplinks, dtype=np.float64)
         self._shared = bool(np.any(self.uplinks > 0))
         self._inside = np.array(_lines(topology.inside), dtype=np.float64)
         self._between = np.array([_lines(row) for row in topology.between], dtype=np.float64)
-        widths = [group.lanes for group in topology.groups]
-        self._meet = [pairs(widths[f.source], widths[f.target]) for f in topology.flows]
 
     def evaluate(self, seats: Seats) -> TopologyEvaluation:
         """What :func:`evaluate` returns."""
-        topology = self.topology
-        at = [np.array(lanes, dtype=np.int64) for lanes in seats]
-        load = _Load(np.zeros((2, len(self.uplinks))), np.zeros((2, len(self.uplinks))))
-        transfer: list[list[float]] = [[] for _ in seats]
-        tie: list[list[float]] = [[] for _ in seats]
-        for flow, meet in zip(topology.flows, self._meet, strict=True):
-            ends = (at[flow.source][meet[0]], at[flow.target][meet[1]])
-            (tie if flow.step else transfer)[flow.target].append(self._flow(flow, ends, load))
+        topology, groups = self.topology, self.topology.groups
+        at = np.array([place for lanes in seats for place in lanes], dtype=np.int64)
+        cards = np.zeros((2, len(self.uplinks)))
+        seconds: list[dict[str, list[float]]] = [{} for _ in groups]
+        rest = topology.microbatches - topology.fill
+        for move in self.moves:
+            source, target = at[move.source], at[move.target]
+            busy = self._cards(move, source, target)
+            cards += busy if move.step else rest * busy
+            took = max(self._wire(move, source, target), float(np.max(busy, initial=0.0)))
+            seconds[move.stage].setdefault(move.cause, []).append(took)
         placed = tuple(
             Placed(
-                transfer_seconds=fsum(transfer[s]),
-                exchange_seconds=self._exchange(group, lanes, load),
-                reduce_seconds=self._reduce(group, lanes, load),
-                tie_seconds=fsum(tie[s]),
+                transfer_seconds=fsum(by.get("transfer", ())),
+                exchange_seconds=fsum(by.get("exchange", ())),
+                reduce_seconds=fsum(by.get("reduce", ())),
+                tie_seconds=fsum(by.get("tie", ())),
                 straddling=self._straddling(group, lanes),
             )
-            for s, (group, lanes) in enumerate(zip(topology.groups, at, strict=True))
+            for by, group, lanes in zip(seconds, groups, seats, strict=True)
         )
-        rest = topology.microbatches - topology.fill
-        cards = float(np.max(rest * load.microbatch + load.step, initial=0.0))
-        times = [
-            fsum((g.seconds, p.transfer_seconds, p.exchange_seconds))
-            for g, p in zip(topology.groups, placed, strict=True)
-        ]
-        once = [
-            fsum((g.once, p.reduce_seconds, p.tie_seconds))
-            for g, p in zip(topology.groups, placed, strict=True)
-        ]
+        both = list(zip(groups, placed, strict=True))
+        times = [fsum((g.seconds, p.transfer_seconds, p.exchange_seconds)) for g, p in both]
+        once = [fsum((g.once, p.reduce_seconds, p.tie_seconds)) for g, p in both]
+        busiest = float(np.max(cards, initial=0.0))
         return TopologyEvaluation(
-            seconds=step_seconds(topology, times, once, cards),
+            seconds=step_seconds(topology, times, once, busiest),
             stages=placed,
-            card_seconds=cards,
+            card_seconds=busiest,
             faults=tuple(faults(topology, seats)),
         )
 
-    def _flow(self, flow: Flow, ends: tuple[Ints, Ints], load: _Load) -> float:
-        count = self.topology.groups[flow.target].lanes
-        share = flow.size * count / len(ends[0])
-        total = 0.0
-        for source, target in (ends, ends[::-1])[: 2 if flow.back else 1]:
-            wire = self._wire(source, target, flow.size, flow.messages)
-            total += max(wire, self._cards(source, target, share, load, step=flow.step))
-        return total
-
-    def _exchange(self, group: Group, lanes: Ints, load: _Load) -> float:
-        return self._ring(group.exchange, lanes.reshape(group.data, group.tensor), load, step=False)
-
-    def _reduce(self, group: Group, lanes: Ints, load: _Load) -> float:
-        ring = lanes.reshape(group.data, group.tensor).T
-        return self._ring(group.reduce, ring, load, step=True)
-
-    def _ring(self, ring: Ring, rows: Ints, load: _Load, *, step: bool) -> float:
-        """Each row is a ring; all rows at once."""
-        if rows.shape[1] < 2 or not ring.size:
-            return 0.0
-        source, target = rows.reshape(-1), np.roll(rows, -1, axis=1).reshape(-1)
-        wire = self._wire(source, target, ring.size, ring.messages)
-        return max(wire, self._cards(source, target, ring.size, load, step=step))
-
-    def _wire(self, source: Ints, target: Ints, size: float, messages: float) -> float:
-        """The slowest pair's seconds; nothing moves for 0 bytes."""
-        if size <= 0:
-            return 0.0
+    def wire(self, move: Move, source: Ints, target: Ints) -> Floats:
+        """Seconds of messages between places, pair by pair, cards aside."""
         a, b = self.kind[source], self.kind[target]
         lines = np.where((source == target)[:, None], self._inside[a], self._between[a, b])
-        return float(np.max(messages * lines[:, 0] + size * lines[:, 1]))
+        return np.asarray(move.messages * lines[:, 0] + move.size * lines[:, 1])
 
-    def _cards(self, source: Ints, target: Ints, size: float, load: _Load, *, step: bool) -> float:
-        """Seconds of the busiest card for ``size`` bytes a pair; adds them to ``load``."""
-        if not self._shared:
-            return 0.0
-        a, b = self.host[source], self.host[target]
-        cross, most = a != b, 0.0
-        for way, hosts in enumerate((a, b)):
-            count = np.bincount(hosts[cross], minlength=len(self.uplinks))
-            seconds = count * size * self.uplinks
-            (load.step if step else load.microbatch)[way] += seconds
-            most = max(most, float(np.max(seconds, initial=0.0)))
-        return most
+    def _wire(self, move: Move, source: Ints, target: Ints) -> float:
+        return float(np.max(self.wire(move, source, target)))
 
-    def _straddling(self, group: Group, lanes: Ints) -> int:
-        hosts = self.host[lanes].reshape(group.data, group.tensor)
+    def _cards(self, move: Move, source: Ints, target: Ints) -> Floats:
+        """Seconds of each host's card, out and in."""
+        count = np.zeros((2, len(self.uplinks)))
+        if self._shared:
+            a, b = self.host[source], self.host[target]
+            for way, hosts in enumerate((a, b)):
+                count[way] = np.bincount(hosts[a != b], minlength=len(self.uplinks))
+        return np.asarray(count * move.share * self.uplinks)
+
+    def _straddling(self, group: Group, lanes: Sequence[int]) -> int:
+        places = np.array(lanes, dtype=np.int64)
+        hosts = self.host[places].reshape(group.data, group.tensor)
         return int(np.count_nonzero(np.any(hosts != hosts[:, :1], axis=1)))
 
 
