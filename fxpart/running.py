@@ -22,7 +22,7 @@ from fxpart.plan import Plan
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
-from fxpart.runtime.lanes import Lane, mesh_of
+from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.pieces import LanePart
 from fxpart.sharded.programs import cut
 
@@ -65,11 +65,11 @@ def make_trainer(
 class _Places:
     """Where a plan's stages and lanes run, as far as they run in this process.
 
-    ranks: of each stage, the rank of its first lane. kind: "cpu" or "cuda".
+    ranks: of each stage and lane. kind: "cpu" or "cuda".
     """
 
     plan: Plan
-    ranks: tuple[int, ...]
+    ranks: Ranks
     size: int
     kind: str
     transport: Distributed | InProcess
@@ -77,11 +77,14 @@ class _Places:
     @classmethod
     def of(cls, plan: Plan, spec: ProgramSpec, timeout: float) -> _Places:
         """Connects the ranks."""
-        ranks = tuple(stage.ranks[0] for stage in plan.stages)
         size = mesh_of(spec).size
+        ranks = rank_table([stage.ranks for stage in plan.stages], size)
         kind = "cuda" if _wants_gpu(plan) else "cpu"
         transport = connect(len(ranks) * size, device=kind, timeout=timeout)
-        return cls(plan, ranks, size, kind, transport)
+        made = cls(plan, ranks, size, kind, transport)
+        if kind == "cuda" and len(transport.local) == 1:
+            torch.cuda.set_device(made.device_of(transport.local[0]))
+        return made
 
     @property
     def lanes(self) -> list[int]:
@@ -90,11 +93,18 @@ class _Places:
 
     def stages(self, lane: int) -> list[int]:
         """The stages of a lane that run in this process."""
-        return [s for s, rank in enumerate(self.ranks) if rank + lane in self.transport.local]
+        return [s for s, row in enumerate(self.ranks) if row[lane] in self.transport.local]
 
     def device(self, stage: int, lane: int) -> torch.device:
         """The device of the rank of a stage's lane."""
-        return _device(self.kind, self.ranks[stage] + lane, self.transport.local)
+        return self.device_of(self.ranks[stage][lane])
+
+    def device_of(self, rank: int) -> torch.device:
+        """The device of a local rank: where the plan leaves devices out, the one that it names."""
+        own = gpu_of(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
+        if 0 <= own < torch.cuda.device_count():
+            return torch.device("cuda", own)
+        return _device(self.kind, rank, self.transport.local)
 
     def trainer(self, lanes: Sequence[Lane], **options: Any) -> Trainer:
         """The trainer of this process's lanes by the plan."""
@@ -106,13 +116,17 @@ class _Places:
             transport=self.transport,
             microbatches=self.plan.microbatches,
             schedule=self.plan.schedule,
-            devices={
-                rank: _device(self.kind, rank, self.transport.local)
-                for rank in self.transport.local
-            },
+            devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,
             **options,
         )
+
+
+def gpu_of(plan: Plan, rank: int) -> int:
+    """The number of the rank's device among those of its host, in the plan's cluster."""
+    own = plan.device(rank)
+    there = [d.name for d in plan.cluster.devices if d.host == own.host]
+    return there.index(own.name)
 
 
 def parts_of(spec: ProgramSpec, lane: int) -> Part | None:
@@ -214,8 +228,7 @@ def _fill(
 
 def _wants_gpu(plan: Plan) -> bool:
     """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
-    devices = {d.name: d for d in plan.cluster.devices}
-    kinds = {devices[r.device].kind for r in plan.prediction.ranks}
+    kinds = {plan.device(rank).kind for rank in range(plan.world)}
     if "gpu" not in kinds:
         return False
     if not torch.cuda.is_available():
