@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -18,45 +19,95 @@ from fxpart.pipeline.edit import annotate, annotation
 class Assign:
     """Stage k gets the blocks from ``starts[k]`` up to the next start.
 
-    starts: first block of each stage, "0,5,9". Parameters, inputs and sizes belong to no stage:
-    they go where they are used. FXP303 lists all that is wrong with the starts.
+    starts: first block of each stage, "0,5,9". order: all blocks in the order that starts count
+    in, "0,3,4,1,2"; empty for the graph's own. Where branches run side by side a stage's blocks
+    need not follow each other in the graph; its ops stay in the graph's order. Parameters, inputs
+    and sizes belong to no stage: they go where they are used. FXP303 lists all that is wrong with
+    the starts and the order.
     """
 
     starts: str
+    order: str = ""
     name: ClassVar[str] = "assign"
     requires: ClassVar[Level] = Level.ANNOTATED
     ensures: ClassVar[Level] = Level.ASSIGNED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Set Annotation.stage from Annotation.block."""
-        starts = self._numbers(graph_module)
+        count = len(graph_module.meta[BLOCKS_KEY])
+        closed = set(graph_module.meta.get(NO_CUT_KEY, ()))
+        order = self._order(count)
+        starts = self._numbers(self.starts, f"stage starts {self.starts}", _FIX_STARTS)
+        _check(starts, order, count, closed)
+        stage_of = {block: bisect_right(starts, at) - 1 for at, block in enumerate(order)}
         for node in graph_module.graph.nodes:
             block = annotation(node).block
             if block is not None:
-                annotate(node, stage=bisect_right(starts, block) - 1)
+                annotate(node, stage=stage_of[block])
+        if self.order:
+            _check_flow(graph_module.graph, self.order)
         return graph_module
 
-    def _numbers(self, graph_module: fx.GraphModule) -> list[int]:
-        """The starts as numbers, checked against the graph's blocks."""
-        where = f"stage starts {self.starts}"
-        fix = 'give the first block of each stage, such as starts="0,5,9"'
-        words = [w.strip() for w in self.starts.split(",")]
+    def _order(self, count: int) -> list[int]:
+        """The blocks in the order that starts count in."""
+        if not self.order:
+            return list(range(count))
+        where = f"order of blocks {self.order}"
+        order = self._numbers(self.order, where, _FIX_ORDER)
+        if sorted(order) != list(range(count)):
+            why = f"it does not name each of the blocks 0 to {count - 1} once"
+            raise FxpartError(Problem("FXP303", where, why, _FIX_ORDER))
+        return order
+
+    @staticmethod
+    def _numbers(text: str, where: str, fix: str) -> list[int]:
+        words = [w.strip() for w in text.split(",")]
         if not all(w.isascii() and w.isdigit() for w in words):
             raise FxpartError(Problem("FXP303", where, "they are not numbers with commas", fix))
-        starts = [int(w) for w in words]
-        count = len(graph_module.meta[BLOCKS_KEY])
-        closed = set(graph_module.meta.get(NO_CUT_KEY, ()))
-        whys = []
-        if starts[0] != 0:
-            whys.append("the first stage must start with block 0")
-        if any(b <= a for a, b in pairwise(starts)):
-            whys.append("they must increase")
-        if beyond := [s for s in starts if s >= count]:
-            whys.append(f"there are {count} blocks, 0 to {count - 1}; {beyond} do not exist")
-        if inside := [s for s in starts if s - 1 in closed]:
-            whys.append(
-                f"no stage may start with block {inside}: it cannot be cut from the one before"
+        return [int(w) for w in words]
+
+
+def _check(starts: Sequence[int], order: Sequence[int], count: int, closed: set[int]) -> None:
+    """Raise FXP303 with all that is wrong with the starts."""
+    whys = []
+    if starts[0] != 0:
+        whys.append("the first stage must start with block 0")
+    if any(b <= a for a, b in pairwise(starts)):
+        whys.append("they must increase")
+    if beyond := [s for s in starts if s >= count]:
+        whys.append(f"there are {count} blocks, 0 to {count - 1}; {beyond} do not exist")
+    cuts = sorted(starts)
+    place = {block: bisect_right(cuts, at) for at, block in enumerate(order)}
+    inside = [b + 1 for b in sorted(closed) if b + 1 < count and place[b] != place[b + 1]]
+    if inside:
+        whys.append(f"no stage may start with block {inside}: it cannot be cut from the one before")
+    if whys:
+        where = f"stage starts {','.join(map(str, starts))}"
+        raise FxpartError([Problem("FXP303", where, why, _FIX_STARTS) for why in whys])
+
+
+def _check_flow(graph: fx.Graph, order: str) -> None:
+    """Raise FXP303 for each pair of blocks of which the reader's stage is the earlier one."""
+    back: dict[tuple[int, int], None] = {}
+    for node in graph.nodes:
+        mine = annotation(node)
+        for used in node.all_input_nodes:
+            theirs = annotation(used)
+            if mine.block is None or theirs.block is None:
+                continue
+            if mine.stage is not None and theirs.stage is not None and mine.stage < theirs.stage:
+                back[mine.block, theirs.block] = None
+    if back:
+        raise FxpartError(
+            Problem(
+                "FXP303",
+                f"order of blocks {order}",
+                f"block {reader} reads from block {made} of a later stage",
+                "let no block stand before one that it reads from",
             )
-        if whys:
-            raise FxpartError([Problem("FXP303", where, why, fix) for why in whys])
-        return starts
+            for reader, made in back
+        )
+
+
+_FIX_STARTS = 'give the first block of each stage, such as starts="0,5,9"'
+_FIX_ORDER = 'give every block once, such as order="0,3,4,1,2", or no order'

@@ -154,9 +154,9 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _stages(graph: fx.Graph) -> Iterator[str]:
-    """Stages follow blocks: one for each block, never going back."""
+    """One stage for each block, and no op before one that it reads from."""
     stage_of: dict[int, int | None] = {}
-    last = 0
+    stages: dict[fx.Node, int] = {}
     for node in graph.nodes:
         known = node.meta.get(KEY)
         if not isinstance(known, Annotation) or known.block is None:
@@ -164,8 +164,9 @@ def _stages(graph: fx.Graph) -> Iterator[str]:
         if known.stage is None:
             yield f"{place(node)}: it is on no stage"
             continue
+        stages[node] = known.stage
         if stage_of.setdefault(known.block, known.stage) != known.stage:
             yield f"{place(node)}: block {known.block} is on two stages"
+        last = max((stages[a] for a in node.all_input_nodes if a in stages), default=0)
         if known.stage < last:
             yield f"{place(node)}: stage {known.stage} follows stage {last}"
-        last = known.stage

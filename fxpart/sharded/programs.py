@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Lanes:
-    """The programs of all lanes of a sharded graph cut into stages, each made when asked for."""
+    """The programs of all lanes of a sharded graph cut into stages, each made when asked for.
+
+    order: the blocks in the order that starts count in; empty for the graph's own.
+    """
 
     sharded: Sharded
     captured: Captured
     starts: tuple[int, ...]
     seed: int
+    order: tuple[int, ...] = ()
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -34,7 +38,7 @@ class Lanes:
         """What the lane runs, with stages; lanes with equal shapes share it."""
         local = self.sharded.local(lane)
         if id(local) not in self._graphs:
-            self._graphs[id(local)] = assign(local, self.starts)
+            self._graphs[id(local)] = assign(local, self.starts, self.order)
         return self._graphs[id(local)]
 
     def program(self, lane: int) -> tuple[ProgramSpec, tuple[str, ...]]:
@@ -45,10 +49,17 @@ class Lanes:
         return self._made[id(graph)]
 
 
-def assign(graph: fx.GraphModule, starts: Sequence[int]) -> fx.GraphModule:
-    """The graph with its stages. starts: the first block of each."""
-    listed = ",".join(map(str, starts))
-    return PassManager().run(f'assign{{starts="{listed}"}}', graph)
+def assign(
+    graph: fx.GraphModule, starts: Sequence[int], order: Sequence[int] = ()
+) -> fx.GraphModule:
+    """The graph with its stages. starts: the first block of each, counted in ``order``.
+
+    order: all blocks, stage by stage; empty for the graph's own order.
+    """
+    options = f'starts="{",".join(map(str, starts))}"'
+    if order:
+        options += f',order="{",".join(map(str, order))}"'
+    return PassManager().run(f"assign{{{options}}}", graph)
 
 
 def generate(

@@ -22,6 +22,19 @@ def prepared(layers: int = 5) -> fx.GraphModule:
     return PassManager().run(PREPARE, builder.finish(y))
 
 
+def branched() -> fx.GraphModule:
+    """Blocks 0 and 1, and beside them 2 and 3, which block 4 adds to what comes of 1."""
+    builder = Builder(**{f"w{i}": nn.Parameter(torch.eye(4)) for i in range(5)})
+    inputs = [builder.input(3, 4), builder.input(3, 4)]
+    ends = []
+    for first, y in zip((0, 2), inputs, strict=True):
+        for i in (first, first + 1):
+            y = builder.call(aten.linear.default, y, builder.get(f"w{i}"))
+        ends.append(y)
+    both = builder.call(aten.linear.default, ends[0], builder.get("w4"))
+    return PassManager().run(PREPARE, builder.finish(builder.call(aten.add.Tensor, both, ends[1])))
+
+
 def assigned(starts: str) -> fx.GraphModule:
     return PassManager().run(f'assign{{starts="{starts}"}}', prepared())
 
@@ -65,3 +78,41 @@ def test_closed_cuts_are_respected() -> None:
     with pytest.raises(FxpartError, match="cannot be cut"):
         PassManager().run('assign{starts="0,2"}', module)
     PassManager().run('assign{starts="0,1,3"}', module)
+
+
+def ordered(starts: str, order: str, module: fx.GraphModule | None = None) -> list[int]:
+    """The stage of each block."""
+    text = f'assign{{starts="{starts}",order="{order}"}}'
+    module = PassManager().run(text, module or branched())
+    known = [node.meta[KEY] for node in module.graph.nodes if node.op == "call_function"]
+    stages = {notes.block: notes.stage for notes in known}
+    return [stages[block] for block in sorted(stages)]
+
+
+def test_starts_count_in_the_order_given() -> None:
+    assert ordered("0,2,3", "0,1,2,3,4") == [0, 0, 1, 2, 2]
+    assert ordered("0,2,4", "2,3,0,1,4") == [1, 1, 0, 0, 2]
+    assert ordered("0,2,4", "0,2,1,3,4") == [0, 1, 0, 1, 2]
+
+
+def test_a_reader_is_not_before_what_it_reads() -> None:
+    with pytest.raises(FxpartError) as caught:
+        ordered("0,2,4", "1,3,0,2,4")
+    assert [p.code for p in caught.value.problems] == ["FXP303"] * 2
+    assert "block 1 reads from block 0 of a later stage" in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["0,1,2", "0,1,2,3,3", "0,1,2,3,5", "0,1,2,3,x", "0,1,2,3,4,5"])
+def test_an_order_names_every_block_once(order: str) -> None:
+    with pytest.raises(FxpartError) as caught:
+        ordered("0,2", order)
+    assert [p.code for p in caught.value.problems] == ["FXP303"]
+
+
+def test_closed_cuts_are_respected_in_any_order() -> None:
+    module = branched()
+    module.meta[NO_CUT_KEY] = (1,)
+    with pytest.raises(FxpartError, match="cannot be cut"):
+        ordered("0,2", "0,1,2,3,4", module)
+    assert ordered("0,3", "0,1,2,3,4", module) == [0, 0, 0, 1, 1]
+    assert ordered("0,3", "0,2,1,3,4", module) == [0, 0, 0, 1, 1]
