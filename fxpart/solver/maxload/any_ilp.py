@@ -18,6 +18,9 @@ def solve_any(blocks: Blocks, record: Record, watch: Watch, seed: int) -> float:
     return _Any(blocks, record, watch).run(seed)
 
 
+_TOLD_APART = 100  # blocks that rules about alike devices look at; those grow with its square
+
+
 class _Any(Programme):
     def __init__(self, blocks: Blocks, record: Record, watch: Watch) -> None:
         super().__init__(blocks, record, watch)
@@ -48,12 +51,13 @@ class _Any(Programme):
     def _place(self) -> None:
         """Devices of a kind are alike: each is used only after the one before it."""
         for b in self.order:
+            self.watch.left()
             self.x[b] = [self.new(self.places[b] == d) for d in range(self.devices)]
             self.model.add_exactly_one(self.x[b])
         for first in (0, self.blocks.accelerators):
             last = self.devices if first else self.blocks.accelerators
             for d in range(first + 1, last):
-                for i, b in enumerate(self.order):
+                for i, b in enumerate(self.order[:_TOLD_APART]):
                     earlier = [self.x[a][d - 1] for a in self.order[:i]]
                     self.model.add_bool_or([*earlier, self.x[b][d].negated()])
 

@@ -7,7 +7,7 @@ from math import inf
 from fxpart.solver.maxload.blocks import Blocks, make_blocks
 from fxpart.solver.maxload.bounds import cheap_bound
 from fxpart.solver.maxload.dp import StageProgramme
-from fxpart.solver.maxload.ideals import Ideals, all_ideals, prefixes
+from fxpart.solver.maxload.ideals import Ideals, all_ideals, prefixes, walk
 from fxpart.solver.maxload.record import Record
 from fxpart.solver.maxload.reduce import reduce
 from fxpart.solver.maxload.watch import Watch
@@ -23,6 +23,10 @@ def start(record: Record, watch: Watch, seed: int) -> Blocks:
     blocks = reduce(make_blocks(record.instance, "chain"))
     if record.mode == "chain":
         record.prove(cheap_bound(blocks))
+    for factor in _STEPS:
+        found = first_fit(blocks, cheap_bound(blocks) * factor)
+        if found is not None:
+            record.add(blocks.assignment(found))
     for _ in range(_ROUNDS):
         before = len(blocks), record.objective
         _try_orders(blocks, record, watch, seed)
@@ -32,8 +36,34 @@ def start(record: Record, watch: Watch, seed: int) -> Blocks:
     return blocks
 
 
+def first_fit(blocks: Blocks, load: float) -> list[int] | None:
+    """A device for each block: along one order, the next device where one is full, or None.
+
+    Quick, so that there is an answer however short the time is. Accelerators first; a CPU core
+    where no accelerator is left, or none runs the block.
+    """
+    accelerators = iter(range(blocks.accelerators))
+    cores = iter(range(blocks.accelerators, blocks.accelerators + blocks.cpus))
+    found, device, work, size = [0] * len(blocks), -1, 0.0, 0.0
+    for b in walk(blocks):
+        fits = bool(blocks.runs[b]) and float(blocks.size[b]) <= blocks.memory
+        on_core = device >= blocks.accelerators
+        own = float((blocks.cpu if on_core else blocks.work)[b])
+        full = work + own > load or (not on_core and size + float(blocks.size[b]) > blocks.memory)
+        if device < 0 or full or not (fits or on_core):
+            following = next(accelerators, None) if fits else None
+            following = next(cores, None) if following is None else following
+            if following is not None:
+                device, work, size = following, 0.0, 0.0
+        if device < 0 or (device < blocks.accelerators and not fits):
+            return None
+        work, size = work + own, size + float(blocks.size[b])
+        found[b] = device
+    return found
+
+
 def _try_orders(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None:
-    ideals = Ideals(blocks, prefixes(blocks, seed))
+    ideals = Ideals(blocks, prefixes(blocks, seed, watch), watch)
     bound = cheap_bound(blocks)
     for factor in _STEPS:
         most = min(bound * factor if bound > 0 else inf, record.objective * (1 - _HAIR))
@@ -56,7 +86,7 @@ def prove_by_ideals(blocks: Blocks, record: Record, watch: Watch) -> bool:
     if masks is None:
         return False
     known = record.objective
-    if search(blocks, Ideals(blocks, masks), record, watch, known * (1 - _HAIR)):
+    if search(blocks, Ideals(blocks, masks, watch), record, watch, known * (1 - _HAIR)):
         # the programme's own sums may differ from the objective's by rounding
         record.prove(record.objective * (1 - _HAIR))
     else:

@@ -44,19 +44,25 @@ def all_ideals(blocks: Blocks, most: int, watch: Watch) -> list[int] | None:
     return found
 
 
-def prefixes(blocks: Blocks, seed: int) -> list[int]:
+def prefixes(blocks: Blocks, seed: int, watch: Watch) -> list[int]:
     """The ideals that are prefixes of a few good topological orders."""
     found = {0: None}
-    for order in _orders(blocks, seed):
+    for order in _orders(blocks, seed, watch):
         found |= dict.fromkeys(accumulate((1 << b for b in order), int.__or__))
     return list(found)
 
 
-def _orders(blocks: Blocks, seed: int) -> list[list[int]]:
+def walk(blocks: Blocks) -> list[int]:
+    """One topological order: depth first."""
+    return _walk(blocks.predecessors, blocks.successors, lambda b, step: (-step, b))
+
+
+def _orders(blocks: Blocks, seed: int, watch: Watch) -> list[list[int]]:
     """Topological orders: breadth first, depth first, from both ends, narrow ones, random ones."""
     ahead, back = (blocks.predecessors, blocks.successors), (blocks.successors, blocks.predecessors)
     made = []
     for before, after in (ahead, back):
+        watch.left()
         found = [
             _walk(before, after, lambda b, _: b),
             _walk(before, after, lambda b, step: (-step, b)),
@@ -66,6 +72,7 @@ def _orders(blocks: Blocks, seed: int) -> list[list[int]]:
         made += found if before is ahead[0] else [order[::-1] for order in found]
     draw = random.Random(seed)
     for _ in range(_RANDOM_ORDERS):
+        watch.left()
         made.append(_walk(*ahead, lambda b, step: (-step, draw.random(), b)))
     return made
 
@@ -128,26 +135,26 @@ class Ideals:
     masks in pieces of 64, [word, ideal].
     """
 
-    def __init__(self, blocks: Blocks, masks: list[int]) -> None:
+    def __init__(self, blocks: Blocks, masks: list[int], watch: Watch) -> None:
         """Sort the ideals by work, in whole steps so that rounding disturbs no order."""
         n, count = len(blocks), len(masks)
         step = max(float(blocks.work.sum()), 1e-300) / 2**40
         whole = np.floor(np.where(blocks.runs, blocks.work, 0.0) / step)
         bits = _bits(masks, n)
-        key, number = self._sum(bits, whole), bits.sum(axis=0, dtype=np.int64)
+        key, number = _sums(watch, bits, whole)[0], bits.sum(axis=0, dtype=np.int64)
         order = np.lexsort((np.arange(count), number, key))
         self.masks = [masks[i] for i in order]
         bits = np.ascontiguousarray(bits[:, order])
         self.floor = key[order] * step  # never above work, and rising
-        self.work = self._sum(bits, np.where(blocks.runs, blocks.work, 0.0))
-        self.cpu = self._sum(bits, blocks.cpu)
-        self.size = self._sum(bits, blocks.size)
+        work = np.where(blocks.runs, blocks.work, 0.0)
+        self.work, self.cpu, self.size = _sums(watch, bits, work, blocks.cpu, blocks.size)
         self.unable = bits[~blocks.runs].sum(axis=0, dtype=np.int64)
         widest = max(map(len, blocks.nets), default=0)
         kind = np.uint8 if widest < 256 else np.uint16
         self.pins = np.zeros((len(blocks.nets), count), dtype=kind)
         self.frontier = np.zeros(count)
         for p, pins in enumerate(blocks.nets):
+            watch.left()
             np.sum(bits[list(pins)], axis=0, dtype=kind, out=self.pins[p])
             crossed = (self.pins[p] > 0) & (self.pins[p] < len(pins))
             self.frontier[crossed] += blocks.costs[p]
@@ -161,12 +168,14 @@ class Ideals:
     def __len__(self) -> int:
         return len(self.masks)
 
-    @staticmethod
-    def _sum(bits: npt.NDArray[np.uint8], of: Floats) -> Floats:
-        found = np.empty(bits.shape[1])
-        for a in range(0, bits.shape[1], _CHUNK):
-            found[a : a + _CHUNK] = of @ bits[:, a : a + _CHUNK].astype(np.float64)
-        return found
+
+def _sums(watch: Watch, bits: npt.NDArray[np.uint8], *of: Floats) -> Floats:
+    """Sums of each of some properties of the blocks, over the blocks of each ideal."""
+    rows, found = np.stack(of), np.empty((len(of), bits.shape[1]))
+    for a in range(0, bits.shape[1], _CHUNK):
+        watch.left()
+        found[:, a : a + _CHUNK] = rows @ bits[:, a : a + _CHUNK].astype(np.float64)
+    return found
 
 
 def _mask(blocks: Sequence[int]) -> int:

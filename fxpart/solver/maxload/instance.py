@@ -130,7 +130,8 @@ def order_edges(instance: Instance, group: Sequence[int]) -> list[tuple[int, int
     """Pairs of groups (first, second) that a pipeline has to run in this order, sorted.
 
     Edges between forward nodes as they are. A group without a forward node has no place in the
-    forward pass: its edges are mirrored, as its place is where its gradients' forward would be.
+    forward pass: its place is where the forward of its gradients would be, so that its edges to
+    and from backward nodes count mirrored. What goes from forward to backward goes either way.
     """
     forward = [False] * (max(group, default=-1) + 1)
     for node, g in zip(instance.nodes, group, strict=True):
@@ -140,9 +141,10 @@ def order_edges(instance: Instance, group: Sequence[int]) -> list[tuple[int, int
         a, b = group[u], group[v]
         if a == b:
             continue
-        if not instance.nodes[u].backward and not instance.nodes[v].backward:
+        back = instance.nodes[u].backward + instance.nodes[v].backward
+        if back == 0:
             pairs.add((a, b))
-        elif not forward[a] or not forward[b]:
+        elif back == 2 and not (forward[a] and forward[b]):
             pairs.add((b, a))
     return sorted(pairs)
 

@@ -59,7 +59,7 @@ def solve(
         if mode == "any":
             used = _any(record, watch, seed, solver)
     except OutOfTime:
-        used = "dp" if solver == "auto" and mode == "chain" else solver
+        used = solver if solver != "auto" else "dp" if mode == "chain" else "cp-sat"
     return record.answer(used)
 
 

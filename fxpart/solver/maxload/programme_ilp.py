@@ -59,7 +59,6 @@ class Programme:
     def loads(self, held: Sequence[Expression], hint: Sequence[bool], cpu: Expression) -> None:
         """Limit the load of a place: held is 1 for its blocks, cpu is 1 if it is a CPU core."""
         blocks, add = self.blocks, self.model.add
-        self.watch.left()
         fixed = isinstance(cpu, int)
         if not fixed or not cpu:
             cuts = [self._cut(held, hint, pins) for pins in blocks.nets]
@@ -85,6 +84,7 @@ class Programme:
         self, held: Sequence[Expression], hint: Sequence[bool], pins: Sequence[int]
     ) -> cp_model.IntVar:
         """At least 1 if the place holds some but not all of the pins."""
+        self.watch.left()
         first, *others = pins
         cut = self.new(len({hint[b] for b in pins}) == 2)
         for b in others:
