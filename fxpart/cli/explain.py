@@ -12,7 +12,9 @@ from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
-PAGES = ("annotations", "glossary", "how_it_chooses", "one_process", "reading_a_plan", "rules")
+PAGES = (
+    "annotations", "glossary", "how_it_chooses", "one_process", "reading_a_plan", "rules", "solve",
+)  # fmt: skip
 
 
 @click.command()
@@ -23,7 +25,8 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`, `rules`.
+    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`, `rules`,
+    `solve`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
