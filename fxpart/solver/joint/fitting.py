@@ -17,6 +17,7 @@ import numpy as np
 
 from fxpart.solver.joint.arcs import deepest
 from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
+from fxpart.solver.joint.needs import least_state
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName, ranks
 from fxpart.solver.layers import OutOfTime
@@ -30,6 +31,8 @@ def fitting(problem: JointProblem, deadline: float) -> JointChoice | None:
 
     deadline: a ``time.monotonic()`` value; raises :class:`OutOfTime` after it.
     """
+    if least_state(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
+        return None
     if len(problem.pools) <= 2:
         tables = IntervalTables(problem)
         for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
@@ -95,10 +98,20 @@ class _Fit:
         self.ways = self._ways(group)
         first = [w.devices for w in self.ways if w.pool < self.last]
         self.unit = reduce(gcd, first, 0) or 1
-        self.room = self.problem.pools[0].devices // self.unit if self.last else 0
+        self.apart, self.room = False, 0  # whether the first pool is counted, and its units
 
     def choice(self) -> JointChoice | None:
         """A choice that fits, with the fewest stages, or None."""
+        if self.last:
+            # As if all devices were of one pool, which settles most, and quickly.
+            self.apart, self.room = False, 0
+            if self._any() is None:
+                return None
+            self.apart, self.room = True, self.problem.pools[0].devices // self.unit
+        return self._any()
+
+    def _any(self) -> JointChoice | None:
+        """A choice; its devices are of the right pools only where they are counted apart."""
         problem = self.problem
         most = min(problem.max_stages, len(problem.blocks))
         if all(pin.stage < 0 for pin in problem.pins):
@@ -139,12 +152,20 @@ class _Fit:
         need = np.full((n + 1, self.room + 1), _NONE)  # [block, units of the first pool]
         need[n] = 0
         steps = [need]
+        counted = self.problem.pools[-1:] if self.apart else self.problem.pools
+        there = sum(pool.devices for pool in counted)
         for to_end in range(1, allowed.stop):
             self._check()
             steps.append(self._grown(steps[-1], self._pinned(to_end, stages), to_end))
-            if to_end in allowed and steps[-1][0].min() <= self.problem.pools[-1].devices:
+            if to_end in allowed and steps[-1][0].min() <= there:
                 return self._traced(steps, stages)
         return None
+
+    def _takes(self, way: _Way) -> tuple[int, int]:
+        """Units of the first pool, and devices of the rest."""
+        if self.apart and way.pool < self.last:
+            return way.devices // self.unit, 0
+        return 0, way.devices
 
     def _pinned(self, to_end: int, stages: int | None) -> Mask:
         """Intervals that keep the pins as the stage so far from the end."""
@@ -158,15 +179,13 @@ class _Fit:
         return mask
 
     def _grown(self, after: Bytes, pinned: Mask, to_end: int) -> Bytes:
-        """The devices needed with one stage more in front; units taken of the first pool are exact
-        or fewer."""
+        """The devices needed with one stage more in front."""
         n, width = len(self.problem.blocks), after.shape[1]
         need = np.full_like(after, _NONE)
         rows = max(1, _CHUNK // (n * width))
         for way in self.ways:
             mask = pinned & (way.depth >= to_end)
-            shift = 0 if way.pool == self.last else way.devices // self.unit
-            add = way.devices if way.pool == self.last else 0
+            shift, add = self._takes(way)
             for low in range(0, n, rows):
                 part = mask[low : low + rows]
                 if not part.any() or shift >= width:
@@ -201,8 +220,7 @@ class _Fit:
         """(next block, units left, option) that give the need at a block."""
         wanted, after = steps[to_end][block, unit], steps[to_end - 1]
         for way in self.ways:
-            shift = 0 if way.pool == self.last else way.devices // self.unit
-            add = way.devices if way.pool == self.last else 0
+            shift, add = self._takes(way)
             if shift > unit:
                 continue
             good = pinned[block] & (way.depth[block] >= to_end)

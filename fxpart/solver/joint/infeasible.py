@@ -1,0 +1,186 @@
+"""Why no plan fits a joint problem, and the smallest changes that help, each tried before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from fxpart.errors import Problem
+from fxpart.solver.joint.fitting import fitting
+from fxpart.solver.joint.limits import Limits, with_plenty
+from fxpart.solver.joint.needs import least_alone, least_state
+from fxpart.solver.joint.objective import JointScorer, JointStage, degrees
+from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks, rows_of
+from fxpart.solver.joint.remedies import extra_memory, remedies
+from fxpart.solver.joint.wishes.parse import Wish
+from fxpart.solver.layers import OutOfTime
+from fxpart.solver.remedies import amount
+
+
+def explain_joint_infeasible(
+    problem: JointProblem,
+    *,
+    wider: JointProblem | None = None,
+    wishes: Sequence[Wish] = (),
+    time_limit: float = 10.0,
+) -> tuple[Problem, ...]:
+    """What stands in the way of any plan, as problems to raise.
+
+    wider: the same problem with more to choose from. wishes: those that made ``problem`` out of
+    ``wider``; then conflicts are named in their words, otherwise by the problem's own limits.
+    FXP202 where limits contradict each other whatever the memory, FXP201 where devices or rows are
+    too few for any stage, FXP204 where memory is too small; each with changes that were tried and
+    do make a plan fit. FXP205 where a plan does exist, or ``time_limit`` (seconds) was too short.
+    """
+    deadline = time.monotonic() + time_limit
+    limits = Limits(problem, wider, wishes)
+    try:
+        if fitting(problem, deadline) is not None:
+            return (_too_little_time("a plan fits, but none was found in time"),)
+        if fitting(with_plenty(problem), deadline) is None:
+            blamed = limits.conflict(deadline, with_plenty)
+            if blamed:
+                return (_contradiction(problem, limits, wider, blamed, deadline),)
+            return (_nothing_runs(problem, limits, wider, deadline),)
+    except OutOfTime:
+        return (_too_little_time("whether a plan fits was not settled in time"),)
+    lacking = extra_memory(problem, (time.monotonic() + deadline) / 2)  # time for remedies, too
+    if lacking is None:
+        return (_too_little_time("how much memory is missing was not settled in time"),)
+    return (_too_little_memory(problem, limits, wider, lacking, deadline),)
+
+
+def _too_little_time(why: str) -> Problem:
+    return Problem("FXP205", where="solver", why=why, fix="allow more seconds (time_limit)")
+
+
+def _contradiction(
+    problem: JointProblem,
+    limits: Limits,
+    wider: JointProblem | None,
+    blamed: Sequence[int],
+    deadline: float,
+) -> Problem:
+    """Limits that leave nothing, whatever the memory."""
+    names = [limits.texts[i] for i in blamed]
+    fixes = list(remedies(problem, limits, wider, None, deadline))
+    if not fixes:  # dropping one of them is not enough, or memory is too small beside
+        fixes = [f"without {name!r} the rest can hold, but not in this memory" for name in names]
+    return Problem(
+        "FXP202",
+        where="; ".join(names),
+        why=("it leaves" if len(names) == 1 else "together they leave")
+        + f" no choice, whatever the memory: {', '.join(_facts(problem))}",
+        fix="; or ".join(fixes),
+    )
+
+
+def _facts(problem: JointProblem) -> Iterator[str]:
+    """Pieces, devices, and what a stage takes at least."""
+    n = len(problem.blocks)
+    pieces = n - len({b for b in problem.no_cut_after if b < n - 1})
+    yield f"{n} blocks make {pieces} {'piece' if pieces == 1 else 'pieces'} at most"
+    for p, pool in enumerate(problem.pools):
+        taken = [ranks(problem, o) for o in problem.options if o.pool == p]
+        if taken:
+            yield f"a stage takes {min(taken)} or more of {pool.devices} devices of {pool.name}"
+    yield f"{problem.min_stages} to {problem.max_stages} stages"
+
+
+def _nothing_runs(
+    problem: JointProblem, limits: Limits, wider: JointProblem | None, deadline: float
+) -> Problem:
+    """No option has devices and rows enough, or too few have."""
+    rows = [
+        o
+        for o in problem.options
+        if any(rows_of(problem.batch, m, o.data) for m in problem.microbatches)
+    ]
+    why = ", ".join(_facts(problem))
+    if not rows:
+        counts = ", ".join(map(str, problem.microbatches))
+        why = (
+            f"a batch of {problem.batch} cannot be cut into {counts} microbatches for "
+            f"{min(o.data for o in problem.options)} or more replicas"
+        )
+    return Problem(
+        "FXP201",
+        where=f"{len(problem.blocks)} blocks on "
+        + " and ".join(f"{pool.devices} {pool.name}" for pool in problem.pools),
+        why=why,
+        fix="; or ".join(remedies(problem, limits, wider, None, deadline)),
+    )
+
+
+def _too_little_memory(
+    problem: JointProblem,
+    limits: Limits,
+    wider: JointProblem | None,
+    lacking: tuple[int, JointChoice],
+    deadline: float,
+) -> Problem:
+    """The worst stage of the closest choice, what nothing can help, and the fixes tried."""
+    more, choice = lacking
+    stages = JointScorer(problem).evaluate(choice).stages
+    k = max(range(len(stages)), key=lambda s: stages[s].memory.total - stages[s].memory_limit)
+    stage = stages[k]
+    over = sum(s.memory.total > s.memory_limit for s in stages)
+    others = f", and {over - 1} more like it" if over > 1 else ""
+    why = [
+        *_certain(problem),
+        f"{_parts(stage)}, with {stage.in_flight} of {choice.microbatches} microbatches in "
+        f"flight, under {choice.schedule}; no choice comes closer",
+    ]
+    return Problem(
+        "FXP204",
+        where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
+        f"{_shape(problem, stage.option)}: {amount(stage.memory.total)} needed, "
+        f"{amount(stage.memory_limit)} there{others}",
+        why="\n".join(why),
+        fix="; or ".join(remedies(problem, limits, wider, more, deadline)),
+    )
+
+
+def _certain(problem: JointProblem) -> Iterator[str]:
+    """What no choice at all can avoid."""
+    there = sum(pool.devices * pool.memory for pool in problem.pools)
+    state = least_state(problem)
+    if state > there:
+        yield (
+            f"parameters, gradients and optimizer state need {amount(state)} in all at least, "
+            f"{sum(pool.devices for pool in problem.pools)} devices have {amount(there)}"
+        )
+    for block, (need, room) in enumerate(least_alone(problem)):
+        if need > room:
+            yield (
+                f"{problem.blocks[block]} alone needs {amount(need)} at least, "
+                f"more than the {amount(room)} of any device that could hold it"
+            )
+            return
+
+
+def _shape(problem: JointProblem, option: int) -> str:
+    """An option in words: devices of which pool, and what is not the default."""
+    data, tensor, expert, zero, recompute = degrees(problem, option)
+    one = problem.options[option]
+    words = [f"dp={data}", f"tp={tensor}", f"ep={expert}", f"zero={zero}"]
+    shown = [w for w, v in zip(words, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
+    if recompute != "none":
+        shown.append(f"recompute={recompute}")
+    count = ranks(problem, one)
+    name = problem.pools[one.pool].name
+    where = f"each of {count} {name}" if count > 1 else name
+    return f"{where} ({', '.join(shown)})" if shown else where
+
+
+def _blocks(problem: JointProblem, stage: JointStage) -> str:
+    first, last = (problem.blocks[b] for b in (stage.pieces[0][0], stage.pieces[-1][1]))
+    return first if first == last else f"{first} … {last}"
+
+
+def _parts(stage: JointStage) -> str:
+    """A stage's memory by cause, largest first, without what is nothing."""
+    parts = sorted(msgspec.structs.asdict(stage.memory).items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {amount(size)}" for name, size in parts if size) or "nothing"

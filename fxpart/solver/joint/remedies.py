@@ -1,0 +1,197 @@
+"""Changes to a joint problem that nothing fits: each is solved for before it is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from fxpart.solver.joint.changes import with_devices, with_microbatches
+from fxpart.solver.joint.fitting import fitting
+from fxpart.solver.joint.limits import Change, Limits
+from fxpart.solver.joint.problem import JointChoice, JointProblem, rows_of
+from fxpart.solver.layers import OutOfTime
+from fxpart.solver.remedies import amount
+
+_FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
+_TIMES = 64  # at most so many times the devices that there are
+_MODES = ("selective", "full")  # of recompute, the cheaper first
+
+
+def remedies(
+    problem: JointProblem,
+    limits: Limits,
+    wider: JointProblem | None,
+    more: int | None,
+    deadline: float,
+) -> Iterator[str]:
+    """Changes that make something fit, in words, from the cheapest.
+
+    limits: of the problem; wider: the same problem with more options; more: bytes that each device
+    lacks. Ends where time does.
+    """
+    try:
+        blamed = limits.conflict(deadline)
+        yield from (f"without {limits.texts[i]!r}" for i in blamed if limits.fit(deadline, [i]))
+        if wider is not None and not limits.wishes:
+            yield from wider_options(problem, wider, deadline)
+        if "1f1b" not in problem.schedules and limits.fit(deadline, (), _one_f_one_b):
+            yield "the schedule 1f1b"
+        alone = False
+        if (counted := more_microbatches(limits, deadline)) is not None:
+            alone = True
+            yield _microbatches(limits.base, counted)
+        for text, _ in more_devices(limits, deadline, lambda p: p):
+            alone = True
+            yield text
+        if not alone:  # neither helps by itself: the most microbatches and devices
+            counted = problem.batch
+            both = more_devices(limits, deadline, lambda p: with_microbatches(p, (counted,)))
+            for text, _ in both:
+                yield f"{text} with {_microbatches(limits.base, counted)}"
+    except OutOfTime:
+        pass
+    if more is not None:
+        yield _memory(problem, more)
+
+
+def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -> Iterator[str]:
+    """Recompute, ZeRO, both, or other degrees out of a wider space: the least that is enough."""
+    modes = [o.recompute for o in problem.options]
+    levels = [o.zero for o in problem.options]
+    shapes = {(o.pool, problem.layouts[o.layout].tensor, o.data) for o in problem.options}
+
+    def fit(recompute: str | None, zero: int | None, *, degrees: bool = False) -> bool:
+        kept = tuple(
+            o
+            for o in wider.options
+            if (o.recompute in modes or o.recompute == recompute)
+            and (o.zero in levels or o.zero == zero)
+            and (degrees or (o.pool, wider.layouts[o.layout].tensor, o.data) in shapes)
+        )
+        taken = msgspec.structs.replace(
+            problem, options=kept, layouts=wider.layouts, works=wider.works
+        )
+        return fitting(taken, deadline) is not None
+
+    mode = next((m for m in _MODES if m not in modes and fit(m, None)), None)
+    level = next((z for z in (1, 2, 3) if z not in levels and fit(None, z)), None)
+    if mode is not None:
+        yield f"recompute={mode}"
+    if level is not None:
+        yield f"zero={level}"
+    if mode is None and level is None:
+        pairs = ((m, z) for m in _MODES for z in (1, 2, 3))
+        pair = next(((m, z) for m, z in pairs if fit(m, z)), None)
+        if pair is not None:
+            yield f"recompute={pair[0]} with zero={pair[1]}"
+        elif fit(None, None, degrees=True):
+            yield "other tensor and data degrees"
+        elif fit("full", 3, degrees=True):
+            yield "other tensor and data degrees with recompute=full and zero=3"
+
+
+def more_microbatches(limits: Limits, deadline: float) -> int | None:
+    """The first count above those to choose from, doubled each time, with which something fits."""
+    base = limits.base
+    top = max(base.microbatches)
+    doubled = [top << k for k in range(1, 40) if top << k < base.batch]
+    for counted in (*doubled, base.batch):
+        if counted > top and limits.fit(deadline, (), _counted(counted)):
+            return counted
+    return None
+
+
+def _counted(microbatches: int) -> Change:
+    return lambda problem: with_microbatches(problem, (microbatches,))
+
+
+def more_devices(
+    limits: Limits, deadline: float, change: Change
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """By pool, the least more devices that are enough: words, and the devices of each pool then."""
+    pools = limits.base.pools
+    for p, pool in enumerate(pools):
+
+        def counts(extra: int, p: int = p) -> tuple[int, ...]:
+            return tuple(x.devices + extra * (k == p) for k, x in enumerate(pools))
+
+        def fit(extra: int, counts: Callable[[int], tuple[int, ...]] = counts) -> bool:
+            return limits.fit(deadline, (), lambda q: change(with_devices(q, counts(extra))))
+
+        extra = least(fit, pool.devices * (_TIMES - 1))
+        if extra is not None:
+            named = f" of {pool.name}" if len(pools) > 1 else ""
+            yield f"{extra} more {'device' if extra == 1 else 'devices'}{named}", counts(extra)
+
+
+def least(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
+    """The least number from 1 to ``most`` that is enough, where more is never worse; or None.
+
+    start: where to look first. What is not enough takes longest to find out, so that not even
+    ``most`` is asked first.
+    """
+    if not enough(most):
+        return None
+    low, high = 0, most
+    size = min(start, most)
+    while size < most:
+        if enough(size):
+            high = size
+            break
+        low, size = size, 2 * size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoice] | None:
+    """About the least bytes that each device lacks, and a choice that would then fit.
+
+    None where nothing fits whatever the memory, or where time ends before anything is found.
+    """
+    step = max(max(pool.memory for pool in problem.pools) // _FINE, 1)
+    found: dict[int, JointChoice] = {}
+
+    def enough(steps: int) -> bool:
+        choice = fitting(with_more(problem, steps * step), deadline)
+        if choice is not None:
+            found[steps] = choice
+        return choice is not None
+
+    try:
+        least(enough, 2**50 // step, _FINE)
+    except OutOfTime:
+        pass
+    if not found:
+        return None
+    return min(found) * step, found[min(found)]
+
+
+def with_more(problem: JointProblem, more: int) -> JointProblem:
+    """The problem with ``more`` bytes added to every device."""
+    pools = tuple(msgspec.structs.replace(p, memory=p.memory + more) for p in problem.pools)
+    return msgspec.structs.replace(problem, pools=pools)
+
+
+def _memory(problem: JointProblem, more: int) -> str:
+    sizes: Sequence[int] = sorted({pool.memory for pool in problem.pools})
+    if len(sizes) == 1:
+        return f"{amount(sizes[0] + more, up=True)} of memory on each device"
+    return f"{amount(more, up=True)} more memory on each device"
+
+
+def _one_f_one_b(problem: JointProblem) -> JointProblem:
+    return msgspec.structs.replace(problem, schedules=("1f1b",))
+
+
+def _microbatches(problem: JointProblem, counted: int) -> str:
+    """The count, and whether its costs lie on a line through others."""
+    priced = {w.rows for w in problem.works}
+    rows = {rows_of(problem.batch, counted, option.data) for option in problem.options}
+    guess = "" if rows - {0} <= priced else " (estimated)"
+    return f"{counted} microbatches{guess}"

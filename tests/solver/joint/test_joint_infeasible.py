@@ -1,0 +1,233 @@
+"""Why nothing fits a joint problem: what is named is true, what is offered works."""
+
+from __future__ import annotations
+
+import re
+from math import inf
+
+import pytest
+from joint_oracle import small_problems
+from joint_problems import transformer
+from msgspec.structs import replace
+
+from fxpart.solver.joint.brute import choices, solve_joint_brute
+from fxpart.solver.joint.changes import with_devices, with_microbatches
+from fxpart.solver.joint.infeasible import explain_joint_infeasible
+from fxpart.solver.joint.limits import Limits, with_plenty
+from fxpart.solver.joint.needs import least_alone, least_state
+from fxpart.solver.joint.objective import JointScorer, evaluate
+from fxpart.solver.joint.problem import JointProblem, Pin
+from fxpart.solver.joint.remedies import (
+    extra_memory,
+    least,
+    more_devices,
+    more_microbatches,
+    with_more,
+)
+from fxpart.solver.joint.wishes.apply import apply_wishes
+from fxpart.solver.joint.wishes.parse import Wish, read_wish
+from fxpart.solver.remedies import amount
+
+
+def fits(problem: JointProblem) -> bool:
+    return solve_joint_brute(problem).choice is not None
+
+
+def infeasible(count: int, *, memory: bool) -> list[tuple[int, JointProblem]]:
+    """Random problems that nothing fits, for memory alone or whatever the memory."""
+    found = list[tuple[int, JointProblem]]()
+    for seed, problem in small_problems(10**6, most=1500):
+        if not fits(problem) and fits(with_plenty(problem)) == memory:
+            found.append((seed, problem))
+        if len(found) == count:
+            break
+    return found
+
+
+@pytest.mark.slow
+def test_the_memory_offered_is_the_least_that_is_enough() -> None:
+    for seed, problem in infeasible(25, memory=True):
+        found = extra_memory(problem, inf)
+        assert found is not None
+        more, choice = found
+        step = max(max(pool.memory for pool in problem.pools) // 1000, 1)
+        assert evaluate(with_more(problem, more), choice).feasible, seed
+        assert not fits(with_more(problem, more - step)), seed
+
+
+@pytest.mark.slow
+def test_conflicts_hold_no_limit_too_many() -> None:
+    """Dropping all but the conflict changes nothing; dropping any one of it as well does."""
+    named = 0
+    for seed, problem in [*infeasible(25, memory=True), *infeasible(15, memory=False)]:
+        limits = Limits(problem, None, ())
+        blamed = limits.conflict(inf)
+        rest = [i for i in range(len(limits.texts)) if i not in blamed]
+        alone = limits.problem(rest)
+        assert alone is not None
+        assert not fits(alone), seed
+        for i in blamed:
+            without = limits.problem([*rest, i])
+            assert without is not None
+            assert fits(without), (seed, limits.texts[i])
+        named += bool(blamed)
+    assert named > 5
+
+
+@pytest.mark.slow
+def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> None:
+    devices = microbatches = 0
+    for seed, problem in infeasible(40, memory=True):
+        limits = Limits(problem, None, ())
+        for _, counts in more_devices(limits, inf, lambda p: p):
+            (grown,) = (k for k, pool in enumerate(problem.pools) if pool.devices != counts[k])
+            fewer = [c - (k == grown) for k, c in enumerate(counts)]
+            fixed = problem.min_stages == problem.max_stages
+
+            def after(counts: list[int], p: JointProblem = problem, fixed: bool = fixed) -> bool:
+                changed = with_devices(p, counts)
+                return fits(replace(changed, max_stages=p.max_stages) if fixed else changed)
+
+            assert after(list(counts)), seed
+            assert not after(fewer), seed
+            devices += 1
+        counted = more_microbatches(limits, inf)
+        if counted is not None:
+            assert fits(with_microbatches(problem, (counted,))), seed
+            microbatches += 1
+    assert devices > 5
+    assert microbatches > 2
+
+
+@pytest.mark.slow
+def test_what_is_called_certain_is() -> None:
+    """No choice takes less state than the least, nor puts a block where it needs less."""
+    looked = 0
+    for seed, problem in small_problems(120, most=1500):
+        scorer, state = JointScorer(problem), least_state(problem)
+        alone = least_alone(problem)
+        for choice in choices(problem):
+            stages = scorer.evaluate(choice).stages
+            if not stages:
+                continue
+            held = 0
+            for stage in stages:
+                option = problem.options[stage.option]
+                memory = stage.memory
+                held += (memory.weights + memory.gradients + memory.optimizer + memory.buffers) * (
+                    option.data * problem.layouts[option.layout].tensor
+                )
+                for first, last in stage.pieces:
+                    for block in range(first, last + 1):
+                        need, room = alone[block]
+                        assert memory.total - stage.memory_limit >= need - room, seed
+            assert held >= state, seed
+            looked += 1
+    assert looked > 1000
+
+
+def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
+    problem = transformer(12, (4,), hidden=1024, vocabulary=1000, batch=16, memory=15 * 10**8)
+    one = next(o for o in problem.options if o.recompute == "none" and o.data == 1)
+    problem = replace(problem, options=(one,), microbatches=(4,))
+    (found,) = explain_joint_infeasible(problem, time_limit=60)
+    assert found.code == "FXP204"
+    result = extra_memory(problem, inf)
+    assert result is not None
+    stages = evaluate(problem, result[1]).stages
+    worst = max(stages, key=lambda s: s.memory.total)
+    assert f"{amount(worst.memory.total)} needed, 1.40 GiB there" in found.where
+    assert "gpu0" in found.where
+    assert "activations" in found.why
+    assert "optimizer" in found.why
+    assert "microbatches" in found.fix
+    assert re.search(r"\d+ more device", found.fix)
+    assert found.fix.endswith("of memory on each device")
+
+
+@pytest.mark.slow
+def test_state_beyond_all_memory_and_a_block_that_fits_nowhere_are_said() -> None:
+    (found,) = explain_joint_infeasible(transformer(96, (16,)), time_limit=60)
+    assert "need 1.27 TiB in all at least, 16 devices have 1.05 TiB" in found.why
+    problem = transformer(4, (4,), hidden=512, vocabulary=10**6, batch=4, memory=2 * 10**9)
+    problem = replace(
+        problem,
+        options=tuple(o for o in problem.options if not o.zero and o.layout == 0),
+    )
+    (found,) = explain_joint_infeasible(problem, time_limit=60)
+    assert "b0 alone needs" in found.why
+
+
+def test_a_wider_space_offers_recompute_or_zero() -> None:
+    """Activations are too large: recompute is offered, ZeRO, which keeps them, is not."""
+    wider = transformer(8, (4,), hidden=2048, vocabulary=1000, batch=4, memory=12 * 10**8)
+    narrow = replace(
+        wider,
+        options=tuple(o for o in wider.options if o.recompute == "none" and not o.zero),
+        microbatches=(1,),
+    )
+    (found,) = explain_joint_infeasible(narrow, wider=wider, time_limit=60)
+    assert "recompute=" in found.fix
+    mode = re.findall(r"recompute=(\w+)", found.fix)[0]
+    enough = [o for o in wider.options if o.recompute in ("none", mode) and not o.zero]
+    assert explain_fits(replace(narrow, options=tuple(enough)))
+    assert "zero=" not in found.fix
+
+
+def explain_fits(problem: JointProblem) -> bool:
+    """A problem with a plan is said to need time only."""
+    (found,) = explain_joint_infeasible(problem, time_limit=60)
+    return found.code == "FXP205" and "a plan fits" in found.why
+
+
+def wishes(*texts: str) -> list[Wish]:
+    return [read_wish("stage" if text[0] == "b" else "fix", text) for text in texts]
+
+
+def test_a_conflict_is_named_in_the_users_words() -> None:
+    """pp=4 with tp=8 needs 32 devices, 16 are there; the other two wishes are not to blame."""
+    wider = transformer(24, (16,), hidden=4096, batch=64)
+    given = wishes("pp=4", "tp=8", "b3=0", "dp=1")
+    problem = apply_wishes(wider, given)
+    (found,) = explain_joint_infeasible(problem, wider=wider, wishes=given, time_limit=60)
+    assert found.code == "FXP202"
+    assert found.where == "fix pp=4; fix tp=8"
+    assert "without 'fix pp=4'" in found.fix
+    assert "16 more devices" in found.fix
+    for text in ("pp=4", "tp=8"):
+        kept = [w for w in given if str(w) != f"fix {text}"]
+        assert explain_fits(apply_wishes(wider, kept))
+
+
+def test_pins_that_contradict_each_other() -> None:
+    problem = transformer(6, (16,), hidden=256, batch=8)
+    pins = (Pin(first=0, last=3, stage=0), Pin(first=2, last=2, stage=1))
+    (found,) = explain_joint_infeasible(replace(problem, pins=pins, max_stages=3), time_limit=60)
+    assert found.code == "FXP202"
+    assert found.where == "b0 … b3 on stage 0; b2 on stage 1"
+    assert found.fix.startswith("without 'b0 … b3 on stage 0'; or without 'b2 on stage 1'")
+
+
+def test_a_batch_too_small_for_any_option() -> None:
+    problem = transformer(4, (4,), hidden=256, batch=4)
+    wide = tuple(o for o in problem.options if o.data == 4)
+    (found,) = explain_joint_infeasible(
+        replace(problem, options=wide, microbatches=(2,)), time_limit=60
+    )
+    assert found.code == "FXP201"
+    assert "a batch of 4 cannot be cut into 2 microbatches for 4 or more replicas" in found.why
+
+
+def test_no_time() -> None:
+    (found,) = explain_joint_infeasible(transformer(96, (1024,), memory=10**9), time_limit=0.0)
+    assert found.code in ("FXP204", "FXP205")
+    (found,) = explain_joint_infeasible(transformer(8, (2, 2), hidden=256, batch=8), time_limit=0.0)
+    assert found.code == "FXP205"
+
+
+def test_bisection_finds_the_least() -> None:
+    for most in (1, 2, 7, 64):
+        for wanted in range(1, most + 3):
+            for start in (1, 5):
+                found = least(lambda x, wanted=wanted: x >= wanted, most, start)  # type: ignore[misc]
+                assert found == (wanted if wanted <= most else None)
