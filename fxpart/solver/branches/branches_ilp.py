@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import floor, inf
 from typing import Any
 
@@ -27,20 +28,36 @@ _SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding
 Expression = Any  # a linear expression of CP-SAT, or an int
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Better stages, if found; a proven lower bound in seconds; deterministic time used."""
+
+    stages: list[int] | None
+    bound: float
+    effort: float
+
+
 def solve_depth_model(
-    tables: Tables, stages: Sequence[int] | None, *, best: float, seconds: float, seed: int
-) -> tuple[list[int] | None, float]:
-    """Better stages, if found, and a proven lower bound in seconds for this variant and schedule.
+    tables: Tables,
+    stages: Sequence[int] | None,
+    *,
+    best: float,
+    seconds: float,
+    effort: float,
+    seed: int,
+) -> Outcome:
+    """Search and prove for this variant and schedule.
 
     stages: the best known ones that fit, in topological order, as the hint. best: seconds beyond
-    which nothing is of interest, infinite if nothing is known; the bound is at most that. seconds:
-    the time limit. One worker and a fixed seed make equal runs equal unless the limit cuts them.
+    which nothing is of interest, infinite if nothing is known; where nothing is below, the bound is
+    a little above it. effort: CP-SAT's deterministic time, which ends equal runs equally; seconds:
+    the time limit, which may cut them before. One worker, a fixed seed.
     """
     end = time.monotonic() + seconds
     if stages is None:
         stages = [(1 << len(tables.problem.blocks)) - 1]
     model = _Model(tables, stages, best)
-    return model.solve(end - time.monotonic(), seed)
+    return model.solve(end - time.monotonic(), effort, seed)
 
 
 class _Model:
@@ -63,7 +80,7 @@ class _Model:
         self._measure()
         self._fit()
 
-    def solve(self, seconds: float, seed: int) -> tuple[list[int] | None, float]:
+    def solve(self, seconds: float, effort: float, seed: int) -> Outcome:
         """Run CP-SAT."""
         solver = cp_model.CpSolver()
         # OR-Tools 9.15's presolve calls some such models infeasible that are not
@@ -72,19 +89,21 @@ class _Model:
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_time_in_seconds = max(seconds, 0.01)
+        solver.parameters.max_deterministic_time = effort
         status = solver.solve(self.model)
+        used = float(solver.response_proto.deterministic_time)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if status == cp_model.INFEASIBLE:  # nothing below the cutoff, and so nothing better
-            return None, self.best * (1 + _SLACK)
+            return Outcome(None, self.best * (1 + _SLACK), used)
         bound = max(0.0, float(solver.best_objective_bound)) / self.scale
         bound *= 1 - _ROUNDING
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, bound
+            return Outcome(None, bound, used)
         found = [
             sum(1 << b for b in range(self.n) if solver.boolean_value(self.x[b][p]))
             for p in range(self.count)
         ]
-        return [blocks for blocks in found if blocks], bound
+        return Outcome([blocks for blocks in found if blocks], bound, used)
 
     def _new(self, hint: bool) -> cp_model.IntVar:
         variable = self.model.new_bool_var("")

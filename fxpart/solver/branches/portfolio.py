@@ -17,12 +17,13 @@ from fxpart.solver.branches.series import series_parallel
 from fxpart.solver.branches.tables import Tables
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import CLOSE, PROVEN
-from fxpart.solver.problem import Choice, PartitionProblem
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
 from fxpart.solver.validate import check_problem
 
 MOST_GROUPS = 32  # groups of blocks that the search and CP-SAT see
 _MOVES = 6  # of the search from each of the best starts, times the groups squared
 _STARTS = 3
+_EFFORT = 0.1  # CP-SAT's deterministic time for each second of the limit: it ends well before
 _GAIN = 1e-9  # relative; less is none
 _REFINED = 256  # blocks up to which the best plan's single blocks are moved again
 
@@ -67,7 +68,7 @@ def solve_branches(
         chain = evaluate_chain(problem, incumbent)
         beat = chain.seconds if chain.feasible else inf
         record.add(of_chain(problem, incumbent), "chain")
-    bound = _Portfolio(problem, record, deadline, seed).solve()
+    bound = _Portfolio(problem, record, deadline, seed).solve(_EFFORT * time_limit)
     if record.choice is None or not record.seconds < beat * (1 - _GAIN):
         return None
     bound = min(bound, record.seconds)
@@ -84,6 +85,26 @@ def solve_branches(
             f"{problem.max_stages} of {len(problem.devices)} devices"
         ),
     )
+
+
+def in_order(problem: PartitionProblem, found: BranchSolution) -> tuple[PartitionProblem, Solution]:
+    """The problem with its blocks in the choice's order, and the choice as stages without gaps.
+
+    So that plans and reports, which know contiguous stages, can speak of it: block i of the new
+    problem is block ``found.order[i]`` of the old. The seconds stay those of graphs of stages.
+    """
+    choice = Choice(
+        variant=found.choice.variant, schedule=found.choice.schedule, starts=found.starts
+    )
+    solution = Solution(
+        status=found.status,
+        choice=choice,
+        objective=found.objective,
+        bound=found.bound,
+        solver=found.solver,
+        candidates=(choice,),
+    )
+    return regroup(problem, [(b,) for b in found.order]), solution
 
 
 class _Record:
@@ -117,8 +138,8 @@ class _Portfolio:
         graph = BlockGraph.of(problem)
         self.cheap = [branch_bound(problem, v, graph) for v in range(len(problem.variants))]
 
-    def solve(self) -> float:
-        """Fill the record; a bound in seconds on every choice."""
+    def solve(self, effort: float) -> float:
+        """Fill the record; a bound in seconds on every choice. effort: CP-SAT's, for all."""
         branches = sorted(
             (self.cheap[v], v, s)
             for v in range(len(self.problem.variants))
@@ -132,8 +153,9 @@ class _Portfolio:
             if cheap >= self.record.seconds * (1 - _GAIN):
                 bound = min(bound, cheap)
                 continue
-            left = (self.deadline - time.monotonic()) / (len(branches) - index)
-            proven = self._prove(v, self.problem.schedules[s], made, left)
+            share = effort / (len(branches) - index)
+            proven, used = self._prove(v, self.problem.schedules[s], made, share)
+            effort -= used
             bound = min(bound, max(cheap, proven) if self.whole else cheap)
         self._refine()
         return bound
@@ -195,22 +217,27 @@ class _Portfolio:
         variant: int,
         schedule: str,
         made: dict[tuple[int, str], list[list[int]]],
-        seconds: float,
-    ) -> float:
-        """CP-SAT on one variant and schedule; its bound in seconds."""
+        effort: float,
+    ) -> tuple[float, float]:
+        """CP-SAT on one variant and schedule; its bound in seconds, and the effort it took."""
         tables = self._tables(variant, schedule)
         starts = made.get((variant, schedule), [])
-        if seconds <= 0:
-            return 0.0
+        left = self.deadline - time.monotonic()
+        if left <= 0 or effort <= 0:
+            return 0.0, 0.0
         from fxpart.solver.branches.branches_ilp import solve_depth_model
 
-        hint = starts[0] if starts and not tables.judge(starts[0])[0] else None
-        stages, bound = solve_depth_model(
-            tables, hint, best=self.record.seconds, seconds=seconds, seed=self.seed
+        found = solve_depth_model(
+            tables,
+            starts[0] if starts and not tables.judge(starts[0])[0] else None,
+            best=self.record.seconds,
+            seconds=left,
+            effort=effort,
+            seed=self.seed,
         )
-        if stages is not None:
-            self._tell(tables, stages, "cp-sat")
-        return bound
+        if found.stages is not None:
+            self._tell(tables, found.stages, "cp-sat")
+        return found.bound, found.effort
 
     def _refine(self) -> None:
         """Move single blocks of the best choice, where groups held several."""

@@ -15,9 +15,9 @@ from fxpart.solver.branches.branches_ilp import solve_depth_model
 from fxpart.solver.branches.brute import solve_brute
 from fxpart.solver.branches.coarsen import coarsened
 from fxpart.solver.branches.graph import BlockGraph, regroup
-from fxpart.solver.branches.objective import evaluate
+from fxpart.solver.branches.objective import evaluate, of_chain
 from fxpart.solver.branches.orders import orders
-from fxpart.solver.branches.portfolio import accepts, solve_branches
+from fxpart.solver.branches.portfolio import accepts, in_order, solve_branches
 from fxpart.solver.branches.search import improve
 from fxpart.solver.branches.series import series_parallel
 from fxpart.solver.branches.tables import Tables
@@ -70,14 +70,14 @@ def test_cp_sat_without_a_hint(seed: int) -> None:
     one = msgspec.structs.replace(problem, variants=problem.variants[:1], schedules=(schedule,))
     least, _ = solve_brute(one)
     tables = Tables(one, 0, schedule, BlockGraph.of(one))
-    stages, bound = solve_depth_model(tables, None, best=inf, seconds=60, seed=0)
+    found = solve_depth_model(tables, None, best=inf, seconds=60, effort=60, seed=0)
     if least == inf:
-        assert stages is None and bound == inf
+        assert found.stages is None and found.bound == inf
     else:
-        assert stages is not None
-        over, seconds = tables.judge(stages)
+        assert found.stages is not None
+        over, seconds = tables.judge(found.stages)
         assert over == 0 and seconds == pytest.approx(least, rel=1e-6)
-        assert bound <= least
+        assert found.bound <= least
 
 
 @pytest.mark.parametrize("seed", BRANCHING[:40])
@@ -208,6 +208,18 @@ def test_orders_are_topological_and_differ() -> None:
 def test_equal_problems_give_equal_answers() -> None:
     problem = branches_and_trunk(3, 3, 2, stages=5, microbatches=6, memory=9)
     assert solve_branches(problem) == solve_branches(problem)
+
+
+def test_a_choice_as_contiguous_stages() -> None:
+    """In the order of its stages: the same stages, seconds a microbatch and bytes."""
+    problem = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=8)
+    found = solve_branches(problem)
+    assert found is not None
+    moved, solution = in_order(problem, found)
+    assert [problem.blocks[b] for b in found.order] == list(moved.blocks)
+    assert solution.choice is not None and solution.objective == found.objective
+    same = evaluate(moved, of_chain(moved, solution.choice))
+    assert same == evaluate(problem, found.choice)
 
 
 def test_arguments_are_checked() -> None:
