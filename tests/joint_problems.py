@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from fxpart.solver.joint.problem import (
     Boundary,
     JointProblem,
     Layout,
     Line,
     Option,
+    Pin,
     Pool,
     State,
     Tie,
@@ -182,6 +185,83 @@ def random_problem(seed: int) -> JointProblem:
         no_cut_after=tuple(b for b in range(blocks - 1) if rng.random() < 0.1),
         uniform=rng.random() < 0.3,
     )
+
+
+def rich_problem(seed: int) -> JointProblem:
+    """Random, with more of everything: pins, wished cuts, experts, interleaved, 3 pools."""
+    rng = random.Random(seed + 2**20)
+    problem = random_problem(seed)
+    n, pools = len(problem.blocks), rng.choice((1, 2, 3))
+    kinds, batch = max(problem.kinds) + 1, rng.choice((6, 8, 12, 16))
+    places = [
+        Pool(
+            name=f"type{p}", devices=rng.randint(1, 9 // pools),
+            memory=rng.choice((500, 1000, 2000, 4000, 10**6)),
+            transfer=Line(latency=rng.choice((0.0, 0.2)), inverse=rng.choice((0.0, 0.01))),
+        )
+        for p in range(pools)
+    ]  # fmt: skip
+    every = [
+        (p, data, tensor, zero, recompute)
+        for p in range(pools)
+        for data in (1, 2, 3, 4)
+        for tensor in (1, 2, 3)
+        for zero in ((0, 1, 2, 3) if data > 1 else (0, 3))
+        for recompute in ("none", "full")
+        if data * tensor <= places[p].devices
+    ]
+    first = rng.randrange(n)
+    stages = rng.choice((1, 2, n, n))
+    problem = make(
+        forward=[[rng.uniform(0.1, 3) for _ in range(kinds)] for _ in range(pools)],
+        kinds=problem.kinds,
+        batch=batch,
+        microbatches=sorted(rng.sample((1, 2, 3, 4, 6), rng.randint(1, 3))),
+        pools=places,
+        degrees=sorted(rng.sample(every, min(len(every), rng.randint(1, 7)))),
+        weight=[rng.randint(0, 100) for _ in range(kinds)],
+        activation=[rng.randint(0, 60) for _ in range(kinds)],
+        workspace=[rng.randint(0, 10) for _ in range(kinds)],
+        row_bytes=0,
+        overhead=rng.choice((0.0, 0.1)),
+        collective=rng.choice((0.0, 0.05)),
+        boundaries=problem.boundaries,
+        ties=problem.ties,
+        tie_bytes=rng.randint(1, 60),
+        schedules=tuple(
+            rng.choice((("1f1b",), ("interleaved",), ("gpipe", "zb-h1"), ("async", "interleaved")))
+        ),
+        virtual=rng.choice(((2,), (2, 3))),
+        min_stages=rng.randint(1, stages),
+        max_stages=stages,
+        no_cut_after=problem.no_cut_after,
+        cut_after=(rng.randrange(n - 1),) if rng.random() < 0.2 else (),
+        pins=tuple(
+            Pin(first=first, last=rng.randint(first, min(n - 1, first + 1)), stage=stage)
+            for stage in rng.sample((-2, -1, 0, 1, 2), rng.choice((0, 0, 0, 0, 1, 1, 2)))
+        ),
+        uniform=rng.random() < 0.3,
+    )
+    return _with_experts(problem, rng)
+
+
+def _with_experts(problem: JointProblem, rng: random.Random) -> JointProblem:
+    """Some layouts get experts on two replicas, where all their options have an even number."""
+    kinds, layouts = max(problem.kinds) + 1, []
+    for index, layout in enumerate(problem.layouts):
+        data = [o.data for o in problem.options if o.layout == index]
+        if rng.random() < 0.5 and all(d % 2 == 0 for d in data):
+            sizes = [tuple(rng.randint(0, 80) for _ in range(kinds)) for _ in range(3)]
+            steps = tuple(tuple(rng.uniform(0, 0.2) for _ in range(kinds)) for _ in problem.pools)
+            state = State(weight=sizes[0], gradient=sizes[1], optimizer=sizes[2], step=steps)
+            layout = replace(layout, expert=2, experts=state)
+        layouts.append(layout)
+    line = Line(latency=rng.choice((0.0, 0.1)), inverse=rng.choice((0.0, 0.01)))
+    options = tuple(
+        replace(o, reduce_experts=line, gather_experts=line) if layouts[o.layout].experts else o
+        for o in problem.options
+    )
+    return replace(problem, layouts=tuple(layouts), options=options)
 
 
 def transformer(

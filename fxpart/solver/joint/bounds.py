@@ -12,6 +12,7 @@ block's load over the whole filling. Options in which a block alone exceeds the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -30,6 +31,30 @@ _SCALES = (
 )  # of a pool's weight, in search of a better
 
 
+@dataclass(frozen=True)
+class Prices:
+    """A cheap bound in seconds, and its parts: a plan costs no less than its stages' prices.
+
+    pools: mu, the price of a device for each second of load; blocks: the least price of each
+    block, filling and load together, ``total`` of all; filling: of the filling alone, ``least``.
+    """
+
+    bound: float
+    pools: Floats
+    blocks: Floats
+    filling: Floats
+
+    @property
+    def total(self) -> float:
+        """The least price of all blocks."""
+        return float(self.blocks.sum())
+
+    @property
+    def least(self) -> float:
+        """The least filling of all blocks."""
+        return float(self.filling.sum())
+
+
 class CheapBounds:
     """Bounds for one problem; holds what a block costs at each count of microbatches."""
 
@@ -37,6 +62,7 @@ class CheapBounds:
         """stacked: the problem."""
         self.stacked = stacked
         self._costs: dict[int, tuple[Floats, Floats]] = {}
+        self._prices: dict[tuple[int, str, int, int, int], Prices] = {}
 
     def costs(self, microbatches: int) -> tuple[Floats, Floats]:
         """At least what each kind of block adds to t and to beta, (options, kinds), in seconds.
@@ -77,22 +103,41 @@ class CheapBounds:
         self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int = 1
     ) -> float:
         """No plan of this count, this schedule and these options takes less, in seconds."""
+        return self.prices(microbatches, schedule, options, virtual).bound
+
+    def prices(
+        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int = 1
+    ) -> Prices:
+        """The bound and what it is made of."""
+        key = (microbatches, schedule, virtual, int(options[0]), len(options))
+        if key not in self._prices:
+            self._prices[key] = self._priced(microbatches, schedule, options, virtual)
+        return self._prices[key]
+
+    def _priced(
+        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int
+    ) -> Prices:
         s, share = self.stacked, fill(schedule, virtual)
         t, once = (x[options] for x in self.costs(microbatches))
         wrong = np.isinf(t)
         t = np.where(wrong, 0.0, t)  # no 0 * inf
         load = np.where(wrong, inf, (microbatches - share) * t + once)
         filling = np.where(wrong, inf, share * t)
-        least = float((s.counts * filling.min(axis=0)).sum())
-        if not least < inf:
-            return inf
+        least = filling.min(axis=0)
+        total = float((s.counts * least).sum())
+        if not total < inf:
+            none = np.zeros(len(s.kinds))
+            return Prices(inf, np.zeros(len(s.devices)), none, none)
         stages = min(s.problem.max_stages, len(s.kinds))
         shared = float((s.counts * load.min(axis=0)).sum()) / stages
-        best = least + max(float(load.min(axis=0).max()), shared)
-        return max(best, self._averaged(filling, load, options))
+        best = total + max(float(load.min(axis=0).max()), shared)
+        averaged, weights, blocks = self._averaged(filling, load, options)
+        return Prices(max(best, averaged), weights, blocks[s.kinds], least[s.kinds])
 
-    def _averaged(self, filling: Floats, load: Floats, options: Ints) -> float:
-        """The bound over weights of the pools, which are improved one at a time."""
+    def _averaged(
+        self, filling: Floats, load: Floats, options: Ints
+    ) -> tuple[float, Floats, Floats]:
+        """The bound over weights of the pools, improved one at a time; weights; its summands."""
         s = self.stacked
         size, pool = s.size[options], s.pool[options]
         usable = s.devices.astype(np.float64)
@@ -100,10 +145,10 @@ class CheapBounds:
             usable = (s.devices // size[0] * size[0]).astype(np.float64)
         usable = np.where(np.isin(np.arange(len(usable)), pool), usable, 0.0)
 
-        def value(weights: Floats) -> float:
+        def value(weights: Floats) -> tuple[float, Floats, Floats]:
             scaled = weights / float((weights * usable).sum())
-            total = filling + (scaled[pool] * size)[:, None] * load
-            return float((s.counts * total.min(axis=0)).sum())
+            least = (filling + (scaled[pool] * size)[:, None] * load).min(axis=0)
+            return float((s.counts * least).sum()), scaled, least
 
         weights = np.ones(len(usable))
         best = value(weights)
@@ -112,6 +157,7 @@ class CheapBounds:
             for scale in _SCALES:
                 trial = weights.copy()
                 trial[p] = start * scale
-                if value(trial) > best:
-                    best, weights = value(trial), trial
+                found = value(trial)
+                if found[0] > best[0]:
+                    best, weights = found, trial
         return best

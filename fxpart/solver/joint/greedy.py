@@ -27,7 +27,7 @@ def first_plans(stacked: Stacked, bounds: CheapBounds, record: JointRecord) -> N
             if schedule != "interleaved":
                 ranked += [
                     (seconds, k, s, option, stages)
-                    for seconds, option, stages in _estimates(stacked, bounds, m, schedule)
+                    for seconds, option, stages in estimates(stacked, bounds, m, schedule)
                 ]
     found = 0
     for _, k, s, option, stages in heapq.nsmallest(_TRIES, ranked):
@@ -43,21 +43,22 @@ def first_plans(stacked: Stacked, bounds: CheapBounds, record: JointRecord) -> N
             return
 
 
-def _estimates(
-    stacked: Stacked, bounds: CheapBounds, m: int, schedule: ScheduleName
+def estimates(
+    stacked: Stacked, bounds: CheapBounds, m: int, schedule: ScheduleName, virtual: int = 1
 ) -> Iterator[tuple[float, int, int]]:
     """(seconds, option, stages) as if blocks could be cut anywhere; too much memory left out."""
-    problem, share = stacked.problem, fill(schedule)
+    problem, share = stacked.problem, fill(schedule, virtual)
     counts, work = stacked.counts, stacked.work(m)
     t, once = bounds.costs(m)
     total, steps = (t * counts).sum(axis=1), (once * counts).sum(axis=1)
-    cuts = len(problem.blocks) - len(set(problem.no_cut_after))
+    cuts = len(problem.blocks) - len(set(problem.no_cut_after)) - 1
     needs = _bytes(stacked, m)
     for option in np.flatnonzero((work >= 0) & np.isfinite(total)).tolist():
         pool = int(stacked.pool[option])
-        most = min(problem.max_stages, int(stacked.devices[pool] // stacked.size[option]), cuts)
+        most = min(problem.max_stages, int(stacked.devices[pool] // stacked.size[option]))
+        most = min(most, (cuts + 1) // virtual)
         for stages in _counts(problem.min_stages, most):
-            flying = in_flight(schedule, m, stages, 0)
+            flying = in_flight(schedule, m, stages, 0, virtual)
             copies = flying if schedule == "async" else 1
             standing, weights, flow, moved = (float(x[option]) for x in needs)
             memory = (standing + (copies - 1) * weights + flying * flow) / stages
@@ -65,7 +66,7 @@ def _estimates(
                 continue
             hop = float(stacked.transfer.latency[pool, 0])
             hop += float(stacked.transfer.inverse[pool, 0]) * moved
-            each = float(total[option]) + 2 * hop * (stages - 1)
+            each = float(total[option]) + 2 * hop * (stages * virtual - 1)
             load = ((m - share) * each + float(steps[option])) / stages
             seconds = share * each + load
             if isfinite(seconds):
@@ -93,8 +94,8 @@ def _counts(least: int, most: int) -> Iterator[int]:
     while most > least:
         yield most
         most //= 2
-    if most >= least or most > 0:
-        yield max(most, least)
+    if most >= least:
+        yield most
 
 
 def balanced(stacked: Stacked, seconds: list[float], pieces: int) -> tuple[int, ...] | None:

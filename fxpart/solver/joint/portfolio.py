@@ -9,11 +9,13 @@ from typing import Literal, get_args
 
 from fxpart.errors import error
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.brute import LIMIT, count, solve_joint_brute
+from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.greedy import first_plans
+from fxpart.solver.joint.interleaved import Interleaved
 from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import JointProblem, JointSolution, Status
 from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.search import JointSearch
 from fxpart.solver.joint.stacked import Stacked
 from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
@@ -44,24 +46,23 @@ def solve(
             fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
         )
     check_joint_problem(problem)
-    if solver == "brute" or (solver == "auto" and count(problem) < min(LIMIT, 5000)):
+    if solver == "brute":
         return solve_joint_brute(problem)
     record, stacked = JointRecord(JointScorer(problem)), Stacked(problem)
     bounds = CheapBounds(stacked)
     first_plans(stacked, bounds, record)
-    bound = min(
-        (
-            bounds.bound(m, schedule, group, v)
-            for m in problem.microbatches
-            for schedule in problem.schedules
-            for v in (problem.virtual if schedule == "interleaved" else (1,))
-            for group in stacked.groups()
-        ),
-        default=inf,
-    )
-    if progress is not None:
-        progress(Progress(record.seconds, bound, deadline - time.monotonic(), "first plans"))
-    return solution(record, bound, "dp")
+
+    def tell(phase: str) -> None:
+        if progress is not None:
+            progress(Progress(record.seconds, search.bound, deadline - time.monotonic(), phase))
+
+    search = JointSearch(stacked, bounds, record, deadline, tell)
+    tell("first plans")
+    pieces = Interleaved(stacked, bounds, record, deadline)
+    pieces.attempt()
+    if search.prove():
+        pieces.enumerate()
+    return solution(record, min(search.bound, pieces.bound), "dp")
 
 
 def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:

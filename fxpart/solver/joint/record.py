@@ -21,14 +21,14 @@ class JointRecord:
         self.seconds = inf
         self.choice: JointChoice | None = None
         self._best: dict[Sort, tuple[float, JointChoice]] = {}
-        self._seen: set[JointChoice] = set()
+        self._seen = dict[JointChoice, float]()
 
     def add(self, choice: JointChoice) -> float:
         """Evaluate a choice and keep it if it is its sort's best; its seconds, or infinity."""
         if choice in self._seen:
-            return self._best.get(self.sort(choice), (inf,))[0]
-        self._seen.add(choice)
+            return self._seen[choice]
         evaluation = self.scorer.evaluate(choice)
+        self._seen[choice] = evaluation.seconds if evaluation.feasible else inf
         if not evaluation.feasible:
             return inf
         sort = self.sort(choice)

@@ -79,14 +79,13 @@ class Stacked:
         self.tie_weight = np.array([x.tie_weight for x in layouts], dtype=np.int64)
         self.tie_gradient = np.array([x.tie_gradient for x in layouts], dtype=np.int64)
         self.tie_optimizer = np.array([x.tie_optimizer for x in layouts], dtype=np.int64)
-        works = problem.works
-        shape = (len(works), kinds)
-        self.seconds = _stack([w.forward for w in works], shape) + _stack(
-            [w.backward for w in works], shape
-        )
-        self.activation = np.array([w.activation for w in works], dtype=np.int64).reshape(shape)
-        self.workspace = np.array([w.workspace for w in works], dtype=np.int64).reshape(shape)
-        self.rows = np.array([w.rows for w in works], dtype=np.int64)
+        works, none = problem.works, (0,) * kinds  # row -1 of no works is a row of nothing
+        ahead = np.array([w.forward for w in works] or [none], dtype=np.float64)
+        back = np.array([w.backward for w in works] or [none], dtype=np.float64)
+        self.seconds = ahead + back
+        self.activation = np.array([w.activation for w in works] or [none], dtype=np.int64)
+        self.workspace = np.array([w.workspace for w in works] or [none], dtype=np.int64)
+        self.rows = np.array([w.rows for w in works] or [0], dtype=np.int64)
         self._index = {(w.pool, w.layout, w.rows, w.recompute): i for i, w in enumerate(works)}
 
     def work(self, microbatches: int) -> Ints:
@@ -112,7 +111,3 @@ class Stacked:
         for index in range(len(every)):
             alike.setdefault(degrees(self.problem, index), []).append(index)
         return [np.array(one, dtype=np.int64) for one in alike.values()]
-
-
-def _stack(rows: list[tuple[float, ...]], shape: tuple[int, int]) -> Floats:
-    return np.array(rows, dtype=np.float64).reshape(shape)

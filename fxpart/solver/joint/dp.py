@@ -1,0 +1,137 @@
+"""The suffix dynamic programmes over (stages to go, unit), what both have in common.
+
+State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
+memory of 1F1B exact, because the stage with q to go (itself included) holds min(m, q) microbatches.
+A *threshold* on the load of every stage turns T = sum filling + max load into a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from fxpart.solver.joint.problem import JointChoice, ScheduleName
+from fxpart.solver.joint.runs import Runs
+from fxpart.solver.joint.schedules import in_flight
+from fxpart.solver.joint.stacked import Floats, Ints, Mask
+from fxpart.solver.joint.tables import Entries
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A path through the programme: first unit and entry of each stage, front to back."""
+
+    units: tuple[int, ...]
+    entries: tuple[int, ...]
+
+
+class Branch:
+    """The plans of one count of microbatches, one schedule, and ``low`` to ``high`` stages."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        entries: Entries,
+        microbatches: int,
+        schedule: ScheduleName,
+        low: int,
+        high: int,
+    ) -> None:
+        """entries: the stages that may be used. high: no more than units, or devices allow."""
+        self.runs, self.entries = runs, entries
+        self.microbatches, self.schedule = microbatches, schedule
+        self.low, self.high = low, high
+        alive, self.cls = np.unique(entries.cls, return_inverse=True)
+        self.classes = len(alive)  # the number of "no class"
+        compact = np.full(runs.count + 1, self.classes, dtype=np.int64)
+        compact[alive] = np.arange(self.classes)
+        band = compact[runs.band]
+        used = np.flatnonzero((band < self.classes).any(axis=0))
+        self.band: Ints = band[:, : int(used[-1]) + 1 if len(used) else 1]
+        self.units, self.width = self.band.shape
+        key = entries.group * (self.classes + 1) + self.cls
+        self._cells = np.flatnonzero(np.diff(key, prepend=-1))
+        self.groups = len(entries.size)
+        pins = runs.problem.pins
+        self.exact = low == high or all(pin.stage <= 0 for pin in pins)
+
+    def flying(self, q: int) -> int:
+        """Microbatches in flight in the stage with q to go."""
+        return in_flight(self.schedule, self.microbatches, q, 0)
+
+    @cached_property
+    def _pinned(self) -> list[tuple[int, Mask]]:
+        """(stage, runs that hold the pinned blocks), as bands."""
+        pins = self.runs.problem.pins
+        return [(p.stage, self.runs.holding(p.first)[:, : self.width]) for p in pins]
+
+    def allowed(self, q: int) -> Mask | None:
+        """Runs that pins allow to have q to go; None: all. Unknown stages are allowed any."""
+        if not self._pinned:
+            return None
+        allowed = np.ones((self.units, self.width), dtype=bool)
+        for stage, holding in self._pinned:
+            if stage < 0 or (stage > 0 and self.low == self.high):
+                if q != (-stage if stage < 0 else self.low - stage):
+                    allowed &= ~holding
+            elif stage == 0:
+                allowed[1:] &= ~holding[1:]
+        return allowed
+
+    def choice(self, stages: Stages) -> JointChoice:
+        """A path as a choice."""
+        return JointChoice(
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            starts=tuple(int(self.runs.firsts[u]) for u in stages.units),
+            options=tuple(int(self.entries.option[e]) for e in stages.entries),
+        )
+
+    def used(self, stages: Stages, pools: int) -> Ints:
+        """Devices of each pool that a path takes."""
+        group = self.entries.group[list(stages.entries)]
+        return np.bincount(
+            self.entries.pool[group], weights=self.entries.size[group], minlength=pools
+        ).astype(np.int64)
+
+
+class Costs:
+    """Fillings (or loads) of a branch's entries with no load over a threshold."""
+
+    def __init__(self, branch: Branch, threshold: float, *, longest: bool = False) -> None:
+        """longest: loads instead of fillings."""
+        self.branch = branch
+        entries = branch.entries
+        source = entries.load if longest else entries.filling
+        self._values = np.where(entries.load <= threshold, source, inf)
+        self._ranked = np.sort(entries.flights[entries.load <= threshold])
+        self._kept: dict[int, Floats] = {}
+
+    def level(self, q: int) -> int:
+        """A number that is equal for stages to go with equal costs."""
+        return int(np.searchsorted(self._ranked, self.branch.flying(q), side="left"))
+
+    def under(self, q: int) -> Floats:
+        """The least by (group, class) for a stage with q to go; a last column of infinities."""
+        level = self.level(q)
+        if level not in self._kept:
+            branch = self.branch
+            table = np.full((branch.groups, branch.classes + 1), inf)
+            cells = branch._cells
+            if len(cells):
+                least = np.minimum.reduceat(self._admitted(q), cells)
+                table[branch.entries.group[cells], branch.cls[cells]] = least
+            self._kept[level] = table
+        return self._kept[level]
+
+    def entry(self, q: int, group: int, cls: int) -> int:
+        """The first entry of a group and class that has the least cost with q to go."""
+        branch = self.branch
+        mine = np.flatnonzero((branch.entries.group == group) & (branch.cls == cls))
+        return int(mine[int(np.argmin(self._admitted(q)[mine]))])
+
+    def _admitted(self, q: int) -> Floats:
+        return np.where(self.branch.entries.flights >= self.branch.flying(q), self._values, inf)

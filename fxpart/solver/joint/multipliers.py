@@ -1,0 +1,158 @@
+"""A lower bound without counting devices: each has a price, and what is not used is paid back.
+
+For prices lambda_p >= 0, the least over all paths of sum (filling + lambda devices), less
+sum lambda_p N_p, is at most the least filling of any path within the devices (Lagrangian
+relaxation); the best prices are found by Kelley's cutting planes. Any number of pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from math import inf
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from fxpart.solver.joint.dp import Branch, Costs, Stages
+from fxpart.solver.joint.stacked import Floats, Ints
+
+_MOST_CUTS = 10  # cutting planes kept; the prices are searched among their corners
+_MOST_POOLS = 3  # beyond that one common price is sought
+_ROUNDS = 12
+
+
+class Multipliers:
+    """Bounds on the filling of one branch under thresholds; remembers good prices."""
+
+    def __init__(
+        self, branch: Branch, devices: Ints, found: Callable[[Stages], float], scale: float
+    ) -> None:
+        """found: told of paths within the devices. scale: seconds that a plan takes, roughly."""
+        self.branch, self.found = branch, found
+        self.devices = devices.astype(np.float64)
+        self._cap = np.full(len(devices), 2 * scale)  # one device too many costs two plans
+        self.prices = np.zeros(len(devices))
+        self.runs = 0
+
+    def bound(self, threshold: float, goal: float) -> float:
+        """At least this much filling without loads over ``threshold``; stops at ``goal``."""
+        costs = Costs(self.branch, threshold)
+        planes: list[tuple[float, Floats]] = []
+        best, prices = -inf, self.prices
+        for _ in range(_ROUNDS):
+            value, path, filling = self._price(costs, prices, goal)
+            if value > best:
+                best, self.prices = value, prices
+            if path is None or best >= goal:
+                break
+            over = self.branch.used(path, len(self.devices)) - self.devices
+            if (over <= 0).all():
+                self.found(path)
+                if not prices.any():
+                    break
+            planes.append((filling, over))
+            upper, prices = self._corner(planes[-_MOST_CUTS:])
+            if upper - best <= 1e-4 * max(abs(best), abs(upper)) or upper < best:
+                break
+        return best
+
+    def _price(
+        self, costs: Costs, prices: Floats, goal: float
+    ) -> tuple[float, Stages | None, float]:
+        """The bound at some prices, its path, and the path's filling; no path: at least goal."""
+        self.runs += 1
+        branch = self.branch
+        paid = float((prices * self.devices).sum())
+        each = prices[branch.entries.pool] * branch.entries.size
+        rows = self._sweep(costs, each, goal + paid)
+        least = [float(row[0]) for row in rows[branch.low :]]
+        if not least or min(least) == inf:
+            return goal if goal < inf else inf, None, inf
+        stages = branch.low + int(np.argmin(least))
+        path = self._walk(costs, each, rows, stages)
+        filling = float(branch.entries.filling[list(path.entries)].sum())
+        # paid may be far larger than what is left: no rounding may lift the bound
+        return min(least) - paid - 1e-14 * (paid + min(least)), path, filling
+
+    def _band(self, costs: Costs, each: Floats, q: int) -> Floats:
+        """Costs of runs with q to go, at the cheapest group."""
+        by_class = (costs.under(q) + each[:, None]).min(axis=0)
+        allowed = self.branch.allowed(q)
+        band = by_class[self.branch.band]
+        return band if allowed is None else np.where(allowed, band, inf)
+
+    def _sweep(self, costs: Costs, each: Floats, limit: float) -> list[Floats]:
+        """Rows h_q over units; what is over ``limit`` is left out, and the end once all is."""
+        branch = self.branch
+        width = branch.width
+        row = np.full(branch.units + width, inf)
+        row[branch.units] = 0.0
+        rows, bands = [row], dict[int, Floats]()
+        for q in range(1, branch.high + 1):
+            level = costs.level(q) if not branch.runs.problem.pins else -q
+            if level not in bands:
+                bands = {level: self._band(costs, each, q)}
+            last = np.flatnonzero(row < inf)
+            a, z = max(0, int(last[0]) - width), min(branch.units, int(last[-1]))
+            ahead = sliding_window_view(row[a + 1 : z + width], width)
+            fresh = np.full(branch.units + width, inf)
+            fresh[a:z] = (bands[level][a:z] + ahead).min(axis=1)
+            fresh[fresh > limit] = inf
+            row = fresh
+            rows.append(row)
+            if not (row[1:] < inf).any():
+                break
+        return rows
+
+    def _walk(self, costs: Costs, each: Floats, rows: list[Floats], stages: int) -> Stages:
+        """The path of the best ``stages`` stages; of equal ones the earliest cuts."""
+        branch, unit = self.branch, 0
+        units, entries = [], []
+        for q in range(stages, 0, -1):
+            by_group = costs.under(q) + each[:, None]
+            row = by_group.min(axis=0)[branch.band[unit]]
+            allowed = branch.allowed(q)
+            if allowed is not None:
+                row = np.where(allowed[unit], row, inf)
+            width = int(np.argmin(row + rows[q - 1][unit + 1 : unit + 1 + branch.width]))
+            cls = int(branch.band[unit, width])
+            units.append(unit)
+            entries.append(costs.entry(q, int(np.argmin(by_group[:, cls])), cls))
+            unit += width + 1
+        assert unit == branch.units, "the walk left the table"
+        return Stages(tuple(units), tuple(entries))
+
+    def _corner(self, planes: list[tuple[float, Floats]]) -> tuple[float, Floats]:
+        """The prices at which the least of the planes is greatest, and that value."""
+        pools = len(self.devices)
+        base = np.array([b for b, _ in planes])
+        slope = np.array([g for _, g in planes])
+        if pools > _MOST_POOLS:  # one price a device, in proportion
+            unit = 1.0 / self.devices
+            value, price = _highest(
+                base, (slope @ unit)[:, None], np.array([self._cap @ self.devices / pools])
+            )
+            return value, price[0] * unit
+        return _highest(base, slope, self._cap)
+
+
+def _highest(base: Floats, slope: Floats, cap: Floats) -> tuple[float, Floats]:
+    """Maximise min_k (base_k + slope_k . x) over 0 <= x <= cap, by its corners."""
+    count, pools = slope.shape
+    # rows (a, b): a . (x, z) = b at a corner; planes: z - slope . x = base; walls: x_p = 0 or cap_p
+    rows = np.concatenate((-slope, np.eye(pools), np.eye(pools)))
+    rows = np.concatenate((rows, np.repeat([1.0, 0.0], [count, 2 * pools])[:, None]), axis=1)
+    right = np.concatenate((base, np.zeros(pools), cap))
+    picks = np.array(list(combinations(range(len(rows)), pools + 1)))
+    picks = picks[(picks < count).any(axis=1)]
+    scale = np.append(cap, 1.0)
+    matrices = rows[picks] * scale  # in units of the caps: well scaled
+    regular = np.abs(np.linalg.det(matrices)) > 1e-12 * np.prod(
+        np.abs(matrices).max(axis=2), axis=1
+    )
+    points = np.linalg.solve(matrices[regular], right[picks[regular]][:, :, None])[:, :, 0]
+    x = np.clip(points[:, :pools] * cap, 0.0, cap)
+    values = (base + x @ slope.T).min(axis=1)
+    best = int(np.argmax(values))
+    return float(values[best]), x[best]

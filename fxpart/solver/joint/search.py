@@ -1,0 +1,330 @@
+"""Branch and bound over microbatches, schedules, degrees and the longest stage's load.
+
+A plan costs sum filling + max load. A *span* is the plans of one branch whose longest load is one
+of the loads from ``first`` to ``last``: they cost at least ``first`` and the least filling of
+stages with no load over ``last``. Spans are halved, the most promising first, until none can beat
+the best plan known. The least filling is bounded by prices on devices first (quick, any number of
+pools), then found by counting devices where the tables for that are small enough.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.dp import Branch, Costs, Stages
+from fxpart.solver.joint.exact import Counted
+from fxpart.solver.joint.multipliers import Multipliers
+from fxpart.solver.joint.problem import ScheduleName
+from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.runs import Runs
+from fxpart.solver.joint.stacked import Floats, Ints, Stacked
+from fxpart.solver.joint.tables import Tables
+from fxpart.solver.layers import OutOfTime
+
+EXACT = 1e-9  # relative difference below which two step times count as equal
+_QUICK = 2e-3  # gap that is left to the counting of devices
+_COARSE = (48, 300)  # states of devices in a first look for plans
+_WORK = 1_500_000_000  # numbers that may be combined in counting devices, all in all
+_NUMBERS = 2**24  # of a table; states of devices are merged to keep to it, which is a relaxation
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Plans of one count of microbatches, schedule, set of options, and range of stages."""
+
+    microbatches: int
+    schedule: ScheduleName
+    options: Ints
+    low: int
+    high: int
+
+
+class Opened:
+    """A scope with its tables."""
+
+    def __init__(self, scope: Scope, branch: Branch, prices: Multipliers, best: float) -> None:
+        """best: the step time that its entries may reach."""
+        self.scope, self.branch, self.prices, self.best = scope, branch, prices, best
+        self.loads: Floats = np.unique(branch.entries.load)
+        self.counted: Counted | None = None
+
+    def first(self, low: float) -> float:
+        """The least load from ``low``."""
+        place = int(np.searchsorted(self.loads, low, side="left"))
+        return float(self.loads[place]) if place < len(self.loads) else inf
+
+    def after(self, low: float) -> float:
+        """The least load above ``low``."""
+        return self.first(float(np.nextafter(low, inf)))
+
+    def last(self, high: float) -> float:
+        """The greatest load up to ``high``."""
+        place = int(np.searchsorted(self.loads, high, side="right")) - 1
+        return float(self.loads[place]) if place >= 0 else -inf
+
+
+@dataclass(order=True)
+class _Span:
+    """Plans with a longest load from ``first`` to ``last`` and a filling of ``total`` or more."""
+
+    bound: float
+    order: int
+    scope: Scope = field(compare=False)
+    opened: Opened | None = field(compare=False, default=None)
+    first: float = field(compare=False, default=0.0)
+    last: float = field(compare=False, default=inf)
+    total: float = field(compare=False, default=0.0)
+    counted: bool = field(compare=False, default=False)
+
+
+class JointSearch:
+    """Solves one problem's contiguous stages; ``bound`` is proven at any moment."""
+
+    def __init__(
+        self,
+        stacked: Stacked,
+        bounds: CheapBounds,
+        record: JointRecord,
+        deadline: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        """record: takes the plans found. tell: is told the phase now and then."""
+        self.stacked, self.bounds, self.record = stacked, bounds, record
+        self.deadline, self.tell = deadline, tell
+        self.runs = Runs(stacked.problem)
+        self.tables = Tables(stacked, self.runs, bounds)
+        self._settled, self._made, self._work = inf, 0, _WORK
+        self._open: list[_Span] = []
+        self._leaves: list[_Span] = []
+        self._current: _Span | None = None
+        for scope in self._scopes():
+            bound = bounds.bound(scope.microbatches, scope.schedule, scope.options)
+            self._push(bound, scope)
+
+    def _scopes(self) -> list[Scope]:
+        s, problem = self.stacked, self.stacked.problem
+        scopes = []
+        for options in s.groups():
+            least = [
+                int(s.devices[p] // s.size[options][s.pool[options] == p].min())
+                for p in sorted(set(s.pool[options].tolist()))
+            ]
+            high = min(problem.max_stages, self.runs.units, sum(least))
+            scopes += [
+                Scope(m, schedule, options, problem.min_stages, high)
+                for m in problem.microbatches
+                for schedule in problem.schedules
+                if schedule != "interleaved" and problem.min_stages <= high
+            ]
+        return scopes
+
+    @property
+    def bound(self) -> float:
+        """No plan with contiguous stages takes less, in seconds; infinite if nothing fits."""
+        spans = [*self._open[:1], *self._leaves, *([self._current] if self._current else [])]
+        return min([self._settled, *(s.bound for s in spans)], default=inf)
+
+    def prove(self) -> bool:
+        """Search until the best plan is proven, or as far as time and work allow; says which."""
+        try:
+            self._narrow()
+            self._open += self._leaves
+            self._leaves = []
+            heapq.heapify(self._open)
+            return self._count()
+        except OutOfTime:
+            return False
+
+    # -- by prices ---------------------------------------------------------------------------
+
+    def _narrow(self) -> None:
+        """Halve spans by the bounds that prices give, until they say no more."""
+        while self._next(_QUICK):
+            span = self._current
+            assert span is not None
+            self.tell("bounds by prices")
+            if span.opened is None:
+                self._start(span)
+            elif not self._halve(span):
+                self._leaves.append(span)
+            self._current = None
+
+    def _next(self, gap: float) -> bool:
+        """Take up the most promising span; says whether it can still beat the best plan."""
+        if not self._open or self._open[0].bound >= self._target(gap):
+            return False
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+        self._current = heapq.heappop(self._open)
+        return True
+
+    def _start(self, span: _Span) -> None:
+        """Make the tables of a scope, and its first span."""
+        scope = span.scope
+        opened = self._opened(scope)
+        if opened is None:
+            self._settled = min(self._settled, self.record.seconds)
+            return
+        seconds = self.record.seconds
+        first = max(opened.first(0.0), span.bound - seconds if seconds < inf else 0.0)
+        total = opened.prices.bound(inf, self._target(0.0) - first)
+        if not opened.branch.exact and first + total < self._target(0.0):
+            middle = (scope.low + scope.high) // 2
+            for low, high in ((scope.low, middle), (middle + 1, scope.high)):
+                part = Scope(scope.microbatches, scope.schedule, scope.options, low, high)
+                self._push(max(span.bound, first + total), part)
+            return
+        self._sketch(opened, total)
+        first = opened.first(0.0)
+        self._push(max(span.bound, first + total), scope, opened, first, inf, total)
+
+    def _opened(self, scope: Scope) -> Opened | None:
+        best = self.record.seconds
+        entries = self.tables.entries(scope.microbatches, scope.schedule, scope.options, best)
+        if not len(entries):
+            return None
+        branch = Branch(
+            self.runs, entries, scope.microbatches, scope.schedule, scope.low, scope.high
+        )
+        # without any plan yet: seconds of one stage after the other on the slowest entries
+        scale = best if best < inf else float((entries.filling + entries.load).max()) * branch.high
+
+        def found(stages: Stages) -> float:
+            return self.record.add(branch.choice(stages))
+
+        return Opened(scope, branch, Multipliers(branch, self.stacked.devices, found, scale), best)
+
+    def _sketch(self, opened: Opened, total: float) -> None:
+        """A first look for plans, devices counted coarsely: the threshold halved a few times."""
+        low = opened.first(0.0)
+        for most in _COARSE:
+            counted = Counted(opened.branch, self.stacked.devices, self.deadline, most=most)
+            high = self._target(_QUICK) - total
+            for _ in range(4):
+                load = self._look(opened, counted, high)
+                if load <= low or counted.exact:
+                    break
+                high = (low + load) / 2 if load < inf else (high + self._target(0.0) - total) / 2
+
+    def _look(self, opened: Opened, counted: Counted, threshold: float) -> float:
+        """The longest load of the best path under a threshold, which is recorded."""
+        costs = Costs(opened.branch, threshold)
+        rows = counted.run(costs, self.record.seconds)
+        stages, total = counted.best(rows)
+        if total == inf:
+            return inf
+        path = counted.walk(costs, rows, stages)
+        self.record.add(opened.branch.choice(path))
+        return float(opened.branch.entries.load[list(path.entries)].max())
+
+    def _halve(self, span: _Span) -> bool:
+        """Bound the lower half by prices and keep what may still win; False: it has no halves."""
+        opened = span.opened
+        assert opened is not None
+        last = opened.last(min(span.last, self._target(0.0) - span.total))
+        if last < span.first:
+            self._settled = min(self._settled, self.record.seconds)
+            return True
+        middle = opened.last((span.first + last) / 2)
+        if middle < span.first or middle >= last:
+            return False
+        goal = self._target(0.0) - span.first
+        total = max(span.total, opened.prices.bound(middle, goal))
+        self._push(span.first + total, span.scope, opened, span.first, middle, total)
+        after = opened.after(middle)
+        self._push(after + span.total, span.scope, opened, after, last, span.total)
+        return True
+
+    def _push(
+        self,
+        bound: float,
+        scope: Scope,
+        opened: Opened | None = None,
+        first: float = 0.0,
+        last: float = inf,
+        total: float = 0.0,
+        *,
+        counted: bool = False,
+    ) -> None:
+        if bound >= self.record.seconds * (1 - EXACT):
+            self._settled = min(self._settled, bound)
+            return
+        self._made += 1
+        span = _Span(bound, self._made, scope, opened, first, last, total, counted)
+        heapq.heappush(self._open, span)
+
+    def _target(self, gap: float) -> float:
+        return self.record.seconds * (1 - max(gap, EXACT))
+
+    # -- by counting devices -----------------------------------------------------------------
+
+    def _count(self) -> bool:
+        """Settle spans by counting devices; says whether the best plan is proven."""
+        while self._next(EXACT):
+            span = self._current
+            assert span is not None
+            self.tell("devices counted")
+            if span.opened is None:
+                self._start(span)
+            elif not self._settle(span):
+                self._leaves.append(span)
+            self._current = None
+        return not self._leaves
+
+    def _settle(self, span: _Span) -> bool:
+        """The best plan of a span, or of its lower half; False: too much work."""
+        opened = span.opened
+        assert opened is not None
+        last = opened.last(min(span.last, self._target(0.0) - span.total))
+        if last < span.first:
+            self._settled = min(self._settled, self.record.seconds)
+            return True
+        threshold = last
+        if span.counted:
+            threshold = max(opened.last((span.first + last) / 2), span.first)
+        if opened.counted is None:
+            rows = (self.runs.units + 1) * min(opened.branch.high, 64)
+            opened.counted = Counted(
+                opened.branch,
+                self.stacked.devices,
+                self.deadline,
+                most=max(64, _NUMBERS // rows),
+                rounding="down",
+            )
+        if self._work <= 0:
+            return False
+        counted = opened.counted
+        costs, done = Costs(opened.branch, threshold), counted.work
+        found = counted.run(costs, self._target(0.0) - span.first)
+        self._work -= counted.work - done
+        stages, total = counted.best(found)
+        below = threshold
+        if total < inf:
+            path = counted.walk(costs, found, stages)
+            load = float(opened.branch.entries.load[list(path.entries)].max())
+            used = opened.branch.used(path, len(self.stacked.devices))
+            if (used <= self.stacked.devices).all():
+                # no plan with a load from this one's to the threshold is better
+                self._settled = min(self._settled, total + load)
+                self.record.add(opened.branch.choice(path))
+                below = opened.last(float(np.nextafter(load, -inf)))
+            elif span.first == threshold:
+                span.bound = max(span.bound, span.first + total)
+                return span.bound >= self._target(0.0)
+            if below >= span.first:
+                self._push(
+                    span.first + total, span.scope, opened, span.first, below, total, counted=True
+                )
+        if threshold < last:
+            after = opened.after(threshold)
+            self._push(
+                after + span.total, span.scope, opened, after, last, span.total, counted=True
+            )
+        return True
