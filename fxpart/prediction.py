@@ -92,8 +92,8 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one step as the bottleneck stage spends them; together the whole step.
 
-    The bottleneck is the stage with the largest (m - fill) t + beta. bubble: what is left, in which
-    it waits for the pipeline to fill and to drain.
+    The bottleneck is the stage with the largest (m - fill) t + beta. bubble: what is left (not
+    below 0, whatever rounding says), in which it waits for the pipeline to fill and to drain.
     """
 
     stage: int
@@ -151,7 +151,7 @@ def step_parts(
         sums=once[0],
         ties=once[1],
         optimizer=once[2],
-        bubble=fsum((step, -compute, *(-part for part in (*moves, *once)))),
+        bubble=max(0.0, fsum((step, -compute, *(-part for part in (*moves, *once))))),
     )
 
 

@@ -35,7 +35,10 @@ LAYERS = (
     ("errors", "_version"),
 )
 # Beside that: the manager reads the table of passes, and these build on the captured graph.
-ALSO = {("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture")}
+ALSO = {
+    ("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture"),
+    ("planning_joint", "report"),  # how numbers are written in words
+}  # fmt: skip
 # A part and the package that holds its reading, writing and checking.
 SAME = {
     "cluster_io": "cluster", "plan_io": "plan", "prediction": "plan", "planned": "planning_joint",

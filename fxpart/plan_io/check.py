@@ -30,6 +30,8 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
             if len(found) >= MAX_PROBLEMS:
                 return tuple(found)
     certificates = {"certificate": plan.certificate}
+    if plan.degrees is not None:
+        certificates["degrees"] = plan.degrees
     if plan.sharding is not None and plan.sharding.certificate is not None:
         certificates["sharding.certificate"] = plan.sharding.certificate
     for where, given in certificates.items():

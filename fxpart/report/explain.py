@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from fxpart.plan import Plan, PlanInput
+from fxpart.plan import Certificate, Plan, PlanInput
 from fxpart.report import sharding, units
-from fxpart.report.figures import Explanation, Rejected, StageFigures, explanation
+from fxpart.report.figures import Explanation, Rejected, explanation
+from fxpart.report.stages import memory_table, stage_table
 from fxpart.report.table import shortened, table
 
 
@@ -67,35 +68,10 @@ def _input(item: PlanInput) -> str:
     return f"{item.name} {item.dtype}[{', '.join(dims)}]"
 
 
-def degrees(one: StageFigures) -> str:
-    """How a stage's ranks share its work: "dp8 tp4 ep2 zero1 recompute full"; "-" for one rank."""
-    parts = (
-        f"dp{one.data_parallel}" if one.data_parallel > 1 else "",
-        f"tp{one.tensor_parallel}" if one.tensor_parallel > 1 else "",
-        f"ep{one.expert_parallel}" if one.expert_parallel > 1 else "",
-        f"zero{one.zero}" if one.zero else "",
-        f"recompute {one.recompute}" if one.recompute != "none" else "",
-    )
-    return " ".join(filter(None, parts)) or "-"
-
-
 def _stages(found: Explanation) -> list[str]:
-    heads = ("stage", "blocks", "rank", "device", "holds", "split", "params", "F", "B", "transfer",
-             "step")  # fmt: skip
-    rows = [
-        (
-            str(one.stage), shortened(one.blocks, 24), shortened(one.ranks, 16),
-            shortened(one.devices, 20), _label(one.label), degrees(one),
-            units.count(one.parameters), units.seconds(one.forward_seconds),
-            units.seconds(one.backward_seconds),
-            units.seconds(one.transfer_seconds + one.gather_seconds),
-            units.seconds(one.step_only_seconds),
-        )
-        for one in found.by_stage
-    ]  # fmt: skip
     return [
         "Stages (F, B and transfer per microbatch; step: gradient sums and optimizer, once a step)",
-        *_indented(table(heads, ">>><<<>>>>>", rows)),
+        *_indented(stage_table(found)),
     ]
 
 
@@ -123,29 +99,20 @@ def pace_words(found: Explanation) -> list[str]:
         f"{units.seconds(given.step_only_seconds)} once a step; {given.largest} takes "
         f"{units.percent(given.largest_share)} of it."
     ]
+    if given.as_slow:
+        are = "is" if given.as_slow == 1 else "are"
+        words.append(f"{units.plural(given.as_slow, 'other stage')} {are} as slow, within 0.1 %.")
     if given.second is not None and given.second_pace_seconds is not None:
         words.append(
-            f"Without it stage {given.second} would: {units.seconds(given.second_pace_seconds)} "
-            f"instead of {units.seconds(given.pace_seconds)}."
+            f"Next is stage {given.second}: {units.seconds(given.second_pace_seconds)} instead of "
+            f"{units.seconds(given.pace_seconds)}."
         )
     return words
 
 
 def _memory(found: Explanation) -> list[str]:
-    heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
-             "transfers", "in flight")  # fmt: skip
-    rows = []
-    for one in found.by_stage:
-        memory = one.memory
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations,
-                 memory.buffers, memory.transfers)  # fmt: skip
-        rows.append(
-            (shortened(one.ranks, 16), units.size(one.total), units.size(one.limit),
-             units.percent(one.total / one.limit if one.limit else 0.0),
-             *map(units.size, parts), str(one.in_flight))
-        )  # fmt: skip
     words = [line for sentence in memory_words(found) for line in _wrapped(sentence)]
-    return ["Peak memory by rank", *_indented(table(heads, ">" * len(heads), rows)), *words]
+    return ["Peak memory by rank", *_indented(memory_table(found)), *words]
 
 
 def memory_words(found: Explanation) -> list[str]:
@@ -178,26 +145,30 @@ def relative(share: float | None) -> str:
 
 
 def certificate(plan: Plan) -> list[str]:
-    """The certificate as sentences."""
-    given = plan.certificate
+    """The certificates as sentences: of the cuts, and of the degrees where they were chosen."""
+    given, whole = plan.certificate, plan.degrees
+    lines = [_proven(given)] if whole is None else [_proven(whole), f"Cuts: {_proven(given)}"]
+    solvers = given.solver if whole is None else " and ".join({whole.solver: 0, given.solver: 0})
+    return [
+        *lines,
+        f"Proved by {solvers}, for the predicted costs; a measured step may differ.",
+    ]
+
+
+def _proven(given: Certificate) -> str:
     objective, bound = units.seconds(given.objective), units.seconds(given.lower_bound)
     over = f" ({given.over})" if given.over else ""
     if given.status == "optimal":
-        first = f"Optimal: no choice takes less than {objective} a step{over}."
-    elif given.status == "within gap":
-        first = (
+        return f"Optimal: no choice takes less than {objective} a step{over}."
+    if given.status == "within gap":
+        return (
             f"Within {units.percent(given.gap)} of the best: this one takes {objective} a step, "
             f"and none takes less than {bound}{over}."
         )
-    else:
-        first = (
-            f"The best found in the time given: {objective} a step. None takes less than {bound}, "
-            f"so at most {units.percent(given.gap)} is left{over}."
-        )
-    return [
-        first,
-        f"Proved by {given.solver}, for the predicted costs; a measured step may differ.",
-    ]
+    return (
+        f"The best found in the time given: {objective} a step. None takes less than {bound}, "
+        f"so at most {units.percent(given.gap)} is left{over}."
+    )
 
 
 def _rejected(title: str, others: tuple[Rejected, ...]) -> list[str]:
@@ -212,9 +183,11 @@ REJECTED = ("what", "stages", "microbatches", "schedule", "step", "why not")
 
 def rejected_row(other: Rejected) -> tuple[str, str, str, str, str, str]:
     """A rejected choice as six cells, headed REJECTED."""
-    step = "-" if other.step_seconds is None else units.seconds(other.step_seconds)
-    if other.slower is not None:
-        step += f" ({relative(other.slower)})"
+    step = "-"
+    if other.step_seconds is not None:
+        step = f"{units.seconds(other.step_seconds)} ({relative(other.slower)})"
+    elif other.unfit_seconds is not None:
+        step = f"({units.seconds(other.unfit_seconds)} if it fitted)"
     return (
         shortened(other.what, 60) or "-", str(other.stages), str(other.microbatches),
         other.schedule or "-", step, shortened(other.why, 110),
@@ -246,11 +219,6 @@ def _not_runnable(found: Explanation) -> list[str]:
         return []
     title = "This version cannot train by it (fxpart explain FXP306)"
     return [title, *(f"  {reason}" for reason in found.not_runnable)]
-
-
-def _label(text: str) -> str:
-    """A stage's first and last block, each short enough for a column."""
-    return " … ".join(shortened(end, 22) for end in text.split(" … ")[:2])
 
 
 def _wrapped(text: str) -> list[str]:

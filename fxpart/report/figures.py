@@ -11,6 +11,8 @@ from fxpart.plan_io.runs import text_of
 from fxpart.prediction import StepParts, bottleneck, pace, step_parts
 from fxpart.solver.joint.schedules import fill
 
+_NEAR = 0.999  # a stage above this share of the bottleneck's pace is as slow
+
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True):
     """Frozen and keyword-only."""
@@ -35,7 +37,8 @@ class Pace(_Struct, frozen=True, kw_only=True):
     """The stage that bounds the step by pace_seconds = (m - fill) * microbatch + once a step.
 
     of_mean: its microbatch over the mean of all stages. largest: what it spends most on, and the
-    share of its own time. second: the stage next to it, None where it is the only one.
+    share of its own time. as_slow: how many other stages are within 0.1 %. second: the next of the
+    rest, None where there is none.
     """
 
     stage: int
@@ -47,6 +50,7 @@ class Pace(_Struct, frozen=True, kw_only=True):
     of_mean: float
     largest: str
     largest_share: float
+    as_slow: int
     second: int | None
     second_pace_seconds: float | None
 
@@ -116,7 +120,8 @@ class StageFigures(_Struct, frozen=True, kw_only=True):
 class Explanation(_Struct, frozen=True, kw_only=True):
     """Everything that ``fxpart explain plan.json --json`` says.
 
-    binding: rejected choices that would be faster and do not fit. not_runnable: why this version
+    binding: rejected choices that would be faster and do not fit. certificate, degrees: as in the
+    plan. not_runnable: why this version
     cannot train by the plan.
     """
 
@@ -137,6 +142,7 @@ class Explanation(_Struct, frozen=True, kw_only=True):
     changes: tuple[Rejected, ...]
     by_stage: tuple[StageFigures, ...]
     certificate: Certificate
+    degrees: Certificate | None
     not_runnable: tuple[str, ...]
 
 
@@ -166,6 +172,7 @@ def explanation(plan: Plan) -> Explanation:
         changes=changes,
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
         certificate=plan.certificate,
+        degrees=plan.degrees,
         not_runnable=plan.runnable,
     )
 
@@ -213,8 +220,10 @@ def _step(plan: Plan) -> StepFigures:
 def _pace(plan: Plan) -> Pace:
     entries, m, share = slowest(plan), plan.microbatches, share_of_fill(plan)
     first = bottleneck(plan.prediction.ranks, m, share)
+    near = _NEAR * pace(first, m, share)
     others = [entry for entry in entries if entry.stage != first.stage]
-    second = bottleneck(others, m, share) if others else None
+    rest = [entry for entry in others if pace(entry, m, share) < near]
+    second = bottleneck(rest, m, share) if rest else None
     own = step_parts(plan.prediction.ranks, m, share, 0.0).named()
     spent = {name: s for name, s in own.items() if name != "the bubble"}
     whole = sum(spent.values())
@@ -229,6 +238,7 @@ def _pace(plan: Plan) -> Pace:
         of_mean=_over_mean(first.microbatch_seconds, plan),
         largest=largest,
         largest_share=spent[largest] / whole if whole else 0.0,
+        as_slow=len(others) - len(rest),
         second=None if second is None else second.stage,
         second_pace_seconds=None if second is None else pace(second, m, share),
     )

@@ -11,13 +11,13 @@ from fxpart.report.explain import (
     REJECTED,
     by,
     certificate,
-    degrees,
     memory_words,
     pace_words,
     rejected_row,
     schedule,
 )
 from fxpart.report.figures import Explanation, Rejected, explanation
+from fxpart.report.stages import degrees
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
