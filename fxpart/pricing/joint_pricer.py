@@ -12,9 +12,18 @@ from fxpart.errors import error
 from fxpart.pricing.joint_kinds import Kinds, find_kinds
 from fxpart.pricing.joint_links import DevicePool, Lines
 from fxpart.pricing.joint_recompute import Again, selected
+from fxpart.pricing.joint_samples import Samples, samples
 from fxpart.pricing.joint_sheet import Bytes, Row, Sheet, Whole
-from fxpart.pricing.joint_space import Space, data_degrees, microbatch_counts, odd
+from fxpart.pricing.joint_space import (
+    Space,
+    data_degrees,
+    microbatch_counts,
+    odd,
+    tensor_degrees,
+)
+from fxpart.pricing.joint_tensor import Cut, Situation, choose_cut
 from fxpart.pricing.memory import crossing
+from fxpart.pricing.placements import state_costs
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes, Split, captured_rows
 from fxpart.pricing.weights import step_seconds, trained_names, weights
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.optimizers import OptimizerChoice
     from fxpart.solver.problem import Weight
+
+_STEP = 32  # microbatches of a step, at most, for which placements are chosen
 
 
 class JointPricer:
@@ -67,8 +78,12 @@ class JointPricer:
         self.counts = self._counts(microbatches)
         self.tied = [w for w in self.weights if len(w.blocks) > 1]
         self.ties = tuple(Tie(name=w.name, blocks=w.blocks) for w in self.tied)
-        self.sheets = {1: self._whole()}
-        self.tensor_note = "each stage's blocks are whole on every rank"
+        self.sheets: dict[int, Sheet] = {1: self._whole()}
+        for tensor in self._tensor_degrees():
+            cut = self._cut(tensor, trained, optimizer)
+            if cut.cuts:
+                sizes, again = self._at(self._reference()), self.sheets[1].again
+                self.sheets[tensor] = Sheet(graph, self.kinds, self.specs, model, cut, sizes, again)
 
     # -- what is chosen from ---------------------------------------------------------------------
 
@@ -174,6 +189,28 @@ class JointPricer:
             for mode in self._modes
         ]  # fmt: skip
 
+    def _tensor_degrees(self) -> list[int]:
+        """Degrees above one, for which some pool has devices."""
+        wished = self.space.tensor
+        degrees = {
+            t
+            for place in self.pools
+            for t in (tensor_degrees(place.pool.host) if wished is None else wished)
+            if 1 < t <= place.pool.devices
+        }
+        return sorted(degrees)
+
+    @property
+    def tensor_note(self) -> str:
+        """Where the costs of tensor parallelism come from."""
+        degrees = ", ".join(str(t) for t in sorted(self.sheets) if t > 1)
+        return (
+            f"degrees {degrees}: placements of one block of each kind chosen by the solver, values "
+            "between blocks whole on every rank"
+            if degrees
+            else "no degree above 1 cuts anything"
+        )
+
     # -- what it costs ---------------------------------------------------------------------------
 
     def works(self, options: Sequence[Option]) -> tuple[Work, ...]:
@@ -269,6 +306,22 @@ class JointPricer:
             )
         return Sheet(self.graph, self.kinds, self.specs, self.model, Whole(), sizes, again)
 
+    def _cut(self, tensor: int, trained: frozenset[str], optimizer: OptimizerChoice) -> Cut:
+        """The placements on ``tensor`` ranks, chosen for the first pool that has them."""
+        place = next(p for p in self.pools if p.pool.devices >= tensor)
+        rows = self._reference()
+        count = max(1, min(_STEP, self.batch // rows))
+        situation = Situation(
+            self.model, self.specs, self._at(rows), place.sample,
+            self.lines.ring(place, tensor, 1), count,
+            state_costs(self.captured, trained, optimizer, count),
+        )  # fmt: skip
+        return choose_cut(self._samples, tensor, situation)
+
+    @cached_property
+    def _samples(self) -> Samples:
+        return samples(self.kinds)
+
     def _reference(self) -> int:
         """The rows at which is decided what does not depend on rows: the middle of those needed."""
         degrees = [1, *(2**k for k in range(1, 15))]
@@ -276,21 +329,21 @@ class JointPricer:
         return rows[len(rows) // 2] if rows else self.batch
 
     def _layout(self, tensor: int) -> Layout:
-        cut, samples = self.sheets[tensor].cut, self.kinds.samples
+        cut, blocks = self.sheets[tensor].cut, self.kinds.samples
 
         def parts(weight: Weight, size: int) -> int:
             return -(-size // cut.weight(weight))
 
         def bytes_of(part: str, *, buffer: bool = False) -> tuple[int, ...]:
             return tuple(
-                sum(parts(w, getattr(w, part)) for w in b.own if w.buffer == buffer)
-                for b in samples
+                sum(parts(w, getattr(w, part)) for w in b.own if w.buffer == buffer) for b in blocks
             )
 
         step = tuple(
             tuple(
                 sum(step_seconds(self._local(b.own + b.first, tensor), 1, p.sample))
-                for b in samples
+                + self._waiting(p, b.own + b.first, tensor)
+                for b in blocks
             )
             for p in self.pools
         )
@@ -305,6 +358,12 @@ class JointPricer:
             tie_gradient=tuple(parts(w, w.gradient) for w in self.tied),
             tie_optimizer=tuple(parts(w, w.optimizer) for w in self.tied),
         )  # fmt: skip
+
+    def _waiting(self, place: DevicePool, held: Sequence[Weight], tensor: int) -> float:
+        """Seconds a step of gradients that are sums over the tensor ranks."""
+        cut, ring = self.sheets[tensor].cut, self.lines.ring(place, tensor, 1)
+        size = sum(w.gradient for w in held if cut.waits(w))
+        return self.lines.line("partial", "replicate", ring)(size)
 
     def _local(self, held: Sequence[Weight], tensor: int) -> tuple[Weight, ...]:
         """Parameters as one rank holds them, all in one block."""

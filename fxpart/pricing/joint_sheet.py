@@ -28,8 +28,10 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of a block's ranks. back: in the backward. node: the op whose operand it moves,
-    run again with it (with ``source_node``, whose result it moves)."""
+    """A collective of a block's ranks over ``size`` bytes in all. back: in the backward.
+
+    giver, node: the op whose result it moves, and the one that takes it.
+    """
 
     kind: int
     source: str
@@ -43,7 +45,7 @@ class Message:
 class Whole:
     """How one rank holds each block: all of it. Tensor degrees above one override what they cut."""
 
-    parts = 1
+    parts: int = 1
     messages: tuple[Message, ...] = ()
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
@@ -64,6 +66,11 @@ class Whole:
         """Into how many parts a parameter is cut."""
         del weight
         return 1
+
+    def waits(self, weight: Weight) -> bool:
+        """Whether its gradient is a sum over the ranks that is made once a step."""
+        del weight
+        return False
 
 
 class _CutSpecs(Specs):

@@ -105,6 +105,10 @@ class Reshards:
             self._listed.append(key)
         return self._ports[key]
 
+    def words(self, source: Placements, target: Placements) -> list[tuple[str, str]]:
+        """The collectives between two placements on a mesh of one axis, in the model's words."""
+        return [words for _, words, _ in self._way(source, target)]
+
     def matrix(self, givers: int, takers: int, size: float, gradient: bool) -> Matrix:
         """Seconds by giver's and taker's port, for a tensor of ``size`` bytes in all."""
         key = (givers, takers, size, gradient)
@@ -130,7 +134,7 @@ class Reshards:
         """Each distinct pair once. A gradient's piece is its part of a sum still to be made."""
         first, second = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         small = np.array([
-            [self.seconds(a, _reached(a, b) if gradient else b, size) for b in second]
+            [self.seconds(a, reached(a, b) if gradient else b, size) for b in second]
             for a in first
         ])  # fmt: skip
         return small[np.ix_([first.index(a) for a in sources], [second.index(b) for b in targets])]
@@ -141,7 +145,7 @@ def _whole(placements: Placements) -> tuple[Placement, ...]:
     return placements  # type: ignore[return-value]
 
 
-def _reached(source: Placements, target: Placements) -> Placements:
+def reached(source: Placements, target: Placements) -> Placements:
     """The target, where pieces with zeros around count as Partial."""
     return tuple(
         s if t == PARTIAL and isinstance(s, Shard) else t

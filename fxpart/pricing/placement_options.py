@@ -236,7 +236,7 @@ class Families:
         seconds = 0.0
         if spec is not None:
             numbers = self._sizes.op(spec)
-            inputs = self._local(numbers.inputs, _positions(node), option.takes)
+            inputs = self._local(numbers.inputs, positions(node), option.takes)
             given = tuple(range(len(numbers.outputs)))
             outputs = self._local(numbers.outputs, given, option.gives)
             seconds = self._op(
@@ -312,7 +312,7 @@ class Families:
         return seconds
 
 
-def _positions(node: fx.Node) -> list[int | None]:
+def positions(node: fx.Node) -> list[int | None]:
     """For each tensor of the op's spec its position among the operands; None inside tuples."""
     found: list[int | None] = []
     count = 0

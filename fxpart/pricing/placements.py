@@ -179,7 +179,7 @@ def build(
         reshards=reshards,
         specs=specs,
         sizes=sizes,
-        state=_state(captured, trained, optimizer, microbatches),
+        state=state_costs(captured, trained, optimizer, microbatches),
         microbatches=microbatches,
         bandwidth=device.bandwidth,
         launch=device.launch,
@@ -208,7 +208,7 @@ def _budget(cluster: Cluster, given: float | None) -> float:
     return min(device.memory for device in cluster.devices) * (1 - RESERVE)
 
 
-def _state(
+def state_costs(
     captured: Captured, trained: frozenset[str], optimizer: object, microbatches: int
 ) -> dict[str, StateCosts]:
     """Per parameter and buffer its memory and the optimizer's traffic, for each of its bytes.

@@ -1,0 +1,192 @@
+"""What a tensor degree does to each kind of block: placements chosen by the solver, and their cost.
+
+For one block of each kind the machinery of placements (:mod:`fxpart.pricing.placement_build`)
+chooses every op's strategy on a mesh of ``tensor`` ranks, at one microbatch size, with all values
+that enter or leave a block whole on every rank, and the rows of the batch never cut (that is what
+data replicas do). The choice minimises seconds of a step. At every size the chosen strategies are
+then priced op by op as for one rank, and each change of placement as a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sympy
+from torch import fx
+
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.pricing.joint_kinds import Storage
+from fxpart.pricing.joint_messages import Messages, port_of
+from fxpart.pricing.joint_samples import AXIS, Samples
+from fxpart.pricing.joint_sheet import Message, Whole
+from fxpart.pricing.placement_build import Builder
+from fxpart.pricing.placement_built import StateCosts
+from fxpart.pricing.placement_edges import Port, Reshards
+from fxpart.pricing.placement_graph import Flow, fused, read
+from fxpart.pricing.placement_options import Families, Option, positions
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.sharding import PARTIAL, Mesh, Placements, Shard
+from fxpart.solver.placement import solve_placement
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device, Link
+    from fxpart.costs import CostModel, Size
+    from fxpart.pricing.variants import Sizes
+    from fxpart.solver.problem import Weight
+
+_AMPLE = 1e18  # bytes: the cheapest choice in seconds is wanted, whatever it needs
+
+
+@dataclass(frozen=True)
+class Situation:
+    """At what the placements are chosen: sizes, device, ring of the ranks, microbatches a step."""
+
+    model: CostModel
+    specs: Specs
+    sizes: Sizes
+    device: Device
+    ring: tuple[Link, ...]
+    microbatches: int
+    state: Mapping[str, StateCosts]
+
+
+class Cut(Whole):
+    """Blocks shared by ``parts`` ranks: by copy of an op its option, by state where it lies."""
+
+    def __init__(
+        self,
+        parts: int,
+        samples: Samples,
+        flow: Flow,
+        chosen: Mapping[fx.Node, Option],
+        lies: Mapping[str, Port],
+        messages: tuple[Message, ...],
+    ) -> None:
+        """Note by op and storage which of its tensors the storage is cut like."""
+        self.parts, self.messages = parts, messages
+        self._samples, self._flow, self._chosen, self._lies = samples, flow, chosen, lies
+        self._kept: dict[tuple[fx.Node, int], tuple[str, int]] = {}
+        for node, kept in flow.kept.items():
+            numbers = dict.fromkeys(saved.storage for saved in annotation(node).saved)
+            for number, each in zip(numbers, kept, strict=True):
+                self._kept[node, number] = each.tensor
+
+    @property
+    def cuts(self) -> bool:
+        """Whether anything is cut at all."""
+        ports = [p for o in self._chosen.values() for p in (*o.takes, *o.gives)]
+        return any(_is_cut(place) for place, _ in ports)
+
+    def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
+        """The op on what the rank holds."""
+        option = self._chosen.get(self._samples.of[node])
+        if option is None:
+            return spec
+        inputs = [
+            tensor
+            if at is None or at >= len(option.takes)
+            else self._local(tensor, option.takes[at][0])
+            for tensor, at in zip(spec.inputs, positions(node), strict=True)
+        ]
+        outputs = [
+            tensor if at >= len(option.gives) else self._local(tensor, option.gives[at][0])
+            for at, tensor in enumerate(spec.outputs)
+        ]
+        return OpSpec(
+            spec.name, tuple(inputs), tuple(outputs), spec.attributes, spec.gradients,
+            spec.gradient_inputs,
+        )  # fmt: skip
+
+    def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """The node's tensors as the rank holds them."""
+        if node.op == "get_attr" and str(node.target) in self._lies:
+            return tuple(self._local(t, self._lies[str(node.target)][0]) for t in whole)
+        copy = self._samples.of.get(node)
+        value = self._flow.value.get(copy) if copy is not None else None
+        source = value.node if value is not None else copy
+        option = self._chosen.get(source) if source is not None else None
+        if option is None:
+            return whole
+        first = value.index if value is not None else 0
+        ports = option.gives[first : first + len(whole)]
+        if len(ports) != len(whole):
+            return whole
+        return tuple(self._local(t, port[0]) for t, port in zip(whole, ports, strict=True))
+
+    def storage(self, storage: Storage) -> Size:
+        """Bytes that the rank keeps: a part where every op that keeps it has it cut."""
+        copies = [self._samples.of.get(node) for node in storage.savers]
+        shared = storage.shared and storage.maker not in self._samples.free
+        if shared or not all(c is not None and self._part(c, storage.number) for c in copies):
+            return storage.size
+        return _divided(storage.size, self.parts)
+
+    def _part(self, node: fx.Node, number: int) -> bool:
+        found, option = self._kept.get((node, number)), self._chosen.get(node)
+        if found is None or option is None:
+            return False
+        ports = option.takes if found[0] == "operand" else option.gives
+        return found[1] < len(ports) and _is_cut(ports[found[1]][0])
+
+    def weight(self, weight: Weight) -> int:
+        """Into how many parts a parameter is cut."""
+        port = self._lies.get(weight.name)
+        return self.parts if port is not None and _is_cut(port[0]) else 1
+
+    def waits(self, weight: Weight) -> bool:
+        """Whether its gradient is a sum over the ranks that is made once a step."""
+        port = self._lies.get(weight.name)
+        return bool(weight.gradient) and port is not None and port[1] == (PARTIAL,)
+
+    def _local(self, tensor: TensorSpec, placements: Placements) -> TensorSpec:
+        (place,) = placements
+        if not isinstance(place, Shard):
+            return tensor
+        shape = list(tensor.shape)
+        if place.outer == 1:
+            shape[place.dim] = _divided(shape[place.dim], self.parts)
+        else:
+            shape[place.dim] = place.outer * _divided(shape[place.dim], self.parts * place.outer)
+        return TensorSpec(tuple(shape), tensor.dtype)
+
+
+def choose_cut(samples: Samples, tensor: int, at: Situation, time_limit: float = 10.0) -> Cut:
+    """The cheapest placements of every kind of block on ``tensor`` ranks."""
+    mesh = Mesh(((AXIS, tensor),))
+    reshards = Reshards(mesh, at.model, lambda _: at.ring)
+    families = Families(
+        mesh, at.model, at.device, reshards, at.sizes, at.specs, at.microbatches, frozenset()
+    )
+    flow = read(samples.graph, at.specs, at.sizes)
+    fused(flow, families)
+    builder = Builder(
+        mesh=mesh, flow=flow, families=families, reshards=reshards, specs=at.specs, sizes=at.sizes,
+        state=at.state, microbatches=at.microbatches, bandwidth=at.device.bandwidth,
+        launch=at.device.launch,
+    )  # fmt: skip
+    built = builder.build(_AMPLE)
+    solution = solve_placement(built.problem, time_limit=time_limit)
+    assert solution.choice is not None, "without a budget there is a choice"
+    choice = solution.choice
+    chosen: dict[fx.Node, Option] = {}
+    for node, placed in built.ops.items():
+        option = placed.options[placed.at(choice[placed.root])]
+        assert isinstance(option, Option), "ops have options"
+        chosen[node] = option
+    ports = {n: port_of(p, 0, choice) for n, p in built.sources.items()}
+    lies = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
+    messages = tuple(Messages(samples, builder, choice, chosen, ports).all())
+    return Cut(tensor, samples, flow, chosen, lies, messages)
+
+
+def _is_cut(placements: Placements) -> bool:
+    return any(isinstance(place, Shard) for place in placements)
+
+
+def _divided(size: Size, parts: int) -> Size:
+    """The largest of ``parts`` parts; an expression where the size is one."""
+    if isinstance(size, int):
+        return -(-size // parts)
+    return sympy.ceiling(size / parts)
