@@ -37,6 +37,9 @@ from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import find_annotations, given_annotations
 from fxpart.sharded.programs import Lanes
 
+_TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
+_LARGE = 2000  # ops of a graph of which only the best proposal is
+
 if TYPE_CHECKING:
     from fxpart.choosing import Chosen
     from fxpart.runtime.trainer import Trainer
@@ -270,7 +273,10 @@ def _solve(
     chosen = choose_degrees(problem, provenance, request, progress=progress)
     found: list[tuple[Plan, Parts]] = []
     problems: list[Problem] = []
-    for one in chosen.proposals:
+    tries = _TRIES if info.nodes <= _LARGE else 1
+    for number, one in enumerate(chosen.proposals):
+        if found and (number == tries or min(map(_seconds, found)) <= one.seconds):
+            break
         fixed = with_mesh(request, one.mesh, one.zero)
         seats = seats_of(one, request)
         try:
@@ -281,7 +287,7 @@ def _solve(
             problems += fault.problems
     if not found:
         raise FxpartError(problems)
-    plan, parts = min(found, key=lambda pair: pair[0].prediction.step_seconds)
+    plan, parts = min(found, key=_seconds)
     return Program(
         with_proof(plan, chosen),
         request=request,
@@ -289,6 +295,10 @@ def _solve(
         problem=problem,
         **fields_of(parts),
     )
+
+
+def _seconds(made: tuple[Plan, Parts]) -> float:
+    return made[0].prediction.step_seconds
 
 
 def with_proof(plan: Plan, chosen: Chosen) -> Plan:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import fx
 
-from fxpart.errors import FxpartError
+from fxpart.errors import FxpartError, error
 from fxpart.plan import Certificate
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
@@ -22,7 +22,14 @@ from fxpart.requests import CUTS
 from fxpart.seating import Seats, order_of, seat
 from fxpart.solver.joint.objective import degrees, evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    JointSolution,
+    Option,
+    Status,
+    ranks,
+)
 from fxpart.solver.joint.wishes.apply import apply_wishes, with_options
 from fxpart.solver.joint.wishes.parse import read_wishes
 
@@ -31,8 +38,7 @@ if TYPE_CHECKING:
     from fxpart.requests import Request
     from fxpart.solver.progress import Progress
 
-_MOST = 3  # proposals that are priced exactly
-_NEAR = 1.25  # and none that the joint problem takes to be slower than this times the best
+_GROUPS = 24  # degrees up to which each is solved for by itself, so that each has its best answer
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The joint problem with the user's wishes, its answer, and what of it to price exactly."""
+    """The joint problem with the user's wishes, what is proven of it, and meshes to price exactly.
+
+    solution: its choice belongs to the first proposal's problem. proposals: the best of each mesh,
+    by rising time.
+    """
 
     problem: JointProblem
     provenance: dict[str, str]
@@ -108,12 +118,19 @@ def choose_degrees(
 ) -> Chosen:
     """Solve it under the request's wishes; FXP204 and others where nothing fits.
 
-    Where the number of ranks is given (torchrun has started them), every stage count that makes
-    this number with some degrees is solved for by itself.
+    Where degrees are few each is solved for by itself; where the number of ranks is given
+    (torchrun has started them), with the number of stages that makes it.
     """
     wished = apply_wishes(problem, read_wishes(request.constraints))
     limit = float(request.constraints.get("time_limit", 30.0))
-    problems = [wished] if request.ranks is None else list(_exactly(wished, request.ranks))
+    problems = list(_apart(wished, request.ranks))
+    if not problems:
+        raise error(
+            "FXP202",
+            where=f"{request.ranks} ranks on {request.cluster.name}",
+            why="no number of stages and degrees that may be chosen makes so many ranks",
+            fix=f"{len(request.cluster.devices)} ranks, a larger cluster, or fewer wishes",
+        )
     solutions = [
         solve(one, time_limit=limit / len(problems), seed=request.seed, progress=progress)
         for one in problems
@@ -135,22 +152,35 @@ def choose_degrees(
         solution = msgspec.structs.replace(
             solution, bound=bound, status=_status(solution.objective, bound)
         )
-    return Chosen(problems[best], provenance, solution, distinct(rows))
+    return Chosen(wished, provenance, solution, distinct(rows))
 
 
-def _status(objective: float, bound: float) -> str:
+def _status(objective: float, bound: float) -> Status:
     near = bound >= objective * (1 - 0.01)
     exact = bound >= objective * (1 - 1e-6)
     return "optimal" if exact else "within gap" if near else "best found"
 
 
-def _exactly(problem: JointProblem, world: int) -> Iterable[JointProblem]:
-    """Problems whose plans all take ``world`` ranks: by ranks of a stage."""
-    for width in (w for w in range(1, world + 1) if world % w == 0):
-        stages = world // width
-        kept = [o for o in problem.options if ranks(problem, o) == width]
-        if kept and problem.min_stages <= stages <= len(problem.blocks):
-            limited = with_options(problem, kept)
+def _apart(problem: JointProblem, world: int | None) -> Iterable[JointProblem]:
+    """The problem by degrees where these are few, and by ranks of a stage where all are given."""
+    groups: dict[object, list[Option]] = {}
+    for index, option in enumerate(problem.options):
+        groups.setdefault(degrees(problem, index), []).append(option)
+    if world is None and len(groups) > _GROUPS:
+        yield problem
+        return
+    if len(groups) > _GROUPS:
+        widths = {width: [] for width in range(1, (world or 0) + 1)}
+        for option in problem.options:
+            widths.get(ranks(problem, option), []).append(option)
+        groups = {width: kept for width, kept in widths.items() if kept}
+    for kept in groups.values():
+        width = ranks(problem, kept[0])
+        limited = with_options(problem, kept)
+        if world is None:
+            yield limited
+        elif world % width == 0 and problem.min_stages <= world // width <= len(problem.blocks):
+            stages = world // width
             yield msgspec.structs.replace(limited, min_stages=stages, max_stages=stages)
 
 
@@ -169,12 +199,11 @@ def proposal(problem: JointProblem, choice: JointChoice) -> Proposal:
 
 
 def distinct(rows: Sequence[Proposal]) -> tuple[Proposal, ...]:
-    """The best of each (mesh, ZeRO), at most a few, by rising time."""
-    kept: dict[tuple[str, int], Proposal] = {}
+    """The best of each mesh, by rising time."""
+    kept: dict[str, Proposal] = {}
     for one in sorted(rows, key=lambda row: row.seconds):
-        kept.setdefault((one.mesh, one.zero), one)
-    found = list(kept.values())
-    return tuple(one for one in found[:_MOST] if one.seconds <= _NEAR * found[0].seconds)
+        kept.setdefault(one.mesh, one)
+    return tuple(kept.values())
 
 
 def certificate(chosen: Chosen) -> Certificate:

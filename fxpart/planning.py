@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum, prod
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -26,6 +26,7 @@ from fxpart.plan import (
     Tie,
 )
 from fxpart.planned.words import label
+from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
@@ -42,14 +43,14 @@ if TYPE_CHECKING:
 class Shared:
     """What a plan says of stages of several ranks.
 
-    degrees: into how many parts the batch is cut, and the ranks that share each part. sums: by
-    block, the seconds of a step that gradient sums and ZeRO's collectives take, which the problem
-    counts with the optimizer's.
+    degrees: into how many parts the batch is cut, and the ranks that share each part. sums: the
+    seconds of a step that gradient sums and ZeRO's collectives take, which the problem counts with
+    the optimizer's.
     """
 
     sharding: PlanSharding
     degrees: tuple[int, int]
-    sums: tuple[float, ...] = ()
+    sums: StepSums = field(default_factory=StepSums)
 
     @property
     def mesh(self) -> Mesh:
@@ -203,7 +204,9 @@ def _ranks(
 ) -> RankPrediction:
     """One rank's share; the lanes of a stage are predicted alike, as its slowest member."""
     m = cost.memory
-    sums = 0.0 if shared is None else fsum(shared.sums[cost.first : cost.last + 1])
+    sums = 0.0
+    if shared is not None:
+        sums = shared.sums.once + fsum(shared.sums.by_block[cost.first : cost.last + 1])
     return RankPrediction(
         ranks=ranks,
         stage=stage,

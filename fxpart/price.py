@@ -18,7 +18,7 @@ from fxpart.pipeline.collective import is_collective
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.places import RESERVE, kinds, limits
-from fxpart.pricing.sharing import Move, Sharing, is_plain, moves
+from fxpart.pricing.sharing import Move, Sharing, StepSums, is_plain, moves
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
 from fxpart.pricing.weights import step_seconds, trained_names, weights
@@ -87,8 +87,10 @@ def price(
             pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
         ),
         step=tuple(
-            tuple(map(add, step_seconds(state, len(blocks), device), sums)) for device in devices
+            tuple(map(add, step_seconds(state, len(blocks), device), sums.by_block))
+            for device in devices
         ),
+        once=sums.once,
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         schedules=_schedules(schedules),
         min_stages=min_stages,
@@ -103,10 +105,10 @@ def step_sums(
     cluster: Cluster,
     cost_model: str | CostModel,
     sharing: Sharing,
-) -> tuple[float, ...]:
-    """By block, the seconds a step that ranks take to sum gradients and for ZeRO's collectives.
+) -> StepSums:
+    """The seconds a step that ranks take to sum gradients and for ZeRO's collectives.
 
-    They are part of the problem's ``step``; arguments as for :func:`price`.
+    They are part of the problem's ``step`` and ``once``; arguments as for :func:`price`.
     """
     model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
     trained = trained_names(captured) if captured.training else frozenset()

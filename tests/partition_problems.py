@@ -86,6 +86,7 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
         schedules=r.choice([("1f1b",), ("gpipe",), ("gpipe", "1f1b"), ("1f1b", "gpipe")]),
         min_stages=r.randint(1, count) if r.random() < 0.3 else 1,
         max_stages=count,
+        once=r.choice((0.0, 0.0, 0.25)),
     )
 
 

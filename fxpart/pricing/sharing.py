@@ -58,11 +58,12 @@ class Sharing:
 
     def sums(
         self, weights: Sequence[Weight], blocks: int, model: CostModel, rings: Rings
-    ) -> tuple[float, ...]:
-        """By block, the seconds a step that sums of gradients and ZeRO's collectives take.
+    ) -> StepSums:
+        """Seconds a step that sums of gradients and ZeRO's collectives take.
 
-        Gradients of one block travel together (in buckets); a tied weight counts for its first
-        block. weights: as they are without ZeRO.
+        A stage's tensors travel together in buckets, so that a block pays for its bytes alone and
+        the stage once for what a first bucket takes however small. A tied weight counts for its
+        first block. weights: as they are without ZeRO.
         """
         bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
         for weight in weights:
@@ -78,16 +79,22 @@ class Sharing:
             for axis in axes:
                 bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
         seconds = [0.0] * blocks
+        first: dict[tuple[str, str, tuple[str, ...]], float] = {}
         for (block, source, target, axes), size in bytes_of.items():
             ring = rings(*axes)
-            full, rest = divmod(size, _BUCKET)
-            pieces = [(_BUCKET, full), (rest, 1)]
-            seconds[block] += sum(
-                count * model.reshard(source, target, float(piece), ring).seconds
-                for piece, count in pieces
-                if count and piece
-            )
-        return tuple(seconds)
+            bucket = model.reshard(source, target, float(_BUCKET), ring).seconds
+            seconds[block] += size * bucket / _BUCKET
+            if size:
+                first[source, target, axes] = model.reshard(source, target, 1.0, ring).seconds
+        return StepSums(by_block=tuple(seconds), once=sum(first.values()))
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Seconds a step for sums of gradients: by block, and for each stage whatever its blocks."""
+
+    by_block: tuple[float, ...] = ()
+    once: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Scorer:
                 for w in weights
                 if w.gradient and (w.blocks[0] < first or w.blocks[-1] > last)
             ),
-            optimizer_seconds=fsum(problem.step[device.type][first : last + 1]),
+            optimizer_seconds=fsum((problem.once, *problem.step[device.type][first : last + 1])),
             memory=StageMemory(
                 weights=sum(w.weight for w in weights if not w.buffer),
                 gradients=sum(w.gradient for w in weights),

@@ -6,6 +6,8 @@ import time
 from math import inf
 from typing import Literal, get_args
 
+import msgspec
+
 from fxpart.errors import error
 from fxpart.solver.brute import solve_brute
 from fxpart.solver.greedy import first_choices
@@ -45,6 +47,10 @@ def solve(
             fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
         )
     check_problem(problem)
+    if problem.once:  # the same for every choice: solved for without it
+        left = max(0.0, deadline - time.monotonic())
+        bare = msgspec.structs.replace(problem, once=0.0)
+        return shifted(solve(bare, time_limit=left, seed=seed, solver=solver), problem.once)
     if solver == "brute":
         return solve_brute(problem)
     record = Record(Scorer(problem))
@@ -58,6 +64,13 @@ def solve(
     if search.prove():
         search.refine()
     return solution(record, search.bound, "dp")
+
+
+def shifted(found: Solution, seconds: float) -> Solution:
+    """The answer to the same problem where every choice takes ``seconds`` more."""
+    objective, bound = found.objective + seconds, found.bound + seconds
+    status = found.status if found.choice is None else _status(objective, bound)
+    return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
 
 
 def solution(record: Record, bound: float, solver: str) -> Solution:

@@ -80,12 +80,20 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
     def seconds(source: str, target: str, size: float, axis: str) -> float:
         return model.reshard(source, target, size, rings(axis)).seconds
 
+    def share(source: str, target: str, size: float, axis: str) -> float:
+        """Its share of a full bucket."""
+        return size / (25 << 20) * seconds(source, target, 25 << 20, axis)
+
     plain = Sharing(mesh, partial=partial).sums(WEIGHTS, 3, model, rings)
-    a = seconds("partial", "replicate", 1000, "dp") + seconds("partial", "replicate", 1000, "tp")
-    assert plain == pytest.approx((a, seconds("partial", "replicate", 500, "dp"), 0.0))
+    total = ("partial", "replicate")
+    a = share(*total, 1000, "dp") + share(*total, 1000, "tp")
+    assert plain.by_block == pytest.approx((a, share(*total, 500, "dp"), 0.0))
+    assert plain.once == pytest.approx(seconds(*total, 1, "dp") + seconds(*total, 1, "tp"))
     zero = Sharing(mesh, partial=partial, zero=1, zero_axis="dp").sums(WEIGHTS, 3, model, rings)
-    b = seconds("partial", "shard(0)", 500, "dp") + seconds("shard(0)", "replicate", 500, "dp")
-    assert zero[1] == pytest.approx(b)
+    b = share("partial", "shard(0)", 500, "dp") + share("shard(0)", "replicate", 500, "dp")
+    assert zero.by_block[1] == pytest.approx(b)
+    nothing = Sharing(Mesh.parse("dp=2")).sums(WEIGHTS, 3, model, rings)
+    assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
 
 
 @pytest.mark.parametrize(
