@@ -1,0 +1,459 @@
+"""Every number of an explanation, recomputed: from the plan's JSON, and from the costed problem."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import fsum
+from typing import Any
+
+import joint_plans
+import joint_problems
+import msgspec
+import pytest
+import sample_plans
+
+from fxpart.plan import Plan
+from fxpart.report.explain import explain
+from fxpart.report.figures import explanation
+from fxpart.report.timeline import plan_timeline
+from fxpart.solver.joint.objective import evaluate
+from fxpart.solver.joint.portfolio import solve
+from fxpart.solver.joint.problem import JointChoice, JointProblem
+
+SEEDS = [s for s in range(60) if joint_plans.solved(s) is not None]
+FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "async": 0.0}
+MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers")
+
+
+def mixed() -> Plan:
+    """A plan of a 40-layer model on two types of devices."""
+    problem = joint_problems.transformer(40, [32, 32], hidden=4096, batch=256)
+    return joint_plans.plan_of(problem, solve(problem, time_limit=5.0), turns=False)
+
+
+PLANS: dict[str, Any] = {
+    "sample": sample_plans.plan,
+    "slow": lambda: sample_plans.plan(slow=2.0),
+    "one": lambda: sample_plans.plan(1, 1),
+    "many": lambda: sample_plans.plan(40, 3),
+    "mixed": mixed,
+    **{f"random {seed}": lambda seed=seed: joint_plans.solved(seed)[2] for seed in SEEDS[:24]},
+}
+
+
+def ranks_of(text: str) -> list[int]:
+    """Runs as numbers, in other words than the package's."""
+    found: list[int] = []
+    for part in text.split(","):
+        ends = [int(end) for end in part.split("-")]
+        found.extend(range(ends[0], ends[-1] + 1))
+    return found
+
+
+def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
+    """The explanation from the plan's JSON alone."""
+    m, prediction, stages = raw["microbatches"], raw["prediction"], raw["stages"]
+    pieces = max(max(1, len(s["pieces"])) for s in stages)
+    share = 1 / pieces if raw["schedule"] == "interleaved" else FILL[raw["schedule"]]
+    rows = [row(entry, stages[entry["stage"]], raw) for entry in prediction["ranks"]]
+    pace = [(m - share) * r["microbatch_seconds"] + r["step_only_seconds"] for r in rows]
+    worst = pace.index(max(pace))
+    step = prediction["step_seconds"]
+    others = [rejected(o, step) for field in ("alternatives", "changes") for o in raw[field]]
+    fitting = [o for o in others if o["step_seconds"] is not None]
+    used = [r["total"] / r["limit"] for r in rows]
+    fullest = rows[used.index(max(used))]
+    entry = prediction["ranks"][used.index(max(used))]
+    parts = parts_of(rows[worst], m, step)
+    return {
+        "model": raw["model"]["name"], "cluster": raw["cluster"]["name"],
+        "ranks": sum(len(ranks_of(s["ranks"])) for s in stages), "stages": len(stages),
+        "schedule": raw["schedule"], "virtual": pieces, "microbatches": m,
+        "batch_size": raw["batch_size"],
+        "step": {
+            "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
+            "method": prediction["method"], "samples_per_second": raw["batch_size"] / step,
+            "bubble": idle(rows, m, prediction["simulated_seconds"]),
+            "parts": {"stage": rows[worst]["stage"], **parts},
+            "shares": {NAMES[name]: value / step for name, value in parts.items()},
+        },
+        "bottleneck": bottleneck(rows, pace, parts),
+        "fullest": {
+            **{key: fullest[key] for key in ("stage", "ranks", "total", "limit", "free")},
+            "used": max(used), "parts": fullest["memory"], "workspace": entry["workspace"],
+            "in_flight": fullest["in_flight"],
+        },
+        "binding": [o for o in others if (o["unfit_slower"] or 0) < 0],
+        "next_best": min(fitting, key=lambda o: o["step_seconds"], default=None),
+        "rejected": others[: len(raw["alternatives"])],
+        "changes": others[len(raw["alternatives"]) :],
+        "by_stage": rows, "certificate": raw["certificate"], "degrees": raw["degrees"],
+        "not_runnable": not_runnable(raw),
+    }  # fmt: skip
+
+
+NAMES = {
+    "compute": "computation", "collectives": "collectives inside stages",
+    "transfers": "transfers between stages", "gathers": "gathering weights",
+    "sums": "gradient sums", "ties": "sums of shared parameters", "optimizer": "the optimizer",
+    "bubble": "the bubble",
+}  # fmt: skip
+
+
+def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """A stage's figures."""
+    names = ("forward", "backward", "collective", "gather", "transfer", "sync", "tie", "optimizer")
+    seconds = {f"{name}_seconds": entry[f"{name}_seconds"] for name in names}
+    total = sum(entry["memory"][name] for name in MEMORY)
+    spans = stage["pieces"] or [[stage["first"], stage["last"]]]
+    used = (
+        ranks_of(raw["devices"]) if raw["devices"] else list(range(len(raw["cluster"]["devices"])))
+    )
+    devices = [raw["cluster"]["devices"][used[rank]] for rank in ranks_of(entry["ranks"])]
+    models = sorted({d["model"] for d in devices})
+    one = devices[0]["name"] if len(devices) == 1 else f"{len(devices)} {'+'.join(models)}"
+    kept = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute", "label",
+            "parameters")  # fmt: skip
+    per = ("forward", "backward", "gather", "transfer")
+    return {
+        "stage": entry["stage"], "blocks": ",".join(f"{a}-{b}" for a, b in spans),
+        "ranks": entry["ranks"], "devices": one, **{name: stage[name] for name in kept}, **seconds,
+        "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
+        "step_only_seconds": sum(
+            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer")
+        ),
+        "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
+        "free": entry["memory_limit"] - total, "in_flight": entry["in_flight"],
+    }  # fmt: skip
+
+
+def parts_of(one: dict[str, Any], m: int, step: float) -> dict[str, float]:
+    """What the step consists of on the bottleneck."""
+    own = one["forward_seconds"] + one["backward_seconds"] - one["collective_seconds"]
+    parts = {
+        "compute": m * own, "collectives": m * one["collective_seconds"],
+        "transfers": m * one["transfer_seconds"], "gathers": m * one["gather_seconds"],
+        "sums": one["sync_seconds"], "ties": one["tie_seconds"],
+        "optimizer": one["optimizer_seconds"],
+    }  # fmt: skip
+    return {**parts, "bubble": step - sum(parts.values())}
+
+
+def idle(rows: list[dict[str, Any]], m: int, step: float) -> float:
+    """The share of the ranks' time that is neither computation nor sums."""
+    busy = count = 0.0
+    for one in rows:
+        lanes = len(ranks_of(one["ranks"]))
+        work = one["forward_seconds"] + one["backward_seconds"] + one["gather_seconds"]
+        busy += lanes * (m * work + one["step_only_seconds"])
+        count += lanes
+    return max(0.0, 1 - busy / (count * step))
+
+
+def bottleneck(
+    rows: list[dict[str, Any]], pace: list[float], parts: dict[str, float]
+) -> dict[str, Any]:
+    """The stage that sets the pace."""
+    worst = pace.index(max(pace))
+    spent = {NAMES[name]: value for name, value in parts.items() if name != "bubble"}
+    largest = max(spent, key=lambda name: spent[name])
+    rest = [k for k in range(len(rows)) if pace[k] < 0.999 * pace[worst]]
+    second = max(rest, key=lambda k: pace[k], default=None)
+    return {
+        "stage": rows[worst]["stage"], "blocks": rows[worst]["blocks"],
+        "ranks": rows[worst]["ranks"], "microbatch_seconds": rows[worst]["microbatch_seconds"],
+        "step_only_seconds": rows[worst]["step_only_seconds"], "pace_seconds": pace[worst],
+        "of_mean": rows[worst]["microbatch_seconds"] * len(rows)
+        / sum(r["microbatch_seconds"] for r in rows),
+        "largest": largest, "largest_share": spent[largest] / sum(spent.values()),
+        "as_slow": len(rows) - 1 - len(rest),
+        "second": None if second is None else rows[second]["stage"],
+        "second_pace_seconds": None if second is None else pace[second],
+    }  # fmt: skip
+
+
+def rejected(other: dict[str, Any], step: float) -> dict[str, Any]:
+    """A rejected choice with by how much it is slower."""
+
+    def slower(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds / step - 1
+
+    return {
+        **other,
+        "slower": slower(other["step_seconds"]),
+        "unfit_slower": slower(other["unfit_seconds"]),
+    }
+
+
+def not_runnable(raw: dict[str, Any]) -> list[Any]:
+    """One reason for each kind of decision that does not run."""
+    degrees = ("data_parallel", "tensor_parallel", "expert_parallel", "zero")
+    whole = [len(ranks_of(s["ranks"])) for s in raw["stages"]]
+    return [
+        reason
+        for reason, holds in (
+            ("schedule", raw["schedule"] not in ("gpipe", "1f1b")),
+            ("differ", len({tuple(s[d] for d in degrees) for s in raw["stages"]}) > 1),
+            ("recompute", any(s["recompute"] != "none" for s in raw["stages"])),
+            ("share", raw["sharding"] is None and max(whole) > 1),
+        )
+        if holds
+    ]
+
+
+def agree(found: Any, wanted: Any, path: str = "") -> None:
+    """Equal structure, equal words, numbers equal to rounding."""
+    if path == ".not_runnable":
+        assert len(found) == len(wanted)
+        assert all(word in text for word, text in zip(wanted, found, strict=True)), found
+    elif isinstance(wanted, dict):
+        assert set(found) == set(wanted), path
+        for key, value in wanted.items():
+            agree(found[key], value, f"{path}.{key}")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), path
+        for index, value in enumerate(wanted):
+            agree(found[index], value, f"{path}[{index}]")
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9), path
+    else:
+        assert found == wanted, path
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_json_from_the_plan_file(name: str) -> None:
+    plan = PLANS[name]()
+    found = json.loads(msgspec.json.encode(explanation(plan)))
+    agree(found, recomputed(json.loads(plan.dumps())))
+    assert fsum(v for k, v in found["step"]["parts"].items() if k != "stage") == pytest.approx(
+        plan.prediction.step_seconds, rel=1e-12
+    )
+
+
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "%": 0.01, "": 1.0, "B": 1.0,
+         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+         "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # fmt: skip
+NUMBER = r"([-+]?[0-9.]+(?:e[-+][0-9]+)?) ?([a-zA-Zµ%]*)"
+
+
+def shows(text: str, value: float) -> None:
+    """The text is the value, rounded to the digits that it has."""
+    match = re.fullmatch(NUMBER, text.strip())
+    assert match, text
+    digits = len(match[1].partition("e")[0].partition(".")[2])
+    exponent = float(f"1e{match[1].partition('e')[2] or 0}")
+    scale = UNITS[match[2]]
+    slack = 0.5 * 10**-digits * exponent * scale * (1 + 1e-9)
+    assert abs(float(match[1]) * scale - value) <= slack, (text, value)
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """The lines below the one that starts with a title, up to the next empty one."""
+    at = next(i for i, line in enumerate(lines) if line.startswith(title))
+    end = next((i for i in range(at, len(lines)) if not lines[i].strip()), len(lines))
+    return lines[at + 1 : end]
+
+
+def columns(head: str, line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return re.split(r" {2,}", line.strip())
+
+
+def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
+    """Stages and their memory, row by row."""
+    rows = wanted["by_stage"]
+    stages, memory = section(lines, "Stages"), section(lines, "Peak memory")
+    if len(rows) > 16:
+        return
+    for one, line in zip(rows, stages[1:], strict=True):
+        cells = columns(stages[0], line)
+        assert cells[0] == str(one["stage"]) and cells[1] == one["blocks"]
+        assert cells[2] == one["ranks"] or "…" in cells[2]
+        shows(cells[-5], one["parameters"])
+        for cell, value in zip(
+            cells[-4:],
+            (
+                one["forward_seconds"], one["backward_seconds"],
+                one["transfer_seconds"] + one["gather_seconds"], one["step_only_seconds"],
+            ),
+            strict=True,
+        ):  # fmt: skip
+            shows(cell, value)
+    for one, line in zip(rows, memory[1:], strict=False):
+        cells = columns(memory[0], line)
+        figures = [one["total"], one["limit"], one["total"] / one["limit"]]
+        figures += [one["memory"][name] for name in MEMORY] + [one["in_flight"]]
+        assert cells[0] == one["ranks"] or "…" in cells[0]
+        for cell, value in zip(cells[1:], figures, strict=True):
+            if cell != "under 0.05 %":
+                shows(cell, value)
+            else:
+                assert 0 < value < 0.0005
+
+
+def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
+    """The summary, what the step consists of, and the sentences."""
+    step, pace, full = wanted["step"], wanted["bottleneck"], wanted["fullest"]
+    match = re.search(
+        r"(?m)^  step +(.+?) predicted \((.+?) by [^)]*\), (.+?) samples/s, bubble (.+)$", text
+    )
+    assert match
+    shows(match[1], step["seconds"])
+    shows(match[2], step["simulated_seconds"])
+    assert float(match[3]) == pytest.approx(step["samples_per_second"], rel=1e-3)
+    shows(match[4], step["bubble"])
+    parts = {NAMES[k]: v for k, v in step["parts"].items() if k != "stage" and v > 1e-12}
+    for (name, value), line in zip(
+        parts.items(), section(lines, "Where the step")[1:], strict=False
+    ):
+        cells = columns("", line)
+        assert cells[0] == name
+        shows(cells[1], value)
+        if cells[2] != "under 0.05 %":
+            shows(cells[2], value / step["seconds"])
+    flat = " ".join(text.split())
+    match = re.search(
+        r"Stage (\d+) sets the pace: (.+?) a microbatch, (.+?) times the mean, and (.+?) once a "
+        r"step; (.+?) takes ([0-9.]+ %) of it\.", flat,
+    )  # fmt: skip
+    assert match and int(match[1]) == pace["stage"] and match[5] == pace["largest"]
+    for group, key in ((2, "microbatch_seconds"), (3, "of_mean"), (4, "step_only_seconds"),
+                       (6, "largest_share")):  # fmt: skip
+        shows(match[group], pace[key])
+    match = re.search(r"(\d+) other stages? (?:is|are) as slow", flat)
+    assert (int(match[1]) if match else 0) == pace["as_slow"]
+    match = re.search(r"Next is stage (\d+): (.+?) instead of (.+?)\.(?: |$)", flat)
+    assert (match is None) == (pace["second"] is None)
+    if match:
+        assert int(match[1]) == pace["second"]
+        shows(match[2], pace["second_pace_seconds"])
+        shows(match[3], pace["pace_seconds"])
+    match = re.search(r"Fullest is stage (\d+) \(rank (.+?)\): (.+?) of (.+?) are free", flat)
+    assert match and int(match[1]) == full["stage"]
+    shows(match[3], full["free"])
+    shows(match[4], full["limit"])
+
+
+def check_rejected(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
+    """Both tables of rejected choices, and what binds."""
+    for title, key in (("Rejected", "rejected"), ("With one decision", "changes")):
+        if not wanted[key]:
+            assert not any(line.startswith(title) for line in lines)
+            continue
+        for one, line in zip(wanted[key], section(lines, title)[1:], strict=True):
+            cells = columns("", line)
+            assert (int(cells[1]), int(cells[2])) == (one["stages"], one["microbatches"])
+            if one["step_seconds"] is not None:
+                match = re.fullmatch(r"(.+?) \((.+)\)", cells[4])
+                assert match
+                shows(match[1], one["step_seconds"])
+                shows(match[2], one["slower"])
+            elif one["unfit_seconds"] is not None:
+                match = re.fullmatch(r"\((.+) if it fitted\)", cells[4])
+                assert match
+                shows(match[1], one["unfit_seconds"])
+    flat = " ".join(text.split())
+    match = re.search(r"Memory binds: .+? would take (.+?) \((.+?)\), but", flat)
+    assert (match is None) == (not wanted["binding"])
+    if match:
+        best = min(wanted["binding"], key=lambda o: o["unfit_slower"])
+        shows(match[1], best["unfit_seconds"])
+        shows(match[2], best["unfit_slower"])
+
+
+def check_certificate(text: str, wanted: dict[str, Any]) -> None:
+    """Objective, bound and gap."""
+    flat, given = " ".join(text.split()), wanted["certificate"]
+    forms = {
+        "optimal": r"Optimal: no choice takes less than (?P<objective>.+?) a step",
+        "within gap": r"Within (?P<gap>.+?) of the best: this one takes (?P<objective>.+?) a step, "
+        r"and none takes less than (?P<lower_bound>[^ ]+ [a-zµ]+)",
+        "best found": r"in the time given: (?P<objective>.+?) a step\. None takes less than "
+        r"(?P<lower_bound>.+?), so at most (?P<gap>.+?) is left",
+    }
+    match = re.search(forms[given["status"]], flat)
+    assert match, flat
+    for key, value in match.groupdict().items():
+        if value != "under 0.05 %":
+            shows(value, given[key])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_text_from_the_plan_file(name: str) -> None:
+    plan = PLANS[name]()
+    text, wanted = explain(plan), recomputed(json.loads(plan.dumps()))
+    lines = text.splitlines()
+    assert lines[0].endswith(
+        f"{wanted['stages']} stage{'s' * (wanted['stages'] > 1)} on {wanted['ranks']} "
+        f"rank{'s' * (wanted['ranks'] > 1)}, schedule {wanted['schedule']}"
+    )
+    check_tables(lines, wanted)
+    check_step(text, lines, wanted)
+    check_rejected(text, lines, wanted)
+    check_certificate(text, wanted)
+
+
+def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
+    """The plan's decisions as a choice of the problem beside it."""
+    options = []
+    for stage in plan.stages:
+        found = [
+            index
+            for index, option in enumerate(problem.options)
+            if (problem.pools[option.pool].name, option.data, option.zero, option.recompute)
+            == (stage.device, stage.data_parallel, stage.zero, stage.recompute)
+            and problem.layouts[option.layout].tensor == stage.tensor_parallel
+            and problem.layouts[option.layout].expert == stage.expert_parallel
+        ]
+        options.append(found[0])
+    return JointChoice(
+        microbatches=plan.microbatches, schedule=plan.schedule, options=tuple(options),
+        starts=tuple(sorted(first for s in plan.stages for first, _ in s.spans)),
+        virtual=plan.virtual,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_figures_from_the_costed_problem(seed: int) -> None:
+    case = joint_plans.solved(seed)
+    assert case is not None
+    problem, solution, plan = case
+    found = evaluate(problem, choice_of(problem, plan))
+    shown = explanation(plan)
+    assert found.feasible and shown.step.seconds == found.seconds == plan.certificate.objective
+    for one, stage in zip(shown.by_stage, found.stages, strict=True):
+        for mine, theirs in (("collective", "collective"), ("sync", "reduce"), ("tie", "tie"),
+                             ("gather", "gather"), ("transfer", "transfer"), ("forward", "forward"),
+                             ("backward", "backward"), ("optimizer", "optimizer")):  # fmt: skip
+            assert getattr(one, f"{mine}_seconds") == getattr(stage, f"{theirs}_seconds")
+        assert one.microbatch_seconds == pytest.approx(stage.seconds)
+        assert one.step_only_seconds == pytest.approx(stage.step_only_seconds)
+        assert one.total == stage.memory.total and one.limit == stage.memory_limit
+        assert one.in_flight == stage.in_flight
+    others = [c for c in solution.candidates if c != solution.choice]
+    for row, other in zip(shown.rejected, others, strict=False):
+        again = evaluate(problem, other)
+        assert (row.step_seconds or row.unfit_seconds) == again.seconds
+        assert (row.step_seconds is not None) == again.feasible
+        assert (row.stages, row.microbatches) == (len(other.options), other.microbatches)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_schedule_in_time(seed: int) -> None:
+    case = joint_plans.solved(seed)
+    assert case is not None
+    _, _, plan = case
+    given = plan.prediction
+    if given.method == "closed form":
+        assert plan.schedule not in ("gpipe", "1f1b")
+        assert given.simulated_seconds == given.step_seconds
+        return
+    ends = [0.0] * len(plan.stages)
+    for span in plan_timeline(plan).spans:
+        if span.lane == "compute":
+            ends[span.action.stage] = max(ends[span.action.stage], span.end)
+    wanted = max(
+        ends[e.stage] + e.sync_seconds + e.tie_seconds + e.optimizer_seconds for e in given.ranks
+    )
+    assert given.simulated_seconds == pytest.approx(wanted, rel=1e-12)
