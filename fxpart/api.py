@@ -14,7 +14,7 @@ from fxpart.annotations import annotations_of_batch, dump_annotations, whole_bat
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
-from fxpart.choosing import certificate, choose_degrees, costed, seats_of
+from fxpart.choosing import certificate, choose_degrees, costed, others, seats_of
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
@@ -41,7 +41,7 @@ _TRIES = 6  # meshes that are lowered and priced exactly, the best proposed firs
 _LARGE = 2000  # ops of a graph of which only the best proposal is
 
 if TYPE_CHECKING:
-    from fxpart.choosing import Chosen
+    from fxpart.choosing import Chosen, Proposal
     from fxpart.runtime.trainer import Trainer
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
@@ -271,25 +271,24 @@ def _solve(
         return Program(plan, request=request, annotations=annotations, **fields_of(parts))
     problem, provenance = costed(graph, captured, request, microbatches)
     chosen = choose_degrees(problem, provenance, request, progress=progress)
-    found: list[tuple[Plan, Parts]] = []
+    found: list[tuple[Plan, Parts, Proposal]] = []
     problems: list[Problem] = []
     tries = _TRIES if info.nodes <= _LARGE else 1
     for number, one in enumerate(chosen.proposals):
         if found and (number == tries or min(map(_seconds, found)) <= one.seconds):
             break
         fixed = with_mesh(request, one.mesh, one.zero)
-        seats = seats_of(one, request)
+        seats = seats_of(chosen, one, request)
         try:
-            found.append(
-                solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
-            )
+            made = solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
+            found.append((*made, one))
         except FxpartError as fault:
             problems += fault.problems
     if not found:
         raise FxpartError(problems)
-    plan, parts = min(found, key=_seconds)
+    plan, parts, one = min(found, key=_seconds)
     return Program(
-        with_proof(plan, chosen),
+        with_proof(plan, chosen, one),
         request=request,
         annotations=annotations,
         problem=problem,
@@ -297,15 +296,18 @@ def _solve(
     )
 
 
-def _seconds(made: tuple[Plan, Parts]) -> float:
+def _seconds(made: tuple[Plan, Parts, Proposal]) -> float:
     return made[0].prediction.step_seconds
 
 
-def with_proof(plan: Plan, chosen: Chosen) -> Plan:
+def with_proof(plan: Plan, chosen: Chosen, one: Proposal) -> Plan:
     """The plan with what is proven of the choice of its degrees, and what else was proposed."""
+    rejected, changes = others(chosen, one, plan)
     return msgspec.structs.replace(
         plan,
         degrees=certificate(chosen),
+        alternatives=rejected or plan.alternatives,
+        changes=changes,
         provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
     )
 

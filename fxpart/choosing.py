@@ -6,21 +6,23 @@ all of them can be compared in seconds. What it proposes is then lowered and pri
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
 from torch import fx
 
 from fxpart.errors import FxpartError, error
-from fxpart.plan import Certificate
+from fxpart.plan import Alternative, Certificate, Plan
+from fxpart.planned.rejected import Comparison
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
 from fxpart.requests import CUTS
 from fxpart.seating import Seats, order_of, seat
-from fxpart.solver.joint.objective import degrees, evaluate
+from fxpart.solver.joint.choices import Translation
+from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import (
     JointChoice,
@@ -45,12 +47,11 @@ _GROUPS = 24  # degrees up to which each is solved for by itself, so that each h
 class Proposal:
     """Degrees that every stage has: mesh is "dp=2,tp=2", "" where a stage is one rank.
 
-    choice: with all else, of ``problem``. seconds: what it takes by that problem.
+    choice: with all else, of the joint problem. seconds: what it takes by that problem.
     """
 
     mesh: str
     zero: int
-    problem: JointProblem
     choice: JointChoice
     seconds: float
 
@@ -59,8 +60,7 @@ class Proposal:
 class Chosen:
     """The joint problem with the user's wishes, what is proven of it, and meshes to price exactly.
 
-    solution: its choice belongs to the first proposal's problem. proposals: the best of each mesh,
-    by rising time.
+    proposals: the best of each mesh, by rising time.
     """
 
     problem: JointProblem
@@ -122,7 +122,6 @@ def choose_degrees(
     (torchrun has started them), with the number of stages that makes it.
     """
     wished = apply_wishes(problem, read_wishes(request.constraints))
-    limit = float(request.constraints.get("time_limit", 30.0))
     problems = list(_apart(wished, request.ranks))
     if not problems:
         raise error(
@@ -131,28 +130,43 @@ def choose_degrees(
             why="no number of stages and degrees that may be chosen makes so many ranks",
             fix=f"{len(request.cluster.devices)} ranks, a larger cluster, or fewer wishes",
         )
-    solutions = [
-        solve(one, time_limit=limit / len(problems), seed=request.seed, progress=progress)
-        for one in problems
+    solved = list(_solved(problems, request, progress))
+    found = [
+        proposal(wished, Translation(one, wished)(choice))
+        for one, solution in zip(problems, solved, strict=True)
+        for choice in solution.candidates
     ]
-    found = [(s.objective, i) for i, s in enumerate(solutions) if s.choice is not None]
     if not found:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
         raise FxpartError(explain_joint_infeasible(wished))
-    best = min(found)[1]
-    bound = min((s.bound for s in solutions if s.status != "infeasible"), default=inf)
-    rows = [
-        proposal(one, choice)
-        for one, solution in zip(problems, solutions, strict=True)
-        for choice in solution.candidates
-    ]
-    solution = solutions[best]
-    if len(problems) > 1:
-        solution = msgspec.structs.replace(
-            solution, bound=bound, status=_status(solution.objective, bound)
-        )
-    return Chosen(wished, provenance, solution, distinct(rows))
+    found.sort(key=lambda one: one.seconds)
+    bound = min(found[0].seconds, *(one.bound for one in solved if one.status != "infeasible"))
+    return Chosen(
+        problem=wished,
+        provenance=provenance,
+        solution=JointSolution(
+            status=_status(found[0].seconds, bound),
+            choice=found[0].choice,
+            objective=found[0].seconds,
+            bound=bound,
+            solver=solved[0].solver,
+            candidates=tuple(one.choice for one in found),
+        ),
+        proposals=distinct(found),
+    )
+
+
+def _solved(
+    problems: Sequence[JointProblem],
+    request: Request,
+    progress: Callable[[Progress], None] | None,
+) -> Iterable[JointSolution]:
+    """Each problem's answer, all within the request's time limit: what one leaves the next has."""
+    deadline = time.monotonic() + float(request.constraints.get("time_limit", 30.0))
+    for number, one in enumerate(problems):
+        left = max(0.0, deadline - time.monotonic()) / (len(problems) - number)
+        yield solve(one, time_limit=left, seed=request.seed, progress=progress)
 
 
 def _status(objective: float, bound: float) -> Status:
@@ -192,7 +206,6 @@ def proposal(problem: JointProblem, choice: JointChoice) -> Proposal:
     return Proposal(
         mesh=",".join(axes),
         zero=zero if data > 1 else 0,
-        problem=problem,
         choice=choice,
         seconds=evaluate(problem, choice).seconds,
     )
@@ -229,11 +242,32 @@ def certificate(chosen: Chosen) -> Certificate:
     )
 
 
-def seats_of(one: Proposal, request: Request) -> Seats:
+def seats_of(chosen: Chosen, one: Proposal, request: Request) -> Seats:
     """Which devices the proposal's stages take, and where they begin if the user said so."""
     fixed = any(request.constraints.get(key) for key in CUTS)
-    placement = seat(request.cluster, one.problem, one.choice)
+    placement = seat(request.cluster, chosen.problem, one.choice)
     return Seats(
         order=None if placement is None else order_of(request.cluster, placement),
         starts=one.choice.starts if fixed else None,
     )
+
+
+def others(
+    chosen: Chosen, one: Proposal, plan: Plan
+) -> tuple[tuple[Alternative, ...], tuple[Alternative, ...]]:
+    """What a plan of this proposal was chosen over: the best with other degrees, and changes of it.
+
+    They are priced block by block; their seconds are brought to the plan's by what the plan takes
+    over what its proposal was thought to take.
+    """
+    scorer = JointScorer(chosen.problem)
+    comparison = Comparison(scorer, one.choice, scorer.evaluate(one.choice))
+    factor = plan.prediction.step_seconds / one.seconds if one.seconds > 0 else 1.0
+
+    def scaled(row: Alternative) -> Alternative:
+        times = {name: getattr(row, name) for name in ("step_seconds", "unfit_seconds")}
+        known = {name: factor * value for name, value in times.items() if value is not None}
+        return msgspec.structs.replace(row, **known)
+
+    best = tuple(map(scaled, comparison.candidates(chosen.solution)))
+    return best, tuple(map(scaled, comparison.changes()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fxpart.errors import error
 from fxpart.plan import Plan
 from fxpart.solver.joint.changes import with_devices, with_links, with_memory, with_microbatches
+from fxpart.solver.joint.choices import Translation
 from fxpart.solver.joint.objective import JointEvaluation, degrees, evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
 from fxpart.solver.joint.wishes.apply import apply_wishes
@@ -151,7 +152,7 @@ def answer(
     chosen = choice_of(problem, plan)
     new = changed(problem, plan, change)
     try:
-        kept = evaluate(new, translated(problem, new, chosen))
+        kept = evaluate(new, Translation(problem, new)(chosen))
     except LookupError:
         kept = None
     solution = solve(new, time_limit=time_limit, seed=seed)
@@ -165,19 +166,6 @@ def answer(
         after=None if found is None else evaluate(new, found),
         was=decisions(problem, chosen),
         now=() if found is None else decisions(new, found),
-    )
-
-
-def translated(old: JointProblem, new: JointProblem, choice: JointChoice) -> JointChoice:
-    """The same decisions among the options of ``new``; LookupError where one is not there."""
-    where = {(degrees(new, i), o.pool): i for i, o in reversed(list(enumerate(new.options)))}
-    options = tuple(where[degrees(old, o), old.options[o].pool] for o in choice.options)
-    return JointChoice(
-        microbatches=choice.microbatches,
-        schedule=choice.schedule,
-        starts=choice.starts,
-        options=options,
-        virtual=choice.virtual,
     )
 
 
