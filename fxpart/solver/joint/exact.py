@@ -1,148 +1,218 @@
-"""The dynamic programme that counts devices: (stages to go, unit, devices left in each pool).
+"""The dynamic programme that counts devices: states (stages to go, unit, devices used by pool).
 
-Devices are counted in units of a size that divides what every stage takes, or in coarser ones:
-rounded up (what it finds fits) or down (what it proves holds).
+Only states that may still lead to a plan within a goal are kept, as sorted arrays: what comes
+before a state costs at least the least filling of its units, and at least their least price
+(:mod:`fxpart.solver.joint.multipliers`) less what the devices left are worth. Where even so there
+are too many, the most promising go on; the least estimate among the others bounds what is lost.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from math import gcd, inf, prod
-from typing import Literal
 
 import numpy as np
 
 from fxpart.solver.joint.dp import Branch, Costs, Stages
-from fxpart.solver.joint.stacked import Floats, Ints, Mask
+from fxpart.solver.joint.stacked import Floats, Ints
 from fxpart.solver.layers import OutOfTime
 
-_CROWDED = 4  # of so many rows in turn at least one is used: slices beat picking rows
+
+@dataclass(frozen=True)
+class Found:
+    """What a run found: no path costs less than ``bound``, ``path`` costs ``filling``.
+
+    path: None where there is none up to the goal; then the bound is infinite if none was dropped.
+    """
+
+    path: Stages | None
+    filling: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class _States:
+    """Sorted codes (unit * combinations of devices used + which), and the least filling of each."""
+
+    code: Ints
+    filling: Floats
+
+
+@dataclass(frozen=True)
+class _Arcs:
+    """Possible stages with some stages to go, sorted by the unit after them; ``start`` by unit."""
+
+    first: Ints
+    group: Ints
+    filling: Floats
+    start: Ints
+    bands: Floats  # (groups, units, widths)
 
 
 class Counted:
-    """Runs over one branch; ``exact`` if devices are counted to the last one."""
+    """Runs over one branch."""
 
-    def __init__(
-        self,
-        branch: Branch,
-        devices: Ints,
-        deadline: float,
-        *,
-        most: int = 2**62,
-        rounding: Literal["up", "down"] = "up",
-    ) -> None:
-        """most: states of devices; more are merged. deadline: a ``time.monotonic()`` value."""
+    def __init__(self, branch: Branch, devices: Ints, deadline: float) -> None:
+        """deadline: a ``time.monotonic()`` value, in seconds."""
         self.branch, self.deadline = branch, deadline
         entries = branch.entries
-        units, room = [], []
+        self._unit, self._room = [], []
         for pool, count in enumerate(devices.tolist()):
             sizes = entries.size[entries.pool == pool].tolist()
-            unit = gcd(*sizes) if sizes else count + 1
-            units.append(unit)
-            room.append(min(count // unit, branch.high * (max(sizes) // unit)) if sizes else 0)
-        self.exact = True
-        while prod(r + 1 for r in room) > most:
-            largest = int(np.argmax(room))
-            units[largest] *= 2
-            room[largest] = int(devices[largest]) // units[largest]
-            self.exact = False
-        self.room = tuple(room)
-        per = np.array(units, dtype=np.int64)[entries.pool]
-        self.taken = entries.size // per if rounding == "down" else -(-entries.size // per)
-        self.work = 0  # numbers combined so far
+            unit = gcd(*sizes) if sizes else 1
+            most = branch.high * max(sizes, default=0)
+            self._unit.append(unit)
+            self._room.append(min(count, most) // unit)
+        self._devices = devices.astype(np.float64)
+        while prod(r + 1 for r in self._room) > 2**62 // (branch.units + 1):
+            # many large pools: so few devices more or less are not told apart, a relaxation
+            largest = int(np.argmax(self._room))
+            self._unit[largest] *= 2
+            self._room[largest] = int(devices[largest]) // self._unit[largest]
+        shape = [r + 1 for r in self._room]
+        self._all = prod(shape)  # combinations of devices used
+        self._stride = [prod(shape[p + 1 :]) for p in range(len(shape))]
+        self._taken = entries.size // np.array(self._unit)[entries.pool]
+        self._shift = self._taken * np.array(self._stride)[entries.pool]
+        self.work = 0  # stages put before states so far
 
-    def run(self, costs: Costs, limit: float, *, longest: bool = False) -> list[Floats]:
-        """h[q][i, left...]: the least filling of q stages from unit i, in at most these devices.
+    def run(self, costs: Costs, goal: float, prices: Floats, most: int) -> Found:
+        """The least filling up to ``goal`` under the costs' threshold.
 
-        With ``longest`` the least longest load. What is over ``limit`` is left out. Raises
-        :class:`OutOfTime`.
+        prices: seconds a device, any (good ones leave few states); most: states kept of each
+        number of stages. Raises :class:`OutOfTime`.
         """
         branch = self.branch
-        shape = (branch.units + 1, *(r + 1 for r in self.room))
-        row = np.full(shape, inf)
-        row[branch.units] = 0.0
-        rows = [row]
-        alive = np.zeros(branch.units + 1, dtype=bool)
-        alive[branch.units] = True
+        code = np.array([branch.units * self._all], dtype=np.int64)
+        rows, dropped = [_States(code, np.zeros(1))], inf
+        ahead, arcs, level = np.zeros((2, 0)), None, -1
+        best, stages = inf, 0
         for q in range(1, branch.high + 1):
             if time.monotonic() > self.deadline:
                 raise OutOfTime
-            fresh = np.full(shape, inf)
-            for group in range(branch.groups):
-                self._extend(rows[-1], fresh, alive, self._band(costs, q, group), group, longest)
-            fresh[fresh > limit] = inf
-            rows.append(fresh)
-            alive = np.asarray((fresh < inf).reshape(branch.units + 1, -1).any(axis=1))
-            if not alive.any():
+            if arcs is None or costs.level(q) != level or branch.allowed(q) is not None:
+                arcs, level = self._arcs(costs, q), costs.level(q)
+            if q & (q - 1) == 0:  # stages before this one have at least as many in flight
+                ahead = self._ahead(costs, q, prices)
+            row, lost = self._extended(rows[-1], arcs, ahead, prices, min(goal, best), most)
+            dropped = min(dropped, lost)
+            rows.append(row)
+            if q >= branch.low:
+                whole = row.filling[row.code < self._all]
+                if len(whole) and float(whole.min()) < best:
+                    best, stages = float(whole.min()), q
+            if not len(row.code) or int(row.code[-1]) < self._all:
                 break
-        return rows
+        path = self._walk(costs, rows, stages) if best < inf else None
+        return Found(path, best, min(best, dropped))
 
-    def _band(self, costs: Costs, q: int, group: int) -> Floats:
-        allowed = self.branch.allowed(q)
-        band = costs.under(q)[group][self.branch.band]
-        return band if allowed is None else np.where(allowed, band, inf)
-
-    def _extend(
-        self, before: Floats, fresh: Floats, alive: Mask, band: Floats, group: int, longest: bool
-    ) -> None:
-        """Put a stage of one group before what ``before`` holds."""
+    def _arcs(self, costs: Costs, q: int) -> _Arcs:
         branch = self.branch
-        pool, taken = int(branch.entries.pool[group]), int(self.taken[group])
-        if taken > self.room[pool]:
-            return
-        before, fresh = np.moveaxis(before, pool + 1, -1), np.moveaxis(fresh, pool + 1, -1)
-        units = np.arange(branch.units)
-        for width in np.flatnonzero(np.isfinite(band).any(axis=0)).tolist():
-            rows = units[: branch.units - width]
-            rows = rows[np.isfinite(band[: len(rows), width]) & alive[width + 1 :][: len(rows)]]
-            if not len(rows):
-                continue
-            pick: slice | Ints = rows
-            behind: slice | Ints = rows + width + 1
-            a, z = int(rows[0]), int(rows[-1]) + 1
-            if (z - a) <= _CROWDED * len(rows):
-                pick, behind = slice(a, z), slice(a + width + 1, z + width + 1)
-            cost = band[pick, width].reshape(-1, *(1,) * len(self.room))
-            later = before[behind][..., : self.room[pool] + 1 - taken]
-            self.work += later.size
-            made = np.maximum(later, cost) if longest else later + cost
-            place = fresh[pick]  # a view if a slice, otherwise a copy
-            np.minimum(place[..., taken:], made, out=place[..., taken:])
-            if not isinstance(pick, slice):
-                fresh[pick] = place
+        bands = costs.under(q)[:, branch.band]
+        allowed = branch.allowed(q)
+        if allowed is not None:
+            bands = np.where(allowed, bands, inf)
+        group, first, width = np.nonzero(np.isfinite(bands))
+        after = first + width + 1
+        order = np.argsort(after, kind="stable")
+        start = np.searchsorted(after[order], np.arange(branch.units + 2))
+        filling = bands[group, first, width][order]
+        return _Arcs(first[order], group[order], filling, start, bands)
 
-    def best(self, rows: list[Floats]) -> tuple[int, float]:
-        """The number of stages with the least total, the smallest if equal, and that total."""
-        totals = [float(row[(0, *self.room)]) for row in rows[self.branch.low :]]
-        if not totals:
-            return self.branch.low, inf
-        stages = int(np.argmin(totals))
-        return self.branch.low + stages, totals[stages]
+    def _ahead(self, costs: Costs, q: int, prices: Floats) -> Floats:
+        """Least filling, and least filling and price, of the units before each, (2, units + 1)."""
+        branch = self.branch
+        table = costs.under(q)
+        each = prices[branch.entries.pool] * branch.entries.size
+        by_class = np.stack((table.min(axis=0), (table + each[:, None]).min(axis=0)))
+        bands = by_class[:, branch.band]
+        least = np.full((2, branch.units + branch.width + 1), inf)
+        least[:, 0] = 0.0
+        for unit in range(branch.units):
+            place = least[:, unit + 1 : unit + 1 + branch.width]
+            np.minimum(place, least[:, unit, None] + bands[:, unit], out=place)
+        least[1] -= float((prices * self._devices).sum())
+        return least[:, : branch.units + 1]
 
-    def walk(
-        self, costs: Costs, rows: list[Floats], stages: int, *, longest: bool = False
-    ) -> Stages:
-        """The best path of so many stages; of equal ones the earliest cuts, the first group."""
-        branch, left, unit = self.branch, list(self.room), 0
-        units, entries = [], []
+    def _extended(
+        self,
+        states: _States,
+        arcs: _Arcs,
+        ahead: Floats,
+        prices: Floats,
+        goal: float,
+        most: int,
+    ) -> tuple[_States, float]:
+        """Every possible stage before every state, the better of equal ones; the least dropped."""
+        unit, used = np.divmod(states.code, self._all)
+        count = arcs.start[unit + 1] - arcs.start[unit]
+        which = np.repeat(np.arange(len(unit)), count)
+        arc = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        arc += arcs.start[unit][which]
+        self.work += len(which)
+        group, first = arcs.group[arc], arcs.first[arc]
+        filling = states.filling[which] + arcs.filling[arc]
+        combined = used[which] + self._shift[group]
+        fits = np.ones(len(which), dtype=bool)
+        worth = np.zeros(len(which))
+        pool = self.branch.entries.pool[group]
+        for p, (stride, room, size) in enumerate(
+            zip(self._stride, self._room, self._unit, strict=True)
+        ):
+            before = used // stride % (room + 1)
+            taken = before[which] + np.where(pool == p, self._taken[group], 0)
+            fits &= taken <= room
+            if prices[p]:
+                worth += prices[p] * size * taken
+        # what is paid for all devices may be far larger than the rest: no rounding may lift this
+        rest = ahead[1][first] + worth - 1e-13 * float((prices * self._devices).sum())
+        estimate = (filling + np.maximum(ahead[0][first], rest)) * (1 - 1e-13)
+        fits &= estimate <= goal
+        code = (first * self._all + combined)[fits]
+        return _merged(code, filling[fits], estimate[fits], most)
+
+    def _walk(self, costs: Costs, rows: list[_States], stages: int) -> Stages:
+        """The best path of so many stages; of equal ones the first group, the earliest cuts."""
+        branch = self.branch
+        whole = rows[stages]
+        inside = np.flatnonzero(whole.code < self._all)
+        used = int(whole.code[inside[int(np.argmin(whole.filling[inside]))]])
+        unit, units, entries = 0, list[int](), list[int]()
         for q in range(stages, 0, -1):
-            best, choice = inf, (0, 0)
-            for group in range(branch.groups):
-                pool, taken = int(branch.entries.pool[group]), int(self.taken[group])
-                if taken > left[pool]:
-                    continue
-                state = [*left[:pool], left[pool] - taken, *left[pool + 1 :]]
-                later = rows[q - 1][(slice(unit + 1, unit + 1 + branch.width), *state)]
-                cost = self._band(costs, q, group)[unit][: len(later)]
-                total = np.maximum(cost, later) if longest else cost + later
-                width = int(np.argmin(total))
-                if total[width] < best:
-                    best, choice = float(total[width]), (group, width)
-            group, width = choice
-            cls = int(branch.band[unit, width])
+            bands = self._arcs(costs, q).bands[:, unit]
+            group, width = np.nonzero(np.isfinite(bands))
+            later = used - self._shift[group]
+            code = (unit + width + 1) * self._all + later
+            place = np.minimum(np.searchsorted(rows[q - 1].code, code), len(rows[q - 1].code) - 1)
+            there = (rows[q - 1].code[place] == code) & self._within(used, group)
+            total = np.where(there, rows[q - 1].filling[place] + bands[group, width], inf)
+            chosen = int(np.argmin(total))
+            assert total[chosen] < inf, "the walk left the table"
+            cls = int(branch.band[unit, width[chosen]])
             units.append(unit)
-            entries.append(costs.entry(q, group, cls))
-            left[int(branch.entries.pool[group])] -= int(self.taken[group])
-            unit += width + 1
-        assert unit == branch.units, "the walk left the table"
+            entries.append(costs.entry(q, int(group[chosen]), cls))
+            used = int(later[chosen])
+            unit += int(width[chosen]) + 1
         return Stages(tuple(units), tuple(entries))
+
+    def _within(self, used: int, group: Ints) -> Ints:
+        """Whether so many devices are used that a stage of the group can be one of the stages."""
+        pool = self.branch.entries.pool[group]
+        have = np.array(
+            [used // s % (r + 1) for s, r in zip(self._stride, self._room, strict=True)]
+        )
+        return np.asarray(have[pool] >= self._taken[group])
+
+
+def _merged(code: Ints, filling: Floats, estimate: Floats, most: int) -> tuple[_States, float]:
+    """One state for each code, at most so many, and the least estimate of those left out."""
+    order = np.lexsort((filling, code))
+    code, filling, estimate = code[order], filling[order], estimate[order]
+    fresh = np.flatnonzero(np.diff(code, prepend=-1))
+    code, filling, estimate = code[fresh], filling[fresh], estimate[fresh]
+    if len(code) <= most:
+        return _States(code, filling), inf
+    ranked = np.argsort(estimate, kind="stable")
+    kept = np.sort(ranked[:most])
+    return _States(code[kept], filling[kept]), float(estimate[ranked[most]])

@@ -30,9 +30,10 @@ from fxpart.solver.layers import OutOfTime
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
 _QUICK = 2e-3  # gap that is left to the counting of devices
-_COARSE = (48, 300)  # states of devices in a first look for plans
-_WORK = 1_500_000_000  # numbers that may be combined in counting devices, all in all
-_NUMBERS = 2**24  # of a table; states of devices are merged to keep to it, which is a relaxation
+_LOOKS = 4  # thresholds under which plans are looked for before anything is proven
+_SKETCH = 300  # states of each number of stages kept in that
+_MOST = 50_000  # and in a proof
+_WORK = 20_000_000  # stages put before states in proofs, all in all
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,10 @@ class Scope:
 class Opened:
     """A scope with its tables."""
 
-    def __init__(self, scope: Scope, branch: Branch, prices: Multipliers, best: float) -> None:
-        """best: the step time that its entries may reach."""
-        self.scope, self.branch, self.prices, self.best = scope, branch, prices, best
+    def __init__(self, scope: Scope, branch: Branch, prices: Multipliers, counted: Counted) -> None:
+        """prices, counted: the two ways to bound its fillings."""
+        self.scope, self.branch, self.prices, self.counted = scope, branch, prices, counted
         self.loads: Floats = np.unique(branch.entries.load)
-        self.counted: Counted | None = None
 
     def first(self, low: float) -> float:
         """The least load from ``low``."""
@@ -199,30 +199,27 @@ class JointSearch:
         def found(stages: Stages) -> float:
             return self.record.add(branch.choice(stages))
 
-        return Opened(scope, branch, Multipliers(branch, self.stacked.devices, found, scale), best)
+        devices = self.stacked.devices
+        counted = Counted(branch, devices, self.deadline)
+        return Opened(scope, branch, Multipliers(branch, devices, found, scale), counted)
 
     def _sketch(self, opened: Opened, total: float) -> None:
-        """A first look for plans, devices counted coarsely: the threshold halved a few times."""
-        low = opened.first(0.0)
-        for most in _COARSE:
-            counted = Counted(opened.branch, self.stacked.devices, self.deadline, most=most)
-            high = self._target(_QUICK) - total
-            for _ in range(4):
-                load = self._look(opened, counted, high)
-                if load <= low or counted.exact:
-                    break
-                high = (low + load) / 2 if load < inf else (high + self._target(0.0) - total) / 2
+        """A first look for plans, at few states: the threshold halved a few times."""
+        low, high = opened.first(0.0), self._target(_QUICK) - total
+        for _ in range(_LOOKS):
+            load = self._look(opened, high)
+            if load <= low:
+                break
+            high = (low + load) / 2 if load < inf else (high + self._target(0.0) - total) / 2
 
-    def _look(self, opened: Opened, counted: Counted, threshold: float) -> float:
-        """The longest load of the best path under a threshold, which is recorded."""
-        costs = Costs(opened.branch, threshold)
-        rows = counted.run(costs, self.record.seconds)
-        stages, total = counted.best(rows)
-        if total == inf:
+    def _look(self, opened: Opened, threshold: float) -> float:
+        """The longest load of a good path under a threshold, which is recorded."""
+        costs, goal = Costs(opened.branch, threshold), self.record.seconds - opened.first(0.0)
+        found = opened.counted.run(costs, goal, opened.prices.prices, _SKETCH)
+        if found.path is None:
             return inf
-        path = counted.walk(costs, rows, stages)
-        self.record.add(opened.branch.choice(path))
-        return float(opened.branch.entries.load[list(path.entries)].max())
+        self.record.add(opened.branch.choice(found.path))
+        return float(opened.branch.entries.load[list(found.path.entries)].max())
 
     def _halve(self, span: _Span) -> bool:
         """Bound the lower half by prices and keep what may still win; False: it has no halves."""
@@ -230,7 +227,7 @@ class JointSearch:
         assert opened is not None
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
-            self._settled = min(self._settled, self.record.seconds)
+            self._settled = min(self._settled, self._target(0.0))
             return True
         middle = opened.last((span.first + last) / 2)
         if middle < span.first or middle >= last:
@@ -284,47 +281,35 @@ class JointSearch:
         assert opened is not None
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
-            self._settled = min(self._settled, self.record.seconds)
+            self._settled = min(self._settled, self._target(0.0))
             return True
         threshold = last
         if span.counted:
             threshold = max(opened.last((span.first + last) / 2), span.first)
-        if opened.counted is None:
-            rows = (self.runs.units + 1) * min(opened.branch.high, 64)
-            opened.counted = Counted(
-                opened.branch,
-                self.stacked.devices,
-                self.deadline,
-                most=max(64, _NUMBERS // rows),
-                rounding="down",
-            )
         if self._work <= 0:
             return False
-        counted = opened.counted
-        costs, done = Costs(opened.branch, threshold), counted.work
-        found = counted.run(costs, self._target(0.0) - span.first)
-        self._work -= counted.work - done
-        stages, total = counted.best(found)
-        below = threshold
-        if total < inf:
-            path = counted.walk(costs, found, stages)
-            load = float(opened.branch.entries.load[list(path.entries)].max())
-            used = opened.branch.used(path, len(self.stacked.devices))
-            if (used <= self.stacked.devices).all():
+        done, goal = opened.counted.work, self._target(0.0) - span.first
+        costs = Costs(opened.branch, threshold)
+        found = opened.counted.run(costs, goal, opened.prices.prices, _MOST)
+        self._work -= opened.counted.work - done
+        total, below = max(span.total, found.bound), threshold
+        if found.path is not None:
+            self.record.add(opened.branch.choice(found.path))
+            load = float(opened.branch.entries.load[list(found.path.entries)].max())
+            if found.bound == found.filling:
                 # no plan with a load from this one's to the threshold is better
-                self._settled = min(self._settled, total + load)
-                self.record.add(opened.branch.choice(path))
+                self._settled = min(self._settled, found.filling + load)
                 below = opened.last(float(np.nextafter(load, -inf)))
-            elif span.first == threshold:
-                span.bound = max(span.bound, span.first + total)
-                return span.bound >= self._target(0.0)
-            if below >= span.first:
-                self._push(
-                    span.first + total, span.scope, opened, span.first, below, total, counted=True
-                )
+        elif found.bound == inf:
+            self._settled = min(self._settled, goal + span.first)
+            below = -inf
+        if below >= span.first == threshold:
+            span.bound = max(span.bound, span.first + total)
+            return span.bound >= self._target(0.0)
+        scope, first = span.scope, span.first
+        if below >= first:
+            self._push(first + total, scope, opened, first, below, total, counted=True)
         if threshold < last:
             after = opened.after(threshold)
-            self._push(
-                after + span.total, span.scope, opened, after, last, span.total, counted=True
-            )
+            self._push(after + span.total, scope, opened, after, last, span.total, counted=True)
         return True
