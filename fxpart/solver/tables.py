@@ -183,15 +183,16 @@ class VariantTables:
             problem = self.tables.problem
             types = sorted({problem.devices[k].type for k in kinds})
             groups = [[k for k in kinds if problem.devices[k].type == kind] for kind in types]
-            table = self._of_kind(_kind(problem, groups[0]))
+            table = self.of_kind(_kind(problem, groups[0]))
             for group in groups[1:]:
-                table = table.joined(self._of_kind(_kind(problem, group)))
+                table = table.joined(self.of_kind(_kind(problem, group)))
             self.tables.make_room()
             self._stages[kinds] = table
             self.tables.kept_tables.append((self._stages, kinds))
         return self._stages[kinds]
 
-    def _of_kind(self, kind: Kind) -> StageTable:
+    def of_kind(self, kind: Kind) -> StageTable:
+        """The table of stages on a device of this type, memory and links."""
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
