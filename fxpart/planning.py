@@ -81,7 +81,6 @@ def make_plan(
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
-    variant = problem.variants[choice.variant]
     evaluation = evaluate(problem, choice)
     edges = edges_of(spec)
     mesh = Mesh() if shared is None else shared.mesh
@@ -89,11 +88,7 @@ def make_plan(
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
     count = len(choice.starts) * mesh.size
     taken = tuple(order[:count]) or tuple(range(count))
-    rank_of = {device: rank for rank, device in enumerate(sorted(taken))}
-    ranks = [
-        tuple(rank_of[device] for device in taken[first : first + mesh.size])
-        for first in range(0, count, mesh.size)
-    ]
+    ranks = _ranks_of(taken, mesh.size)
     return Plan(
         model=model,
         cluster=cluster,
@@ -116,7 +111,7 @@ def make_plan(
         ),
         ties=_ties(spec),
         batch_size=batch_size,
-        microbatches=variant.microbatches,
+        microbatches=problem.variants[choice.variant].microbatches,
         schedule=choice.schedule,
         optimizer=optimizer,
         seed=spec.seed,
@@ -129,6 +124,13 @@ def make_plan(
         sharding=None if shared is None else shared.sharding,
         devices=() if max(taken) < count else tuple(sorted(taken)),
     )
+
+
+def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
+    """By stage and lane the rank of its device: ranks follow the devices' own order."""
+    rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
+    ranks = [rank_of[device] for device in devices]
+    return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
 
 
 def _zero(shared: Shared | None) -> Literal[0, 1, 2, 3]:
