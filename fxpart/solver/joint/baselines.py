@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import fsum, inf
 
 import numpy as np
 
@@ -109,31 +109,54 @@ def _best(
     """The best choice with one group's options on all stages."""
     tables = IntervalTables(problem)
     best, least = None, inf
-    for group in groups:
-        for m in problem.microbatches:
-            found = {i: c for i in group if (c := tables.costs(i, m)) is not None}
-            for options in _sequences(problem, list(found)):
-                cuts = starts(len(options))
-                if cuts is None:
-                    continue
-                for choice, seconds in _priced(problem, found, m, cuts, options):
-                    if seconds < least * (1 - 1e-12):
-                        judged = tables.scorer.evaluate(choice)
-                        if judged.feasible and judged.seconds < least:
-                            best, least = choice, judged.seconds
+    cells = sorted(
+        (_bound(tables, group, m), g, m)
+        for g, group in enumerate(groups)
+        for m in problem.microbatches
+    )
+    for bound, g, m in cells:
+        if bound >= least:
+            break
+        costs = {i: c for i in groups[g] if (c := tables.costs(i, m)) is not None}
+        for options in _sequences(problem, list(costs)):
+            cuts = starts(len(options))
+            for choice, seconds in _priced(problem, costs, m, cuts, options) if cuts else ():
+                if seconds < least * (1 - 1e-12):
+                    judged = tables.scorer.evaluate(choice)
+                    if judged.feasible and judged.seconds < least:
+                        best, least = choice, judged.seconds
     return best
+
+
+def _bound(tables: IntervalTables, group: Sequence[int], microbatches: int) -> float:
+    """Seconds that no choice of a group goes below: its work evenly on all of its stages."""
+    problem = tables.problem
+    found = (tables.scorer.work(problem.options[i], microbatches) for i in group)
+    works = [work for work in found if work is not None]
+    total = fsum(
+        min((work.forward[k] + work.backward[k] for work in works), default=inf)
+        for k in problem.kinds
+    )
+    room = sum(_room(problem, i) for i in group)
+    if not works or not room:
+        return inf
+    stages = min(room, problem.max_stages)
+    shares = {fill(s) for s in problem.schedules if s != "interleaved"} or {0.0}
+    return min((microbatches - share) * total / stages + share * total for share in shares)
+
+
+def _room(problem: JointProblem, index: int) -> int:
+    """Stages with this option that its pool has devices for."""
+    option = problem.options[index]
+    return problem.pools[option.pool].devices // ranks(problem, option)
 
 
 def _sequences(problem: JointProblem, group: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Options by stage: pools one after the other, each in full before the next."""
-    room = {}
-    for index in group:
-        option = problem.options[index]
-        room[index] = problem.pools[option.pool].devices // ranks(problem, option)
     several = [tuple(group), tuple(reversed(group))] if len(group) > 1 else []
     seen: set[tuple[int, ...]] = set()
     for order in [*((index,) for index in group), *several]:
-        full = [index for index in order for _ in range(room[index])]
+        full = [index for index in order for _ in range(_room(problem, index))]
         for stages in range(problem.min_stages, min(problem.max_stages, len(full)) + 1):
             one = tuple(full[:stages])
             if one and one not in seen:

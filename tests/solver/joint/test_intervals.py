@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from joint_oracle import wished_problem
-from joint_problems import random_problem, transformer
+from joint_problems import random_problem, rich_problem, transformer
 
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.problem import JointProblem
@@ -45,8 +44,8 @@ def test_every_entry_is_the_scorers() -> None:
 
 
 def test_experts_too() -> None:
-    problems = [wished_problem(seed) for seed in range(60)]
-    with_experts = [p for p in problems if p.layouts[0].experts is not None]
+    problems = [rich_problem(seed) for seed in range(60)]
+    with_experts = [p for p in problems if any(x.experts is not None for x in p.layouts)]
     assert len(with_experts) > 5
     assert sum(agree(problem) for problem in with_experts) > 500
 
