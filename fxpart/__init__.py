@@ -15,7 +15,7 @@ from fxpart._version import __version__
 if TYPE_CHECKING:
     from fxpart import capture
     from fxpart.annotations import annotate
-    from fxpart.api import Program, compile
+    from fxpart.api import Program, compile, propose
     from fxpart.cluster import Cluster, Device, Link
     from fxpart.errors import FxpartError, Problem
     from fxpart.plan import Plan
@@ -39,6 +39,7 @@ _LAZY = {
     "annotate": "fxpart.annotations",
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
+    "propose": "fxpart.api",
 }
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "annotate",
     "capture",
     "compile",
+    "propose",
 ]
 
 

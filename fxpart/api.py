@@ -10,31 +10,33 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import fx, nn
 
-from fxpart.annotations import annotations_of_batch, dump_annotations, whole_batch, whole_model
-from fxpart.annotations.entries import merged
-from fxpart.capture import Captured, capture
-from fxpart.capture.batch import assemble
-from fxpart.choosing import certificate, choose_degrees, costed, others, seats_of
+from fxpart.annotations import dump_annotations
+from fxpart.capture import Captured
+from fxpart.choosing import (
+    best_of_all,
+    certificate,
+    choose_degrees,
+    costed,
+    others,
+    seats_of,
+)
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, solve_exactly
-from fxpart.passes import PREPARE
-from fxpart.pipeline import PassManager
-from fxpart.plan import Plan, PlanModel
-from fxpart.planning import model_info
+from fxpart.front import Asked, Front, make_front
+from fxpart.plan import Plan
+from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import (
-    DATA_AXIS,
     Request,
-    check_counts,
-    find_cluster,
+    check_trainable,
     make_request,
     with_mesh,
 )
 from fxpart.schedule.action import Schedule
-from fxpart.sharded.decide import find_annotations, given_annotations
+from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 
 _TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
@@ -88,31 +90,72 @@ def compile(
     plan, FXP4xx for the cluster.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    check_counts(batch_size, microbatches)
-    request = make_request(
-        find_cluster(cluster, chosen), optimizer, cost_model, constraints or {}, seed
-    )
-    model, given = whole_model(model), (example_inputs, example_kwargs)
-    captured = _capture(
+    front = make_front(
         model,
-        whole_batch(example_inputs),
-        whole_batch(example_kwargs),
-        microbatches=microbatches if chosen is None else chosen.microbatches,
-        request=request,
-        loss=loss,
-        batch_size=batch_size if chosen is None else chosen.batch_size,
-        batch_dims=batch_dims,
+        cluster,
+        chosen,
+        (example_inputs, example_kwargs),
+        Asked(batch_size, microbatches, optimizer, cost_model, constraints or {}, seed),
+        {"loss": loss, "batch_dims": batch_dims},
     )
-    granularity = str(request.constraints.get("granularity", "block"))
     if chosen is not None:
-        granularity = str(chosen.constraints.get("granularity", "block"))
-    graph = PassManager().run(_prepare(granularity), captured.graph)
-    info = model_info(captured, graph)
-    if chosen is not None:
-        parts = apply_plan(captured, graph, info, chosen)
-        return Program(chosen, request=request, **fields_of(parts))
-    said = _annotations(model, request, captured, given) if request.sharded or request.open else {}
-    return _solve(request, captured, graph, info, microbatches, said, progress)
+        if chosen.runnable:
+            raise FxpartError(
+                Problem("FXP306", f"plan for {chosen.model.name}", why, _RUNNABLE)
+                for why in chosen.runnable
+            )
+        parts = apply_plan(front.captured, front.graph, front.info, chosen)
+        return Program(chosen, request=front.request, **fields_of(parts))
+    check_trainable(front.request)
+    return _solve(front, microbatches, progress)
+
+
+def propose(
+    model: nn.Module,
+    cluster: Cluster | str | Path = "auto",
+    *,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    optimizer: Any = None,
+    cost_model: str = "auto",
+    constraints: Mapping[str, int | float | str | bool] | None = None,
+    seed: int = 0,
+    batch_dims: Mapping[str, int | None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Proposed:
+    """The best plan of all that the planner knows, also those that this version does not train.
+
+    Beyond what :func:`compile` chooses from, stages may differ in their degrees and recompute, and
+    ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). Nothing is
+    lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
+    """
+    front = make_front(
+        model,
+        cluster,
+        None,
+        (example_inputs, example_kwargs),
+        Asked(batch_size, microbatches, optimizer, cost_model, constraints or {}, seed),
+        {"loss": loss, "batch_dims": batch_dims},
+    )
+    problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
+    plan = best_of_all(
+        problem, provenance, front.request, front.captured, front.graph, front.info, progress
+    )
+    return Proposed(plan, problem)
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """A plan, and the costed problem that it was chosen from."""
+
+    plan: Plan
+    problem: JointProblem
+
+
+_RUNNABLE = "plan without --space all (fxpart.compile instead of propose), or change this decision"
 
 
 @dataclass(frozen=True)
@@ -190,8 +233,10 @@ class Program:
             checked["granularity"] = self.plan.constraints["granularity"]
         chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
+        check_trainable(request)
         said = {**self.annotations, **given_annotations(request)}
-        return _solve(request, self.captured, self.prepared, self.plan.model, microbatches, said)
+        front = Front(request, self.captured, self.prepared, self.plan.model, said)
+        return _solve(front, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """Every stage's actions with transfers, for the plan's or another number of microbatches.
@@ -257,15 +302,13 @@ class Program:
 
 
 def _solve(
-    request: Request,
-    captured: Captured,
-    graph: fx.GraphModule,
-    info: PlanModel,
+    front: Front,
     microbatches: int | None,
-    annotations: Mapping[str, str],
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """The program with the least step time: on the given mesh, or on the best of those proposed."""
+    request, captured, graph = front.request, front.captured, front.graph
+    info, annotations = front.info, front.annotations
     if not request.open:
         plan, parts = solve_exactly(request, captured, graph, info, microbatches, annotations)
         return Program(plan, request=request, annotations=annotations, **fields_of(parts))
@@ -310,58 +353,3 @@ def with_proof(plan: Plan, chosen: Chosen, one: Proposal) -> Plan:
         changes=changes,
         provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
     )
-
-
-def _prepare(granularity: str) -> str:
-    """The pipeline from captured to annotated."""
-    if granularity == "block":
-        return PREPARE
-    return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
-
-
-def _annotations(
-    model: nn.Module, request: Request, captured: Captured, given: tuple[Any, Any]
-) -> dict[str, str]:
-    """All that a user said: on the model, in the constraint, and with DTensors as inputs."""
-    said = find_annotations(model, request)
-    if all(part is None for part in given):
-        return said
-    paths = {item.name: item.path for item in captured.inputs}
-    return merged(said, annotations_of_batch(paths, assemble(*given)))
-
-
-def _capture(
-    model: nn.Module,
-    inputs: Any,
-    kwargs: Mapping[str, Any] | None,
-    *,
-    microbatches: int | None,
-    request: Request,
-    **options: Any,
-) -> Captured:
-    """Capture; where the batch cannot be symbolic, at the size of one microbatch.
-
-    Without a wish that size is a divisor of the batch that makes about two microbatches a stage,
-    each of which the ranks of the data axis can share.
-    """
-    captured = capture(model, inputs, kwargs, **options)
-    if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
-        return captured
-    batch = captured.batch_size
-    count = microbatches
-    if count is None:
-        shares = dict(request.mesh.axes).get(DATA_AXIS, 1)
-        most = min(batch, 2 * len(request.cluster.devices) // request.mesh.size)
-        divides = [m for m in range(1, most + 1) if batch % m == 0]
-        count = max((m for m in divides if batch // m % shares == 0), default=1)
-    if batch % count:
-        raise error(
-            "FXP109",
-            where=f"microbatches={count}",
-            why=f"the model can only be captured at a fixed size, and {count} does not divide the "
-            f"batch of {batch}",
-            fix="choose a number that divides the batch",
-        )
-    if count == 1:
-        return captured
-    return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)

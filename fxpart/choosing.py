@@ -15,10 +15,13 @@ import msgspec
 from torch import fx
 
 from fxpart.errors import FxpartError, error
-from fxpart.plan import Alternative, Certificate, Plan
+from fxpart.optimizers import choose
+from fxpart.plan import Alternative, Certificate, Plan, PlanModel
 from fxpart.planned.rejected import Comparison
+from fxpart.planning_joint import make_joint_plan
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
+from fxpart.pricing.weights import trained_names, weights
 from fxpart.requests import CUTS
 from fxpart.seating import Seats, order_of, seat
 from fxpart.solver.joint.choices import Translation
@@ -271,3 +274,41 @@ def others(
 
     best = tuple(map(scaled, comparison.candidates(chosen.solution)))
     return best, tuple(map(scaled, comparison.changes()))
+
+
+def best_of_all(
+    problem: JointProblem,
+    provenance: dict[str, str],
+    request: Request,
+    captured: Captured,
+    graph: fx.GraphModule,
+    info: PlanModel,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The plan of the joint problem's best choice, whoever can train it. FXP2xx as for compile."""
+    wished = apply_wishes(problem, read_wishes(request.constraints))
+    limit = float(request.constraints.get("time_limit", 30.0))
+    solver = str(request.constraints.get("solver", "auto"))
+    solution = solve(wished, time_limit=limit, seed=request.seed, solver=solver, progress=progress)
+    if solution.choice is None:
+        from fxpart.solver.joint.infeasible import explain_joint_infeasible
+
+        raise FxpartError(explain_joint_infeasible(wished))
+    placement = seat(request.cluster, wished, solution.choice)
+    optimizer = choose(request.optimizer)
+    elements = [0] * len(problem.blocks)
+    for weight in weights(graph.graph, captured, trained_names(captured), optimizer):
+        elements[weight.blocks[0]] += captured.state[weight.name].numel()
+    return make_joint_plan(
+        info,
+        request.cluster,
+        wished,
+        solution,
+        batch_size=captured.batch_size,
+        optimizer=optimizer.name,
+        seed=request.seed,
+        provenance=provenance,
+        constraints=request.constraints,
+        placed=None if placement is None else placement.ranks,
+        parameters=elements,
+    )

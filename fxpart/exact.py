@@ -72,7 +72,7 @@ def solve_exactly(
         batch_size=captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=(str(request.constraints.get("schedule", "1f1b")),),
+        schedules=tuple(str(request.constraints.get("schedule", "1f1b")).split(",")),
         min_stages=request.stages[0],
         max_stages=request.stages[1],
         sharing=sharing,

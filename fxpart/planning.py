@@ -133,6 +133,13 @@ def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
 
 
+def _ranks_on(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
+    """Ranks by stage: each is the number of its device among those that are used, in order."""
+    rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
+    ranks = [rank_of[device] for device in devices]
+    return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
+
+
 def _zero(shared: Shared | None) -> Literal[0, 1, 2, 3]:
     """ZeRO's level, the same for all stages."""
     level = 0 if shared is None else shared.sharding.zero

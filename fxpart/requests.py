@@ -20,7 +20,6 @@ Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 # The kind of each constraint, and the words to choose from.
 ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "stages": (int, ()),
-    "schedule": (str, ("1f1b", "gpipe")),
     "granularity": (str, ("block", "op")),
     "solver": (str, ("auto", "dp", "cp-sat", "brute")),
     "time_limit": (float, ()),
@@ -38,6 +37,7 @@ SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
 WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
+TRAINED = ("1f1b", "gpipe")  # the schedules that this version's runtime knows
 DATA_AXIS = "dp"
 ONE_LANE = "none"  # as a mesh: every stage is one rank
 
@@ -117,6 +117,19 @@ def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None)
         stages=(1, most) if wish is None else (int(wish), int(wish)),
         open=False,
     )
+
+
+def check_trainable(request: Request) -> None:
+    """The schedules asked for can be run; FXP109 naming those that cannot."""
+    wanted = str(request.constraints.get("schedule", TRAINED[0])).split(",")
+    wrong = [name.strip() for name in wanted if name.strip() not in TRAINED]
+    if wrong:
+        raise error(
+            "FXP109",
+            where=f"schedule={request.constraints['schedule']}",
+            why=f"{wrong[0]} can be planned (fxpart plan --space all), but not trained yet",
+            fix=" or ".join(TRAINED),
+        )
 
 
 def check_counts(batch_size: int | None, microbatches: int | None) -> None:

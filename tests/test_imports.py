@@ -18,7 +18,7 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("report", "api"),
-    ("verify", "running", "exact", "choosing", "whatif"),
+    ("verify", "running", "front", "exact", "choosing", "whatif"),
     ("sharded", "rounding"),
     ("planning", "price", "seating"),
     ("planning_joint",),

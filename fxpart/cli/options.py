@@ -13,7 +13,7 @@ from fxpart.cli import output
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.api import Program
+    from fxpart.api import Program, Proposed
     from fxpart.target import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -84,27 +84,35 @@ class Request:
         stages = f"stages={ranks // lanes}"
         return replace(self, cluster=cluster, constraint=(*items, stages))
 
+    def propose(self, workload: Workload) -> Proposed:
+        """The best plan of all that the planner knows, trainable or not."""
+        from fxpart.api import propose
+
+        with output.watched(f"planning {self.target}") as progress:
+            return propose(**self._arguments(workload), progress=progress)
+
+    def _arguments(self, workload: Workload) -> dict[str, Any]:
+        return {
+            "model": workload.model,
+            "cluster": self.cluster,
+            "example_inputs": workload.example,
+            "example_kwargs": workload.example_kwargs,
+            "loss": workload.loss,
+            "batch_size": self.batch_size or workload.batch_size,
+            "microbatches": self.microbatches,
+            "optimizer": self.optimizer or workload.optimizer,
+            "cost_model": self.cost_model,
+            "constraints": self.constraints,
+            "seed": self.seed,
+        }
+
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
         """The workload, compiled as the options say; quiet: without a word meanwhile."""
         from fxpart.api import compile
 
         doing = f"{'applying the plan to' if self.plan else 'planning'} {self.target}"
         with nullcontext(output.ignore) if quiet else output.watched(doing) as progress:
-            return compile(
-                workload.model,
-                self.cluster,
-                example_inputs=workload.example,
-                example_kwargs=workload.example_kwargs,
-                loss=workload.loss,
-                batch_size=self.batch_size or workload.batch_size,
-                microbatches=self.microbatches,
-                optimizer=self.optimizer or workload.optimizer,
-                cost_model=self.cost_model,
-                plan=self.plan,
-                constraints=self.constraints,
-                seed=self.seed,
-                progress=progress,
-            )
+            return compile(**self._arguments(workload), plan=self.plan, progress=progress)
 
 
 def compile_options(command: Command) -> Command:

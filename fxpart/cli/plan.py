@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
 from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.plan import Plan
+    from fxpart.solver.joint.problem import JointProblem
 
 
 @click.command()
@@ -18,28 +22,50 @@ from fxpart.errors import error
     "--dump-annotations", "dump", type=click.Path(),
     help="Write the completed annotations, TOML or JSON by the suffix.",
 )  # fmt: skip
+@click.option(
+    "--space",
+    type=click.Choice(["trainable", "all"]),
+    default="trainable",
+    show_default=True,
+    help="all: also stages that differ, recompute and schedules that cannot be trained yet.",
+)
 @json_option
-def command(path: str | None, dump: str | None, as_json: bool, **options: Any) -> int:
-    """Capture TARGET, choose its partition on the cluster, and write the plan."""
-    from fxpart.report.explain import explain
-    from fxpart.solver.joint.archive import beside, save
+def command(path: str | None, dump: str | None, space: str, as_json: bool, **options: Any) -> int:
+    """Capture TARGET, choose its partition on the cluster, and write the plan.
 
+    With -o plan.json the costed problem is written beside it, as plan.problem.json.
+    """
     request = Request(**options)
     if dump is not None and not dump.endswith((".toml", ".json")):
         fix = "give a file that ends in .toml or .json"
         raise error("FXP109", where=f"--dump-annotations {dump}", why="what format?", fix=fix)
+    if space == "all":
+        if dump is not None:
+            why = "with --space all no placement of an op is worked out"
+            raise error("FXP109", where="--dump-annotations", why=why, fix="leave one of them out")
+        proposed = request.propose(request.workload())
+        _write(proposed.plan, proposed.problem, path, as_json)
+        return 0
     program = request.compile(request.workload())
-    plan = program.plan
     if dump is not None:
         from fxpart.cli.report import write
 
         write(dump, program.completed_annotations(dump[-5:]))
         output.note(f"wrote {dump}")
+    _write(program.plan, program.costed() if path is not None else None, path, as_json)
+    return 0
+
+
+def _write(plan: Plan, problem: JointProblem | None, path: str | None, as_json: bool) -> None:
+    """The plan and its problem to files, or the plan to stdout; the explanation beside it."""
+    from fxpart.report.explain import explain
+    from fxpart.solver.joint.archive import beside, save
+
     if path is not None:
+        assert problem is not None, "it is costed where it is written"
         plan.dump(path)
-        save(program.costed(), beside(path))
+        save(problem, beside(path))
         output.note(f"wrote {path} and {beside(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))
     (output.note if as_json or path is None else output.text)(explain(plan).rstrip("\n"))
-    return 0

@@ -102,10 +102,8 @@ def _lines(found: Answer) -> list[str]:
     lines.append(f"planned again  {beside(found.after.seconds)}, {proof}")
     if found.was == found.now:
         return [*lines, "               the same decisions"]
-    for old, new in zip((*found.was, *[""] * len(found.now)), found.now, strict=False):
-        lines.append(
-            f"               {new}" if old in ("", new) else f"               {new}  (was {old})"
-        )
+    lines += [f"{'':<15}{row}" for row in found.now]
+    lines += [f"{'instead of' if not i else '':<15}{row}" for i, row in enumerate(found.was)]
     return lines
 
 

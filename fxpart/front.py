@@ -1,0 +1,141 @@
+"""From a model and arguments to a captured graph with blocks: what planning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
+from fxpart.annotations.entries import merged
+from fxpart.capture import Captured, capture
+from fxpart.capture.batch import assemble
+from fxpart.cluster import Cluster
+from fxpart.errors import error
+from fxpart.passes import PREPARE
+from fxpart.pipeline import PassManager
+from fxpart.plan import Plan, PlanModel
+from fxpart.planning import model_info
+from fxpart.requests import (
+    DATA_AXIS,
+    Constraints,
+    Request,
+    check_counts,
+    find_cluster,
+    make_request,
+)
+from fxpart.sharded.decide import find_annotations
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments that say what is wanted."""
+
+    batch_size: int | None
+    microbatches: int | None
+    optimizer: Any
+    cost_model: str
+    constraints: Constraints
+    seed: int
+
+
+@dataclass(frozen=True)
+class Front:
+    """A captured model with blocks, and what is asked of it."""
+
+    request: Request
+    captured: Captured
+    graph: fx.GraphModule
+    info: PlanModel
+    annotations: Mapping[str, str]
+
+
+def make_front(
+    model: nn.Module,
+    cluster: Cluster | str | Path,
+    plan: Plan | None,
+    given: tuple[Any, Any],
+    asked: Asked,
+    options: Mapping[str, Any],
+) -> Front:
+    """Check what is asked, capture the model, and find its blocks. plan: where one is applied."""
+    check_counts(asked.batch_size, asked.microbatches)
+    request = make_request(
+        find_cluster(cluster, plan), asked.optimizer, asked.cost_model, asked.constraints,
+        asked.seed,
+    )  # fmt: skip
+    model = whole_model(model)
+    captured = _capture(
+        model,
+        whole_batch(given[0]),
+        whole_batch(given[1]),
+        microbatches=asked.microbatches if plan is None else plan.microbatches,
+        request=request,
+        batch_size=asked.batch_size if plan is None else plan.batch_size,
+        **options,
+    )
+    constraints = request.constraints if plan is None else plan.constraints
+    granularity = str(constraints.get("granularity", "block"))
+    graph = PassManager().run(_prepare(granularity), captured.graph)
+    said: Mapping[str, str] = {}
+    if plan is None and (request.sharded or request.open):
+        said = _annotations(model, request, captured, given)
+    return Front(request, captured, graph, model_info(captured, graph), said)
+
+
+def _prepare(granularity: str) -> str:
+    """The pipeline from captured to annotated."""
+    if granularity == "block":
+        return PREPARE
+    return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
+
+
+def _annotations(
+    model: nn.Module, request: Request, captured: Captured, given: tuple[Any, Any]
+) -> dict[str, str]:
+    """All that a user said: on the model, in the constraint, and with DTensors as inputs."""
+    said = find_annotations(model, request)
+    if all(part is None for part in given):
+        return said
+    paths = {item.name: item.path for item in captured.inputs}
+    return merged(said, annotations_of_batch(paths, assemble(*given)))
+
+
+def _capture(
+    model: nn.Module,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    microbatches: int | None,
+    request: Request,
+    **options: Any,
+) -> Captured:
+    """Capture; where the batch cannot be symbolic, at the size of one microbatch.
+
+    Without a wish that size is a divisor of the batch that makes about two microbatches a stage,
+    each of which the ranks of the data axis can share.
+    """
+    captured = capture(model, inputs, kwargs, **options)
+    if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
+        return captured
+    batch = captured.batch_size
+    count = microbatches
+    if count is None:
+        shares = dict(request.mesh.axes).get(DATA_AXIS, 1)
+        most = min(batch, 2 * len(request.cluster.devices) // request.mesh.size)
+        divides = [m for m in range(1, most + 1) if batch % m == 0]
+        count = max((m for m in divides if batch // m % shares == 0), default=1)
+    if batch % count:
+        raise error(
+            "FXP109",
+            where=f"microbatches={count}",
+            why=f"the model can only be captured at a fixed size, and {count} does not divide the "
+            f"batch of {batch}",
+            fix="choose a number that divides the batch",
+        )
+    if count == 1:
+        return captured
+    return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
