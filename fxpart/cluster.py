@@ -36,7 +36,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     latency: seconds that a transfer takes before its first byte, software included; bandwidth:
     bytes/s; kind: "shm", "nvlink", "net", ... ("net" means between hosts). origin: where the
-    figures come from.
+    figures come from. shared: between hosts, whether all devices of a host share that bandwidth
+    (one network card), so that bytes of stages on one host add up; else each device has its own.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: float
     kind: str = ""
     origin: str = ""
+    shared: bool | msgspec.UnsetType = msgspec.UNSET  # left out of files and of the hash
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

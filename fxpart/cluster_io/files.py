@@ -73,7 +73,8 @@ def to_toml(cluster: Cluster) -> str:
         for item in items:
             lines += ["", f"[[{kind}]]"]
             fields = msgspec.structs.asdict(item)
-            lines += [f"{key} = {_toml(value)}" for key, value in fields.items()]
+            given = {k: v for k, v in fields.items() if v is not msgspec.UNSET}
+            lines += [f"{key} = {_toml(value)}" for key, value in given.items()]
     if not cluster.devices:
         lines.insert(1, "devices = []")
     if not cluster.links:
@@ -87,14 +88,14 @@ def digest(cluster: Cluster) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A TOML value: string, number or inline table of numbers."""
+    """A TOML value: string, number, boolean or inline table of numbers."""
     if isinstance(value, str):
         # JSON's escapes of control characters are TOML's too; DEL alone needs one more.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         inner = ", ".join(f"{_toml(key)} = {_toml(entry)}" for key, entry in value.items())
         return f"{{ {inner} }}" if inner else "{}"
-    return repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _suffix(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from fxpart.cluster_io.lookup import Links
@@ -138,7 +139,7 @@ def topology_of(
         ),
         inside=table.inside(members),
         between=table.between(),
-        uplinks=(0.0,) * len(hosts),
+        uplinks=table.uplinks([hosts[cluster.devices[first].host] for first in firsts], len(hosts)),
         microbatches=traffic.microbatches,
         fill=traffic.fill,
     )
@@ -167,10 +168,11 @@ class _Classes:
     def __init__(self, cluster: Cluster, links: Links, firsts: Sequence[int]) -> None:
         """firsts: the first device of each place."""
         self._cluster, self._links, self._firsts = cluster, links, firsts
-        named: dict[str, list[tuple[str, str, float, float]]] = {}
+        named: dict[str, list[tuple[str, str, float, float, bool]]] = {}
         for link in cluster.links:
             for end in dict.fromkeys((link.source, link.target)):
-                line = (link.source, link.target, link.latency, link.bandwidth)
+                shared = bool(link.shared)
+                line = (link.source, link.target, link.latency, link.bandwidth, shared)
                 named.setdefault(end, []).append(line)
         singled = {d.host for d in cluster.devices if links.group(d.name) == d.name}
         known: dict[tuple[object, ...], int] = {}
@@ -212,13 +214,40 @@ class _Classes:
         every = range(len(self._places))
         return tuple(tuple(self._pair(a, b) for b in every) for a in every)
 
-    def _pair(self, a: int, b: int) -> Line:
+    def uplinks(self, hosts: Sequence[int], count: int) -> tuple[float, ...]:
+        """Seconds a byte of each host's card, the fastest shared link from or to it; else 0.
+
+        hosts: of each place.
+        """
+        cards: dict[int, float] = {}
+        for a in range(len(self._places)):
+            for b in range(len(self._places)):
+                ends = self._ends(a, b)
+                if ends is None or hosts[ends[0]] == hosts[ends[1]]:
+                    continue
+                link = self._link(*(self._firsts[place] for place in ends))
+                if link.shared:
+                    for kind in (a, b):
+                        cards[kind] = min(cards.get(kind, inf), 1 / link.bandwidth)
+        found = [inf] * count
+        for host, kind in zip(hosts, self.kinds, strict=True):
+            found[host] = min(found[host], cards.get(kind, inf))
+        return tuple(0.0 if card == inf else card for card in found)
+
+    def _ends(self, a: int, b: int) -> tuple[int, int] | None:
+        """Two places of these kinds; None where there is but one."""
         if a == b and len(self._places[a]) < 2:
-            return Line()
-        source, target = self._places[a][0], self._places[b][1 if a == b else 0]
-        return self._line(self._firsts[source], self._firsts[target])
+            return None
+        return self._places[a][0], self._places[b][1 if a == b else 0]
+
+    def _pair(self, a: int, b: int) -> Line:
+        ends = self._ends(a, b)
+        return Line() if ends is None else self._line(*(self._firsts[place] for place in ends))
+
+    def _link(self, a: int, b: int) -> Link:
+        devices = self._cluster.devices
+        return self._links(devices[a].name, devices[b].name)
 
     def _line(self, a: int, b: int) -> Line:
-        devices = self._cluster.devices
-        link: Link = self._links(devices[a].name, devices[b].name)
+        link = self._link(a, b)
         return Line(latency=link.latency, inverse=1 / link.bandwidth)

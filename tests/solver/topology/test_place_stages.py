@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fxpart.cluster import Cluster, Device, Link
+from fxpart.cluster_io.files import to_json, to_toml
 from fxpart.errors import FxpartError
-from fxpart.pricing.topology import Traffic, place_stages, pools_of, used_ranks
+from fxpart.pricing.topology import Traffic, place_stages, pools_of, topology_of, used_ranks
 from fxpart.solver.topology.problem import Flow, Ring
 
 
@@ -64,6 +67,40 @@ def test_a_slow_link_between_two_devices_is_avoided() -> None:
     found = place_stages(cluster, [(0, 1, 1)] * 4, Traffic(flows=chain(4), microbatches=4))
     assert found.ranks in (((0,), (2,), (1,), (3,)), ((3,), (1,), (2,), (0,)))
     assert found.status == "optimal"
+
+
+def test_a_shared_card_is_spared() -> None:
+    """Two pairs of stages: not both across hosts the same way, though each alone is as quick."""
+    devices = tuple(device(f"{host}{i}", host) for host in "ab" for i in range(2))
+    far = Link(source="*", target="*", latency=1e-6, bandwidth=1e10, shared=True)
+    near = [link(host, host, 1e10) for host in "ab"]
+    cluster = Cluster(name="card", devices=devices, links=(*near, far))
+    flows = (Flow(source=0, target=2, size=1e9), Flow(source=1, target=3, size=1e9))
+    traffic = Traffic(flows=flows, microbatches=4, seconds=(1e-6,) * 4)
+    topology, _ = topology_of(cluster, [(0, 1, 1)] * 4, traffic)
+    assert topology.uplinks == (1e-10, 1e-10)
+    found = place_stages(cluster, [(0, 1, 1)] * 4, traffic)
+    on = [cluster.devices[lanes[0]].host for lanes in found.ranks]
+    ways = [(on[0], on[2]), (on[1], on[3])]
+    assert ways[0] != ways[1] and found.status == "optimal"
+    unshared = Link(source="*", target="*", latency=1e-6, bandwidth=1e10)
+    plain = Cluster(name="card", devices=devices, links=(*near, unshared))
+    assert topology_of(plain, [(0, 1, 1)] * 4, traffic)[0].uplinks == (0.0, 0.0)
+    assert place_stages(plain, [(0, 1, 1)] * 4, traffic).seconds <= found.seconds
+
+
+def test_shared_is_kept_in_files_and_left_out_where_it_was_not_said(tmp_path: Path) -> None:
+    devices = (device("a", "h"), device("b", "i"))
+    said = Cluster(
+        name="card", devices=devices,
+        links=(Link(source="*", target="*", latency=0.0, bandwidth=1e9, shared=True),),
+    )  # fmt: skip
+    for name in ("cluster.toml", "cluster.json"):
+        said.dump(tmp_path / name)
+        assert Cluster.load(tmp_path / name) == said
+    plain = Cluster(name="card", devices=devices, links=(link("*", "*", 1e9),))
+    assert "shared" not in to_json(plain) and "shared" not in to_toml(plain)
+    assert plain.hash != said.hash
 
 
 def test_pools_keep_to_their_devices() -> None:
