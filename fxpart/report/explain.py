@@ -129,7 +129,7 @@ def memory_words(found: Explanation) -> list[str]:
             f"({relative(best.unfit_slower)}), but {best.why}."
         )
     elif found.rejected or found.changes:
-        words.append("Memory does not bind: no rejected choice would be faster if it fitted.")
+        words.append("Of the rejected choices none would be faster with more memory.")
     return words
 
 
