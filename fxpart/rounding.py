@@ -1,6 +1,7 @@
 """How far one process is from itself: what the last bit of its weights changes in a run.
 
-Where ranks share an op, sums are made in another order, so that results differ in their last bits.
+Where ranks share an op, or branches that run side by side read one value, sums are made in another
+order, so that results differ in their last bits.
 A model may make much of that: the gradient of a fused bias whose keys' part is zero but for
 rounding, which AdamW scales to a full step; batch statistics over few rows. What one process itself
 changes by when each weight moves to a neighbouring float is then no fault of a partition.

@@ -40,7 +40,7 @@ class Difference(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     the one process's gradient is below NOISE of the norm of all gradients, so that it is nothing
     but rounding (the bias of attention keys, whose true gradient is zero): where sums over stages
     round differently, its relative difference says nothing and an optimizer like Adam blows it up.
-    Where ranks share ops, also: one process itself changes as much (see :mod:`fxpart.rounding`).
+    Where bits need not agree, also: one process itself changes as much (:mod:`fxpart.rounding`).
     """
 
     name: str
@@ -143,7 +143,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     alone = program.spec.sharding is None
     exact = alone and chained(program.spec) and summed_in_order(program.spec)
     loss_, held = table.loss, dict(buffers)
-    if not alone and _worst(loss_, held, rows) > TOLERANCE:
+    if not exact and _worst(loss_, held, rows) > TOLERANCE:
         known = rounding(
             lambda: _one_process(program, factory),
             lambda: list(take_apart(batch).tensors),

@@ -38,11 +38,11 @@ class TwoTowers(nn.Module):
 
     def forward(
         self, text: torch.Tensor, image: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> dict[str, torch.Tensor]:
         left = self.text(self.words(text)).mean(1)
         right = self.image(self.patches(image)).mean(1)
         joined = self.join(torch.cat([left, right], -1))
-        return nn.functional.cross_entropy(joined, labels)
+        return {"loss": nn.functional.cross_entropy(joined, labels), "logits": joined}
 
 
 class FourBranches(nn.Module):
@@ -56,10 +56,11 @@ class FourBranches(nn.Module):
         )
         self.trunk, self.head = Layer(WIDTH, dropout), nn.Linear(WIDTH, 5)
 
-    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.patches(image)
         x = torch.stack([branch(x) for branch in self.branches]).mean(0)
-        return nn.functional.cross_entropy(self.head(self.trunk(x)).mean(1), labels)
+        logits = self.head(self.trunk(x)).mean(1)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def two_towers(rows: int = 8, layers: int = 4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
