@@ -17,6 +17,7 @@ from fxpart.errors import FxpartError
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.plan_io.runs import MOST, numbers_of, text_of
+from fxpart.report.explain import explain
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -65,6 +66,7 @@ def test_lists_are_read_and_texts_written() -> None:
     assert found.order == tuple(range(plan.model.blocks))[::-1]
     assert found.devices == (0, 1, 2, 3) and found.device(3) == plan.cluster.devices[3]
     assert '"devices": "0-3"' in found.dumps()
+    assert "order      7,6,5,4,3,2,1,0 (blocks)" in explain(found)
 
 
 @pytest.mark.parametrize("value", ["1-", "0-999999999", 7, [0, "1"], None])

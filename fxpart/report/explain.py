@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from fxpart.plan import Certificate, Plan, PlanInput
+from fxpart.plan_io.runs import text_of
 from fxpart.report import sharding, units
-from fxpart.report.figures import Explanation, Rejected, explanation
+from fxpart.report.explained import Explanation, Rejected
+from fxpart.report.figures import explanation
 from fxpart.report.stages import memory_table, stage_table
 from fxpart.report.table import shortened, table
 
@@ -37,8 +40,8 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
     rate = step.samples_per_second or 0.0
     return [
         f"{shortened(model.name, 60)} on {shortened(plan.cluster.name, 40)}: "
-        f"{units.plural(found.stages, 'stage')} on {units.plural(found.ranks, 'rank')}, "
-        f"schedule {schedule(plan)}",
+        f"{units.plural(found.stages, 'stage')} on {units.plural(found.ranks, 'rank')}"
+        f"{spare(found)}, schedule {schedule(plan)}",
         f"  model      {units.count(model.parameters)} parameters "
         f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
         f"  inputs     {shortened(', '.join(map(_input, model.inputs)), 160) or 'none'}",
@@ -47,6 +50,7 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         f"  step       {units.seconds(step.seconds)} predicted "
         f"({units.seconds(step.simulated_seconds)} by {by(step.method)}), {rate:.4g} samples/s, "
         f"bubble {units.percent(step.bubble)}",
+        *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
     ]
 
@@ -55,6 +59,11 @@ def schedule(plan: Plan) -> str:
     """The schedule, and the pieces of each stage where there are several."""
     pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
     return f"{plan.schedule}{pieces}"
+
+
+def spare(found: Explanation) -> str:
+    """Of how many devices the ranks are, where some are left over."""
+    return f" of {found.devices} devices" if found.devices > found.ranks else ""
 
 
 def by(method: str) -> str:
@@ -174,15 +183,18 @@ def _proven(given: Certificate) -> str:
 def _rejected(title: str, others: tuple[Rejected, ...]) -> list[str]:
     if not others:
         return []
-    lines = table(REJECTED, "<>><><", [rejected_row(other) for other in others])
-    return [title, *_indented(lines)]
+    heads, *rows = rejected_rows(others)
+    return [title, *_indented(table(heads, "<>><><"[-len(heads) :], rows))]
 
 
-REJECTED = ("what", "stages", "microbatches", "schedule", "step", "why not")
+def rejected_rows(others: Sequence[Rejected]) -> list[tuple[str, ...]]:
+    """Rejected choices as rows under a row of heads; what they are is left out if none says it."""
+    heads = ("what", "stages", "microbatches", "schedule", "step", "why not")
+    first = 0 if any(other.what for other in others) else 1
+    return [row[first:] for row in (heads, *map(_rejected_row, others))]
 
 
-def rejected_row(other: Rejected) -> tuple[str, str, str, str, str, str]:
-    """A rejected choice as six cells, headed REJECTED."""
+def _rejected_row(other: Rejected) -> tuple[str, ...]:
     step = "-"
     if other.step_seconds is not None:
         step = f"{units.seconds(other.step_seconds)} ({relative(other.slower)})"

@@ -8,15 +8,15 @@ from html import escape
 from fxpart.plan import Plan
 from fxpart.report import sharding, units
 from fxpart.report.explain import (
-    REJECTED,
     by,
     certificate,
     memory_words,
     pace_words,
-    rejected_row,
+    rejected_rows,
     schedule,
 )
-from fxpart.report.figures import Explanation, Rejected, explanation
+from fxpart.report.explained import Explanation, Rejected
+from fxpart.report.figures import explanation
 from fxpart.report.stages import degrees
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
@@ -88,7 +88,8 @@ def _cards(plan: Plan, found: Explanation) -> str:
 
 def _timeline(plan: Plan) -> str:
     if plan.schedule not in BUILDERS:
-        return ""
+        words = f"The schedule {plan.schedule} cannot be drawn yet."
+        return f"<h2>Timeline</h2>\n<p>{words}</p>"
     whole = 2 * len(plan.stages) * plan.microbatches
     drawn = plan.microbatches
     if whole > DRAWN:
@@ -173,8 +174,8 @@ def _certificate(plan: Plan) -> str:
 def _rejected(title: str, others: Sequence[Rejected]) -> str:
     if not others:
         return ""
-    rows = [rejected_row(other) for other in others]
-    return f"<h2>{title}</h2>\n{_table(REJECTED, rows, left={0, 5})}"
+    heads, *rows = rejected_rows(others)
+    return f"<h2>{title}</h2>\n{_table(heads, rows, left={len(heads) - 6, len(heads) - 1})}"
 
 
 def _ties(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fxpart.plan_io.runs import numbers_of, text_of
 from fxpart.report import units
-from fxpart.report.figures import Explanation, StageFigures
+from fxpart.report.explained import Explanation, StageFigures
 from fxpart.report.table import shortened, table
 
 LONG = 16  # up to so many rows each stands by itself

@@ -1,0 +1,141 @@
+"""What an explanation of a plan says, as data: seconds, bytes, and shares of 1."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fxpart.plan import Certificate, Memory
+from fxpart.prediction import StepParts
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen and keyword-only."""
+
+
+class StepFigures(_Struct, frozen=True, kw_only=True):
+    """The step: its seconds, what they are made of (together all of them), and each part's share.
+
+    samples_per_second: None for a step without time, as each share then is 0.
+    """
+
+    seconds: float
+    simulated_seconds: float
+    method: str
+    samples_per_second: float | None
+    bubble: float
+    parts: StepParts
+    shares: dict[str, float]
+
+
+class Pace(_Struct, frozen=True, kw_only=True):
+    """The stage that bounds the step by pace_seconds = (m - fill) * microbatch + once a step.
+
+    of_mean: its microbatch over the mean of all stages. largest: what it spends most on, and the
+    share of its own time. as_slow: how many other stages are within 0.1 %. second: the next of the
+    rest, None where there is none.
+    """
+
+    stage: int
+    blocks: str
+    ranks: str
+    microbatch_seconds: float
+    step_only_seconds: float
+    pace_seconds: float
+    of_mean: float
+    largest: str
+    largest_share: float
+    as_slow: int
+    second: int | None
+    second_pace_seconds: float | None
+
+
+class Fullest(_Struct, frozen=True, kw_only=True):
+    """The ranks with the least of their memory left, in shares of the limit. Bytes."""
+
+    stage: int
+    ranks: str
+    total: int
+    limit: int
+    free: int
+    used: float
+    parts: Memory
+    workspace: int
+    in_flight: int
+
+
+class Rejected(_Struct, frozen=True, kw_only=True):
+    """A rejected choice: slower says by which share of the step; None where it does not fit.
+
+    unfit_slower: the same for one that does not fit, were there memory (negative: faster).
+    """
+
+    what: str
+    stages: int
+    microbatches: int
+    schedule: str
+    step_seconds: float | None
+    slower: float | None
+    unfit_seconds: float | None
+    unfit_slower: float | None
+    why: str
+
+
+class StageFigures(_Struct, frozen=True, kw_only=True):
+    """One stage, or its ranks that are alike: decisions, seconds and bytes."""
+
+    stage: int
+    blocks: str
+    label: str
+    ranks: str
+    devices: str
+    data_parallel: int
+    tensor_parallel: int
+    expert_parallel: int
+    zero: int
+    recompute: str
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    collective_seconds: float
+    gather_seconds: float
+    transfer_seconds: float
+    sync_seconds: float
+    tie_seconds: float
+    optimizer_seconds: float
+    microbatch_seconds: float
+    step_only_seconds: float
+    memory: Memory
+    total: int
+    limit: int
+    free: int
+    in_flight: int
+
+
+class Explanation(_Struct, frozen=True, kw_only=True):
+    """Everything that ``fxpart explain plan.json --json`` says.
+
+    devices: those of the cluster, used or not. binding: rejected choices that would be faster and
+    do not fit. certificate, degrees: as in the plan. not_runnable: why this version
+    cannot train by the plan.
+    """
+
+    model: str
+    cluster: str
+    devices: int
+    ranks: int
+    stages: int
+    schedule: str
+    virtual: int
+    microbatches: int
+    batch_size: int
+    step: StepFigures
+    bottleneck: Pace
+    fullest: Fullest
+    binding: tuple[Rejected, ...]
+    next_best: Rejected | None
+    rejected: tuple[Rejected, ...]
+    changes: tuple[Rejected, ...]
+    by_stage: tuple[StageFigures, ...]
+    certificate: Certificate
+    degrees: Certificate | None
+    not_runnable: tuple[str, ...]
