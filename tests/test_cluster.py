@@ -355,3 +355,18 @@ def test_imports_without_torch() -> None:
     )
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_hosts_of_several_models_side_by_side() -> None:
+    both = Cluster.parse("2x4xh100+3x8xa100").validate()
+    assert [d.model for d in both.devices] == ["h100-sxm"] * 8 + ["a100-sxm-80gb"] * 24
+    assert sorted({d.host for d in both.devices}) == [f"host{i}" for i in range(5)]
+    fast, slow = Cluster.parse("2x4xh100"), Cluster.parse("3x8xa100")
+    assert both.link(both.devices[0], both.devices[1]) == fast.link(*fast.devices[:2])
+    between = both.link(both.devices[0], both.devices[-1])
+    assert between.bandwidth == min(
+        c.link(c.devices[0], c.devices[-1]).bandwidth for c in (fast, slow)
+    )
+    for text in ("2x4xh100+", "2x4xh100+local:2", "9999x8xh100+9999x8xa100"):
+        with pytest.raises(FxpartError, match="FXP404"):
+            Cluster.parse(text)

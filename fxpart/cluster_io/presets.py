@@ -13,7 +13,9 @@ from fxpart.cluster_io.check import MAX_DEVICES
 from fxpart.errors import FxpartError, error
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from collections.abc import Sequence
+
+    from fxpart.cluster import Cluster, Link
 
 _LOCAL = re.compile(r"local(?::(\d{1,9}))?")
 _GRID = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([a-z][a-z0-9.-]*)")
@@ -34,14 +36,41 @@ def parse(text: str | Path) -> Cluster:
         return detect()
     if match := _LOCAL.fullmatch(name.lower()):
         return local(int(match[1] or 1))
-    if match := _GRID.fullmatch(name.lower()):
-        return grid(int(match[1] or 1), int(match[2]), match[3])
-    raise unknown(name)
+    parts = [_GRID.fullmatch(part.strip()) for part in name.lower().split("+")]
+    grids = [(int(part[1] or 1), int(part[2]), part[3]) for part in parts if part]
+    if len(grids) < len(parts):
+        raise unknown(name)
+    return grid(*grids[0]) if len(grids) == 1 else mixed(grids)
 
 
-def grid(hosts: int, per_host: int, model: str) -> Cluster:
-    """``hosts`` hosts of ``per_host`` devices of one model, linked as its data file says."""
-    from fxpart.cluster import Cluster, Device, Link
+def mixed(parts: Sequence[tuple[int, int, str]]) -> Cluster:
+    """Hosts of several models side by side; between hosts the slowest of their networks."""
+    from fxpart.cluster import Cluster
+
+    if sum(hosts * each for hosts, each, _ in parts) > MAX_DEVICES:
+        text = "+".join("x".join(map(str, part)) for part in parts)
+        raise unknown(text, f"there are more than {MAX_DEVICES} devices")
+    first, made = 0, []
+    for hosts, each, model in parts:
+        made.append(grid(hosts, each, model, first))
+        first += hosts
+    network = [device_data(model)["network"] for _, _, model in parts]
+    slow = min(network, key=lambda data: data["bandwidth"])
+    link = {**slow, "latency": max(data["latency"] for data in network)}
+    inside = [link for part in made for link in part.links if link.source != "*"]
+    return Cluster(
+        name="+".join(part.name for part in made),
+        devices=tuple(device for part in made for device in part.devices),
+        links=(*inside, _link("*", "*", link)),
+    )
+
+
+def grid(hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
+    """``hosts`` hosts of ``per_host`` devices of one model, linked as its data file says.
+
+    first: the number of the first host.
+    """
+    from fxpart.cluster import Cluster, Device
 
     data = device_data(model)
     if hosts < 1 or per_host < 1 or hosts * per_host > MAX_DEVICES:
@@ -60,20 +89,23 @@ def grid(hosts: int, per_host: int, model: str) -> Cluster:
             launch=data["launch"],
             source=origin,
         )
-        for host in range(hosts)
+        for host in range(first, first + hosts)
         for index in range(per_host)
     )
     links = []
     if per_host > 1:
-        links += [_link(Link, f"host{host}", f"host{host}", data["link"]) for host in range(hosts)]
+        names = [f"host{host}" for host in range(first, first + hosts)]
+        links += [_link(name, name, data["link"]) for name in names]
     if hosts > 1:
-        links.append(_link(Link, "*", "*", data["network"]))
+        links.append(_link("*", "*", data["network"]))
     name = f"{hosts}x{per_host}x{data['name']}" if hosts > 1 else f"{per_host}x{data['name']}"
     return Cluster(name=name, devices=devices, links=tuple(links))
 
 
-def _link(make: Any, source: str, target: str, data: dict[str, Any]) -> Any:
-    return make(
+def _link(source: str, target: str, data: dict[str, Any]) -> Link:
+    from fxpart.cluster import Link
+
+    return Link(
         source=source,
         target=target,
         latency=data["latency"],
@@ -115,6 +147,7 @@ def unknown(name: str, why: str = "") -> FxpartError:
         "FXP404",
         where=f"cluster {name[:80]!r}",
         why=why or "it is neither a preset nor a .toml or .json file",
-        fix="auto, local:4, 8xh100 (devices x model), 16x8xh100 (hosts x devices x model), a file\n"
+        fix="auto, local:4, 8xh100 (devices x model), 16x8xh100 (hosts x devices x model),\n"
+        "several with + between them, or a file\n"
         f"models: {', '.join(sorted(_all()))}",
     )
