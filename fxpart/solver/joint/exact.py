@@ -18,6 +18,8 @@ from fxpart.solver.joint.dp import Branch, Costs, Stages
 from fxpart.solver.joint.stacked import Floats, Ints
 from fxpart.solver.layers import OutOfTime
 
+_NEIGHBOURS = 4  # rounds in which each state is compared with the one before it
+
 
 @dataclass(frozen=True)
 class Found:
@@ -41,13 +43,17 @@ class _States:
 
 @dataclass(frozen=True)
 class _Arcs:
-    """Possible stages with some stages to go, sorted by the unit after them; ``start`` by unit."""
+    """Possible stages with some stages to go, sorted by the unit after them, then by ``price``.
+
+    price: of the stage's devices and all before it, with its filling and theirs, at the least;
+    start: of each unit's arcs.
+    """
 
     first: Ints
     group: Ints
     filling: Floats
+    price: Floats
     start: Ints
-    bands: Floats  # (groups, units, widths)
 
 
 class Counted:
@@ -91,11 +97,12 @@ class Counted:
         for q in range(1, branch.high + 1):
             if time.monotonic() > self.deadline:
                 raise OutOfTime
-            if arcs is None or costs.level(q) != level or branch.allowed(q) is not None:
-                arcs, level = self._arcs(costs, q), costs.level(q)
-            if q & (q - 1) == 0:  # stages before this one have at least as many in flight
+            fresh = q & (q - 1) == 0  # stages before this one have at least as many in flight
+            if fresh:
                 ahead = self._ahead(costs, q, prices)
-            row, lost = self._extended(rows[-1], arcs, ahead, prices, min(goal, best), most)
+            if arcs is None or fresh or costs.level(q) != level or branch.allowed(q) is not None:
+                arcs, level = self._arcs(self._bands(costs, q), ahead[1], prices), costs.level(q)
+            row, lost = self._extended(rows[-1], arcs, ahead[0], prices, min(goal, best), most)
             dropped = min(dropped, lost)
             rows.append(row)
             if q >= branch.low:
@@ -107,18 +114,31 @@ class Counted:
         path = self._walk(costs, rows, stages) if best < inf else None
         return Found(path, best, min(best, dropped))
 
-    def _arcs(self, costs: Costs, q: int) -> _Arcs:
+    def _bands(self, costs: Costs, q: int) -> Floats:
+        """Fillings with q to go, (groups, units, widths); none that fewer devices do as well."""
         branch = self.branch
         bands = costs.under(q)[:, branch.band]
         allowed = branch.allowed(q)
         if allowed is not None:
             bands = np.where(allowed, bands, inf)
+        pool = branch.entries.pool
+        for group in range(1, branch.groups):  # sorted by pool and size
+            smaller = np.flatnonzero(pool[:group] == pool[group])
+            if len(smaller):
+                beaten = bands[smaller].min(axis=0) <= bands[group]
+                bands[group][beaten] = inf
+        return np.asarray(bands)
+
+    def _arcs(self, bands: Floats, ahead: Floats, prices: Floats) -> _Arcs:
         group, first, width = np.nonzero(np.isfinite(bands))
+        filling = bands[group, first, width]
+        pool = self.branch.entries.pool
+        paid = (prices * np.array(self._unit))[pool] * self._taken
+        price = filling + paid[group] + ahead[first]
         after = first + width + 1
-        order = np.argsort(after, kind="stable")
-        start = np.searchsorted(after[order], np.arange(branch.units + 2))
-        filling = bands[group, first, width][order]
-        return _Arcs(first[order], group[order], filling, start, bands)
+        order = np.lexsort((price, after))
+        start = np.searchsorted(after[order], np.arange(self.branch.units + 2))
+        return _Arcs(first[order], group[order], filling[order], price[order], start)
 
     def _ahead(self, costs: Costs, q: int, prices: Floats) -> Floats:
         """Least filling, and least filling and price, of the units before each, (2, units + 1)."""
@@ -146,31 +166,38 @@ class Counted:
     ) -> tuple[_States, float]:
         """Every possible stage before every state, the better of equal ones; the least dropped."""
         unit, used = np.divmod(states.code, self._all)
-        count = arcs.start[unit + 1] - arcs.start[unit]
+        taken = [
+            used // stride % (room + 1)
+            for stride, room in zip(self._stride, self._room, strict=True)
+        ]
+        price = states.filling + sum(prices[p] * self._unit[p] * x for p, x in enumerate(taken))
+        # what is paid for all devices may be far larger than the rest: no rounding may lift this
+        slack = 1e-12 * float((prices * self._devices).sum())
+        slack += 1e-12 * goal if goal < inf else 0.0
+        count = self._counts(arcs, unit, goal + slack - price)
         which = np.repeat(np.arange(len(unit)), count)
         arc = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
         arc += arcs.start[unit][which]
         self.work += len(which)
         group, first = arcs.group[arc], arcs.first[arc]
         filling = states.filling[which] + arcs.filling[arc]
-        combined = used[which] + self._shift[group]
-        fits = np.ones(len(which), dtype=bool)
-        worth = np.zeros(len(which))
+        estimate = np.maximum(filling + ahead[first], price[which] + arcs.price[arc]) - slack
+        fits = (estimate <= goal) & (estimate < inf)
         pool = self.branch.entries.pool[group]
-        for p, (stride, room, size) in enumerate(
-            zip(self._stride, self._room, self._unit, strict=True)
-        ):
-            before = used // stride % (room + 1)
-            taken = before[which] + np.where(pool == p, self._taken[group], 0)
-            fits &= taken <= room
-            if prices[p]:
-                worth += prices[p] * size * taken
-        # what is paid for all devices may be far larger than the rest: no rounding may lift this
-        rest = ahead[1][first] + worth - 1e-13 * float((prices * self._devices).sum())
-        estimate = (filling + np.maximum(ahead[0][first], rest)) * (1 - 1e-13)
-        fits &= estimate <= goal
-        code = (first * self._all + combined)[fits]
-        return _merged(code, filling[fits], estimate[fits], most)
+        for p, room in enumerate(self._room):
+            fits &= taken[p][which] + np.where(pool == p, self._taken[group], 0) <= room
+        code = (first * self._all + used[which] + self._shift[group])[fits]
+        return _merged(code, filling[fits], estimate[fits], self._room[-1] + 1, most)
+
+    def _counts(self, arcs: _Arcs, unit: Ints, limit: Floats) -> Ints:
+        """How many arcs before each state cost no more than ``limit``; states sorted by unit."""
+        count = np.zeros(len(unit), dtype=np.int64)
+        ends = np.searchsorted(unit, np.arange(self.branch.units + 2))
+        for k in np.unique(unit).tolist():
+            mine = slice(int(ends[k]), int(ends[k + 1]))
+            prices = arcs.price[arcs.start[k] : arcs.start[k + 1]]
+            count[mine] = np.searchsorted(prices, limit[mine], side="right")
+        return count
 
     def _walk(self, costs: Costs, rows: list[_States], stages: int) -> Stages:
         """The best path of so many stages; of equal ones the first group, the earliest cuts."""
@@ -180,7 +207,7 @@ class Counted:
         used = int(whole.code[inside[int(np.argmin(whole.filling[inside]))]])
         unit, units, entries = 0, list[int](), list[int]()
         for q in range(stages, 0, -1):
-            bands = self._arcs(costs, q).bands[:, unit]
+            bands = self._bands(costs, q)[:, unit]
             group, width = np.nonzero(np.isfinite(bands))
             later = used - self._shift[group]
             code = (unit + width + 1) * self._all + later
@@ -205,12 +232,30 @@ class Counted:
         return np.asarray(have[pool] >= self._taken[group])
 
 
-def _merged(code: Ints, filling: Floats, estimate: Floats, most: int) -> tuple[_States, float]:
-    """One state for each code, at most so many, and the least estimate of those left out."""
-    order = np.lexsort((filling, code))
-    code, filling, estimate = code[order], filling[order], estimate[order]
+def _merged(
+    code: Ints, filling: Floats, estimate: Floats, last: int, most: int
+) -> tuple[_States, float]:
+    """One state for each code, at most so many, and the least estimate of those left out.
+
+    last: combinations of devices of the last pool; of states that differ there alone those are
+    dropped that fill no less with more devices (nearly all of them: some neighbours are compared).
+    """
+    order = np.argsort(code)
+    code = code[order]
     fresh = np.flatnonzero(np.diff(code, prepend=-1))
-    code, filling, estimate = code[fresh], filling[fresh], estimate[fresh]
+    if not len(fresh):
+        return _States(code, filling), inf
+    code = code[fresh]
+    # filling and estimate rise together among equal codes
+    filling = np.minimum.reduceat(filling[order], fresh)
+    estimate = np.minimum.reduceat(estimate[order], fresh)
+    for _ in range(_NEIGHBOURS):
+        beaten = np.zeros(len(code), dtype=bool)
+        same = code[1:] // last == code[:-1] // last
+        beaten[1:] = same & (filling[:-1] <= filling[1:])
+        if not beaten.any():
+            break
+        code, filling, estimate = code[~beaten], filling[~beaten], estimate[~beaten]
     if len(code) <= most:
         return _States(code, filling), inf
     ranked = np.argsort(estimate, kind="stable")

@@ -30,7 +30,8 @@ from fxpart.solver.layers import OutOfTime
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
 _QUICK = 2e-3  # gap that is left to the counting of devices
-_LOOKS = 4  # thresholds under which plans are looked for before anything is proven
+_FIRST_LOOKS = 2  # thresholds under which plans are looked for before anything is proven
+_LOOKS = 12  # and while spans are halved
 _SKETCH = 300  # states of each number of stages kept in that
 _MOST = 50_000  # and in a proof
 _WORK = 20_000_000  # stages put before states in proofs, all in all
@@ -54,6 +55,7 @@ class Opened:
         """prices, counted: the two ways to bound its fillings."""
         self.scope, self.branch, self.prices, self.counted = scope, branch, prices, counted
         self.loads: Floats = np.unique(branch.entries.load)
+        self.looks = _LOOKS
 
     def first(self, low: float) -> float:
         """The least load from ``low``."""
@@ -206,7 +208,7 @@ class JointSearch:
     def _sketch(self, opened: Opened, total: float) -> None:
         """A first look for plans, at few states: the threshold halved a few times."""
         low, high = opened.first(0.0), self._target(_QUICK) - total
-        for _ in range(_LOOKS):
+        for _ in range(_FIRST_LOOKS):
             load = self._look(opened, high)
             if load <= low:
                 break
@@ -234,6 +236,9 @@ class JointSearch:
             return False
         goal = self._target(0.0) - span.first
         total = max(span.total, opened.prices.bound(middle, goal))
+        if total < goal and opened.looks > 0:
+            opened.looks -= 1
+            self._look(opened, middle)
         self._push(span.first + total, span.scope, opened, span.first, middle, total)
         after = opened.after(middle)
         self._push(after + span.total, span.scope, opened, after, last, span.total)
