@@ -148,7 +148,8 @@ def one_less(problem: JointProblem, choice: JointChoice) -> Iterator[JointChoice
                 )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+# In the last two the fastest merge does not fit.
+@pytest.mark.parametrize("seed", [*SEEDS, 152, 252])
 def test_one_stage_less_is_the_best_merge(seed: int) -> None:
     problem, _, choice, plan = case(seed)
     row = next((row for row in plan.changes if row.what == "one stage less"), None)
