@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fxpart.cluster_io.lookup import Links
 from fxpart.errors import error
 from fxpart.pricing.places import kinds
 from fxpart.solver.joint.problem import Line, Status
+from fxpart.solver.topology.atoms import is_whole
 from fxpart.solver.topology.objective import evaluate
-from fxpart.solver.topology.problem import Flow, Group, Place, Ring, Topology
+from fxpart.solver.topology.problem import Flow, Group, Place, Ring, Seats, Topology
 from fxpart.solver.topology.solve import solve_topology
 
 if TYPE_CHECKING:
@@ -60,7 +63,8 @@ def place_stages(
 ) -> Placement:
     """Which devices each stage takes. widths: (pool, data, tensor) of each stage.
 
-    pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`).
+    pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`). Devices
+    are taken as they stand where that is as good: stage after stage from the first on.
     Raises FXP204 where a pool has too few devices, FXP403 where two devices have no link.
     """
     topology, members = topology_of(cluster, widths, traffic, pools=pools)
@@ -75,9 +79,14 @@ def place_stages(
             why=f"they take {need} devices of its pools, which have too few",
             fix="fewer or narrower stages, or more devices",
         )
-    left = [[list(m) for m in by_pool] for by_pool in members]
+    straight = _in_order(topology, members)
+    plain, best = evaluate(topology, straight), evaluate(topology, found.seats)
+    cut = (is_whole(topology, found.seats), is_whole(topology, straight))
+    if plain.seconds <= best.seconds * (1 + 1e-12) and cut != (True, False):
+        found, best = msgspec.structs.replace(found, seats=straight), plain
+    left = [[iter(m) for m in by_pool] for by_pool in members]
     ranks = tuple(
-        tuple(left[place][pool].pop(0) for place in lanes)
+        tuple(next(left[place][pool]) for place in lanes)
         for (pool, _, _), lanes in zip(widths, found.seats, strict=True)
     )
     return Placement(
@@ -85,8 +94,18 @@ def place_stages(
         seconds=found.seconds,
         bound=found.bound,
         status=found.status,
-        straddling=sum(p.straddling for p in evaluate(topology, found.seats).stages),
+        straddling=sum(p.straddling for p in best.stages),
     )
+
+
+def _in_order(topology: Topology, members: Sequence[Sequence[Sequence[int]]]) -> Seats:
+    """The placement that takes the devices of each pool as they stand, stage after stage."""
+    pools = range(len(topology.places[0].devices))
+    place_of = [
+        iter([place for _, place in sorted((d, k) for k, m in enumerate(members) for d in m[pool])])
+        for pool in pools
+    ]
+    return tuple(tuple(next(place_of[g.pool]) for _ in range(g.lanes)) for g in topology.groups)
 
 
 def pools_of(cluster: Cluster) -> tuple[int, ...]:

@@ -2,7 +2,11 @@
 
 Tensor shards of a replica that fit in no place must cross links between places. Otherwise either
 every replica is whole in a place, and then two replicas meet in one place only where both fit in
-it; or some replica is cut, and its collectives cross. The bound is the least over these cases.
+it; or some replica is cut, and its collectives cross. What is cheaper of these counts.
+
+Where replicas are to stay whole: stages joined by flows that cross nothing have their first replica
+in one place, all together. So what places can hold says how many such sets there are at least, and
+how many flows cross.
 """
 
 from __future__ import annotations
@@ -62,28 +66,30 @@ class _Links:
         return self.room.get(pools, 0) >= devices
 
 
-def lower_bound(topology: Topology) -> float:
-    """Seconds that no placement beats."""
+def lower_bound(topology: Topology, *, whole: bool = False) -> float:
+    """Seconds that no placement beats; ``whole``: that none with every replica whole beats."""
     links = _Links.of(topology)
     groups = range(len(topology.groups))
     rest = topology.microbatches - topology.fill
-    cut = [_cut(links, s) for s in groups]
+    cut = [inf if whole else _cut(links, s) for s in groups]
     times, once = [g.seconds for g in topology.groups], [g.once for g in topology.groups]
     items: list[_Item] = []
     for s, group in enumerate(topology.groups):
         own = (group.pool, group.pool)
-        whole = links.fits(own, group.tensor)
-        times[s] += links.best(own, group.exchange, apart=not whole) if group.tensor > 1 else 0.0
+        fits = links.fits(own, group.tensor)
+        times[s] += links.best(own, group.exchange, apart=not fits) if group.tensor > 1 else 0.0
         if group.data > 1:
             far = not links.fits(own, group.data)
             once[s] += (least := links.best(own, group.reduce, apart=far))
-            if whole and not links.fits(own, group.lanes):
+            if fits and not links.fits(own, group.lanes):
                 more = links.best(own, group.reduce, apart=True) - least
                 items.append(_Item(s, (s,), more, step=True))
     for flow in topology.flows:
-        least, most = _flow(links, flow)
+        least = _flow(links, flow, apart=False)
         (once if flow.step else times)[flow.target] += least
-        items.append(_Item(flow.target, (flow.source, flow.target), most - least, flow.step))
+        if not _fit_together(links, flow):
+            more = max(0.0, _flow(links, flow, apart=True) - least)
+            items.append(_Item(flow.target, (flow.source, flow.target), more, flow.step))
     loads = [rest * t + b for t, b in zip(times, once, strict=True)]
     longest = max(loads)
     for s in groups:
@@ -92,7 +98,12 @@ def lower_bound(topology: Topology) -> float:
         ways = {c: None for item in mine for c in item.unless}
         escapes = (loads[c] + rest * cut[c] for c in ways)
         longest = max(longest, min((loads[s] + more, *escapes)))
-    return topology.fill * (fsum(times) + _extra(items, cut)) + longest
+    total = fsum(times)
+    bound = topology.fill * (total + _extra(items, cut)) + longest
+    if whole:
+        more, most = _crossing(links, loads)
+        bound = max(bound, topology.fill * (total + more) + max(longest, most))
+    return bound
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,56 @@ def _extra(items: list[_Item], cut: list[float]) -> float:
     return fsum(total)
 
 
+def _crossing(links: _Links, loads: list[float]) -> tuple[float, float]:
+    """What flows that must cross add to the sum over stages, and the least longest load.
+
+    loads: of each stage without it. Replicas are whole.
+    """
+    topology = links.topology
+    rest = topology.microbatches - topology.fill
+    joined = [f for f in topology.flows if not f.step and f.size > 0]
+    forced: list[float] = []
+    free: list[float] = []
+    longest = []
+    for flow in joined:
+        near, far = (_flow(links, flow, apart=apart) for apart in (False, True))
+        more = max(0.0, far - near)
+        (free if _fit_together(links, flow) else forced).append(more)
+        longest.append(loads[flow.target] + rest * more)
+    stages = len(topology.groups)
+    # more sets than stages: no replica can be whole, and what is said of them does not matter
+    count = min(_sets(topology), stages) - _components(stages, joined)
+    others = sorted(free)[: max(0, count - len(forced))]
+    return fsum((*forced, *others)), sorted(longest)[count - 1] if count > 0 else 0.0
+
+
+def _sets(topology: Topology) -> int:
+    """Into how many sets stages fall at least, if the first replicas of a set share a place."""
+    pools = range(len(topology.places[0].devices))
+    width = [0 for _ in pools]
+    for group in topology.groups:
+        width[group.pool] += group.tensor
+    most = [max(place.devices[k] for place in topology.places) for k in pools]
+    largest = max(sum(place.devices) for place in topology.places)
+    by_pool = (-(-w // m) for w, m in zip(width, most, strict=True) if m)
+    return max(-(-sum(width) // largest), *by_pool)
+
+
+def _components(stages: int, flows: list[Flow]) -> int:
+    """How many parts the stages fall into that no flow joins."""
+    part = list(range(stages))
+    for flow in flows:
+        a, b = part[flow.source], part[flow.target]
+        part = [a if p == b else p for p in part]
+    return len(dict.fromkeys(part))
+
+
+def _fit_together(links: _Links, flow: Flow) -> bool:
+    """Whether a place may hold a whole replica of both stages."""
+    source, target = (links.topology.groups[x] for x in (flow.source, flow.target))
+    return links.fits((source.pool, target.pool), source.tensor + target.tensor)
+
+
 def _cut(links: _Links, stage: int) -> float:
     """Seconds a microbatch that cutting a replica costs: infinite if there is nothing to cut."""
     group = links.topology.groups[stage]
@@ -134,16 +195,11 @@ def _cut(links: _Links, stage: int) -> float:
     return far - near
 
 
-def _flow(links: _Links, flow: Flow) -> tuple[float, float]:
-    """Seconds at least, and at least while no replica of its stages is cut."""
+def _flow(links: _Links, flow: Flow, *, apart: bool) -> float:
+    """Seconds at least; ``apart``: while its lanes are in two places."""
     source, target = (links.topology.groups[x] for x in (flow.source, flow.target))
     pools = (source.pool, target.pool)
+    far = apart or not links.fits(pools, 2)
     ring = Ring(size=flow.size, messages=flow.messages)
-    found = []
-    for devices in (2, source.tensor + target.tensor):
-        apart = not links.fits(pools, devices)
-        seconds = links.best(pools, ring, apart=apart)
-        if flow.back:
-            seconds += links.best(pools[::-1], ring, apart=apart)
-        found.append(seconds)
-    return found[0], max(found)
+    there = links.best(pools, ring, apart=far)
+    return there + (links.best(pools[::-1], ring, apart=far) if flow.back else 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from fxpart.solver.topology.objective import pairs
+from fxpart.solver.topology.objective import TopologyScorer, pairs
 from fxpart.solver.topology.problem import Line, Seats, Topology
 
 
@@ -151,13 +151,23 @@ def enough(topology: Topology) -> bool:
     return min(there, default=0) >= 0
 
 
+def by_replica(topology: Topology) -> list[tuple[int, int]]:
+    """The first replica of every stage, then the second: each replica's pipeline lies together."""
+    groups = topology.groups
+    return sorted(replicas(topology), key=lambda item: (item[1] / groups[item[0]].data, item[0]))
+
+
 def first_seats(topology: Topology) -> Seats | None:
-    """The first placement: in stage order if so no replica is cut, else the widest first."""
+    """The best of a few first placements, those in which no replica is cut before others."""
     if not enough(topology):
         return None
-    order = replicas(topology)
-    for tried in (order, by_width(topology, order)):
-        seats = pack(topology, tried, cut=False)
-        if seats is not None:
-            return seats
-    return pack(topology, by_width(topology, order), cut=True)
+    plain = replicas(topology)
+    tried = [plain, by_replica(topology)]
+    tried = [*tried, *(by_width(topology, order) for order in tried)]
+    different = [order for k, order in enumerate(tried) if order not in tried[:k]]
+    found = [pack(topology, order, cut=False) for order in different]
+    whole = [seats for seats in found if seats is not None]
+    if not whole:
+        return pack(topology, by_width(topology, plain), cut=True)
+    scorer = TopologyScorer(topology)
+    return min(whole, key=lambda seats: scorer.evaluate(seats).seconds)

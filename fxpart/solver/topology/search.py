@@ -14,8 +14,8 @@ from fxpart.solver.topology.objective import TopologyScorer
 from fxpart.solver.topology.problem import Seats, Topology
 
 FEW = 48  # replicas (or lanes, where one is cut) up to which they move singly
-WORK = 2_000_000  # lanes scored, all placements together
-COST = 200  # what scoring costs besides its lanes, in lanes
+WORK = 4_000_000  # lanes scored, all placements together
+COST = 200  # what scoring a move costs besides its lanes, in lanes
 
 _Part = tuple[int, int, int]  # stage, first lane, number of lanes
 
@@ -23,17 +23,18 @@ _Part = tuple[int, int, int]  # stage, first lane, number of lanes
 def improve(topology: Topology, seats: Seats, scorer: TopologyScorer) -> tuple[Seats, float]:
     """A placement that no swap of two parts and no move of one betters, within :data:`WORK`."""
     best = scorer.evaluate(seats).seconds
-    budget = WORK // (COST + sum(g.lanes for g in topology.groups))
-    moved = True
-    while moved:
-        moved = False
+    moved = sum(len(move.source) for move in scorer.moves)
+    budget = WORK // max(1, COST * len(scorer.moves) + moved)
+    better = True
+    while better:
+        better = False
         for candidate in _neighbours(topology, seats):
             if budget <= 0:
                 return seats, best
             budget -= 1
             found = scorer.evaluate(candidate).seconds
             if found < best * (1 - 1e-12):
-                seats, best, moved = candidate, found, True
+                seats, best, better = candidate, found, True
                 break
     return seats, best
 

@@ -32,7 +32,8 @@ def solve_topology(topology: Topology, *, seed: int = 0) -> TopologySolution:
         return TopologySolution(
             status="infeasible", seats=(), seconds=inf, bound=inf, solver="greedy"
         )
-    scorer, bound, solver = TopologyScorer(topology), lower_bound(topology), "search"
+    scorer, solver = TopologyScorer(topology), "search"
+    bound = lower_bound(topology, whole=is_whole(topology, seats))
     seconds = scorer.evaluate(seats).seconds
     if not _proven(seconds, bound):
         seats, seconds = improve(topology, seats, scorer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,39 @@ def test_shared_is_kept_in_files_and_left_out_where_it_was_not_said(tmp_path: Pa
     plain = Cluster(name="card", devices=devices, links=(link("*", "*", 1e9),))
     assert "shared" not in to_json(plain) and "shared" not in to_toml(plain)
     assert plain.hash != said.hash
+
+
+def test_devices_are_taken_as_they_stand_where_nothing_is_gained() -> None:
+    cluster = Cluster.parse("4x4xh100-sxm")
+    traffic = Traffic(flows=chain(4), microbatches=8, reduce=(Ring(size=1e6, messages=4),) * 4)
+    found = place_stages(cluster, [(0, 1, 4)] * 4, traffic)
+    assert [d for lanes in found.ranks for d in lanes] == list(range(16))
+    # but not where that would cut a replica: 3 + 3 shards on hosts of four
+    found = place_stages(cluster, [(0, 1, 3)] * 2, Traffic(flows=chain(2)))
+    assert found.straddling == 0
+
+
+@pytest.mark.parametrize("hosts", [16, 17])
+def test_more_stages_than_can_be_enumerated_are_proved(hosts: int) -> None:
+    """Pairs of stages on a host: every second flow must cross, and no more do."""
+    cluster = Cluster.parse(f"{hosts}x8xh100-sxm")
+    found = place_stages(cluster, [(0, 1, 4)] * 32, Traffic(flows=chain(32), microbatches=8))
+    assert found.status == "optimal"
+    crossing = sum(
+        cluster.devices[a[0]].host != cluster.devices[b[0]].host
+        for a, b in itertools.pairwise(found.ranks)
+    )
+    assert crossing == 15
+
+
+def test_replicas_of_a_pipeline_lie_together() -> None:
+    """Two stages of many narrow replicas: a replica of each on every host, not two of one."""
+    cluster = Cluster.parse("32x8xh100-sxm")
+    traffic = Traffic(flows=chain(2), reduce=(Ring(size=1e8, messages=10),) * 2, microbatches=8)
+    found = place_stages(cluster, [(0, 32, 4)] * 2, traffic)
+    assert found.status == "optimal"
+    hosts = [[cluster.devices[d].host for d in lanes] for lanes in found.ranks]
+    assert hosts[0] == hosts[1]
 
 
 def test_pools_keep_to_their_devices() -> None:
