@@ -15,10 +15,11 @@ import pytest
 from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError
 from fxpart.plan import Alternative, Plan
+from fxpart.planned.rejected import Comparison
 from fxpart.planning_joint import make_joint_plan
 from fxpart.report.explain import explain
 from fxpart.report.html import report_html
-from fxpart.solver.joint.objective import degrees, evaluate
+from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution
 
@@ -170,6 +171,28 @@ def test_reasons_name_what_grows() -> None:
     )
     assert {"memory", "computation", "the bubble", "transfers between stages"} <= set(words)
     assert "it was not found in the time that there was" not in words
+
+
+def test_a_scale_multiplies_all_seconds() -> None:
+    problem, solution, choice, plan = case(next(s for s in SEEDS if len(case(s)[3].changes) > 3))
+    scorer = JointScorer(problem)
+    twice = Comparison(scorer, choice, scorer.evaluate(choice), 2.0)
+    for rows, wanted in (
+        (twice.changes(), plan.changes),
+        (twice.candidates(solution), plan.alternatives),
+    ):
+        for row, one in zip(rows, wanted, strict=True):
+            assert row.what == one.what
+            for field in ("step_seconds", "unfit_seconds"):
+                known = getattr(one, field)
+                assert getattr(row, field) == (None if known is None else 2 * known)
+    other = evaluate(problem, choice)
+    part = re.compile(r"(.+): (.+) s instead of (.+) s")
+    for row, one in zip(twice.changes(), plan.changes, strict=True):
+        if (after := part.fullmatch(row.why)) and (before := part.fullmatch(one.why)):
+            assert after[1] == before[1]
+            assert float(after[2]) == pytest.approx(2 * float(before[2]), rel=0.02)
+    assert other.seconds == plan.prediction.step_seconds
 
 
 @pytest.mark.parametrize("seed", SEEDS[:40])

@@ -21,8 +21,19 @@ _TRIED = 24  # ways to have a stage more or less that are evaluated in full
 class Comparison:
     """Compares other choices of one problem with the chosen one."""
 
-    def __init__(self, scorer: JointScorer, choice: JointChoice, found: JointEvaluation) -> None:
-        """found: what the choice costs."""
+    def __init__(
+        self,
+        scorer: JointScorer,
+        choice: JointChoice,
+        found: JointEvaluation,
+        scale: float = 1.0,
+    ) -> None:
+        """found: what the choice costs. scale: by what all seconds told are multiplied.
+
+        A plan that was priced again, more exactly than the problem, takes its own seconds over
+        those of ``found``.
+        """
+        self.scale = scale
         self.scorer, self.problem, self.choice, self.found = scorer, scorer.problem, choice, found
         self._stages: dict[tuple[int, int, int], tuple[float, float] | None] = {}
 
@@ -52,9 +63,9 @@ class Comparison:
             microbatches=other.microbatches,
             schedule=other.schedule,
             what=what,
-            step_seconds=None if full else found.seconds,
-            unfit_seconds=found.seconds if full else None,
-            why=why_lost((self.choice, self.found), (other, found)),
+            step_seconds=None if full else found.seconds * self.scale,
+            unfit_seconds=found.seconds * self.scale if full else None,
+            why=why_lost((self.choice, self.found), (other, found), self.scale),
         )
 
     def _depths(self, by: int, what: str) -> Iterator[Alternative]:

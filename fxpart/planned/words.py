@@ -37,9 +37,14 @@ def decisions(problem: JointProblem, choice: JointChoice) -> str:
 
 
 def why_lost(
-    chosen: tuple[JointChoice, JointEvaluation], other: tuple[JointChoice, JointEvaluation]
+    chosen: tuple[JointChoice, JointEvaluation],
+    other: tuple[JointChoice, JointEvaluation],
+    scale: float = 1.0,
 ) -> str:
-    """Why the other choice lost, in a sentence: memory, or the part of the step that grows most."""
+    """Why the other choice lost, in a sentence: memory, or the part of the step that grows most.
+
+    scale: by what its seconds are multiplied.
+    """
     found, best = other[1], chosen[1]
     full = overfull(found)
     if full:
@@ -57,7 +62,8 @@ def why_lost(
         return "it was not found in the time that there was"
     was, now = (_parts(*pair).named() for pair in (chosen, other))
     most = max(now, key=lambda name: now[name] - was[name])
-    return f"{most}: {units.seconds(now[most])} instead of {units.seconds(was[most])}"
+    after, before = (units.seconds(scale * parts[most]) for parts in (now, was))
+    return f"{most}: {after} instead of {before}"
 
 
 def _parts(choice: JointChoice, evaluation: JointEvaluation) -> StepParts:
