@@ -6,8 +6,9 @@ each. The gradients' sum over microbatches is counted wherever a replica's micro
 whole batch, since a ``Work`` knows its rows and not m.
 
 What is left out because it cannot be better: ZeRO 1 where 2 may be chosen (the same seconds, less
-memory), levels above the least for one replica, modes of recomputation that free nothing, and
-microbatches of which one block alone overfills a device (the smallest size is always there).
+memory), levels above the least for one replica, modes of recomputation that free nothing, tensor
+degrees that cut nothing, options with which not even one block fits on a device, and microbatches
+of which one block alone overfills it (the smallest size is always there).
 """
 
 from __future__ import annotations

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from fxpart.errors import error
+from fxpart.pricing.joint_experts import Dealt, find_mixtures
 from fxpart.pricing.joint_kinds import Kinds, find_kinds
 from fxpart.pricing.joint_links import DevicePool, Lines
+from fxpart.pricing.joint_ops import OpPrices, Row
 from fxpart.pricing.joint_recompute import Again, selected
-from fxpart.pricing.joint_samples import Samples, samples
-from fxpart.pricing.joint_sheet import Bytes, Row, Sheet, Whole
+from fxpart.pricing.joint_samples import samples
+from fxpart.pricing.joint_sheet import Axis, Bytes, SampleOps, Seconds, Sheet, Whole
 from fxpart.pricing.joint_space import (
     Space,
     data_degrees,
+    expert_degrees,
     microbatch_counts,
     odd,
     tensor_degrees,
 )
-from fxpart.pricing.joint_tensor import Cut, Situation, choose_cut
+from fxpart.pricing.joint_tensor import Cut, Cutter, Situation
 from fxpart.pricing.memory import crossing
 from fxpart.pricing.placements import state_costs
 from fxpart.pricing.specs import Specs
@@ -41,6 +45,7 @@ from fxpart.solver.joint.problem import (
 
 if TYPE_CHECKING:
     from fxpart.capture.captured import Captured
+    from fxpart.cluster import Link
     from fxpart.costs import CostModel
     from fxpart.optimizers import OptimizerChoice
     from fxpart.solver.problem import Weight
@@ -75,15 +80,26 @@ class JointPricer:
         self.unknown: set[str] = set()
         self._sizes: dict[int, Sizes] = {}
         self._bytes: dict[tuple[int, int], Bytes] = {}
+        self._timed: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
         self.counts = self._counts(microbatches)
         self.tied = [w for w in self.weights if len(w.blocks) > 1]
         self.ties = tuple(Tie(name=w.name, blocks=w.blocks) for w in self.tied)
-        self.sheets: dict[int, Sheet] = {1: self._whole()}
+        self.prices = OpPrices(model)
+        self.ops = SampleOps.of(graph, self.kinds, self.specs)
+        self.mixtures = find_mixtures(self.kinds)
+        again = self._again()
+        cuts: dict[int, Whole] = {1: Whole()}
         for tensor in self._tensor_degrees():
             cut = self._cut(tensor, trained, optimizer)
             if cut.cuts:
-                sizes, again = self._at(self._reference()), self.sheets[1].again
-                self.sheets[tensor] = Sheet(graph, self.kinds, self.specs, model, cut, sizes, again)
+                cuts[tensor] = cut
+        self.sheets: dict[tuple[int, int], Sheet] = {
+            (tensor, expert): self._sheet(
+                cut if expert == 1 else Dealt(cut, expert, self.mixtures, self.specs), again
+            )
+            for tensor, cut in cuts.items()
+            for expert in self._expert_degrees()
+        }
 
     # -- what is chosen from ---------------------------------------------------------------------
 
@@ -115,7 +131,7 @@ class JointPricer:
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Bytes of parameters, by layout."""
-        return tuple(self._layout(tensor) for tensor in sorted(self.sheets))
+        return tuple(self._layout(*degrees) for degrees in sorted(self.sheets))
 
     def options(self) -> tuple[Option, ...]:
         """Every way to run a stage, in the order of pools, layouts, data degrees, ZeRO, modes."""
@@ -127,6 +143,7 @@ class JointPricer:
             for zero in self._zero(data)
             for option in self._option(pool, index, layout, data, zero)
         ]
+        found = [o for o in found if self._holds(o)] or found
         if len(found) > self.space.most_options:
             order = sorted({o.data for o in found}, key=lambda d: (odd(d), d))
             keep = set(order)
@@ -134,6 +151,24 @@ class JointPricer:
                 keep.discard(order.pop())
                 found = [o for o in found if o.data in keep]
         return tuple(found)
+
+    def _holds(self, option: Option) -> bool:
+        """Whether some block alone fits with this option, at the smallest microbatch."""
+        rows = min({self._rows(m, option.data) for m in self.counts} - {0})
+        layout, memory = self.layouts[option.layout], self._memory(option.layout, rows)
+        limit = self.pools[option.pool].pool.memory
+        shares = ((layout.dense, option.data), (layout.experts, option.data // layout.expert))
+        for kind in range(len(self.kinds.samples)):
+            held = memory.activation[option.recompute][kind]
+            held += memory.workspace[option.recompute][kind] + layout.buffer[kind]
+            for state, replicas in shares:
+                if state is not None:
+                    cut = [replicas if option.zero >= level else 1 for level in (3, 2, 1)]
+                    held += -(-state.weight[kind] // cut[0]) + -(-state.gradient[kind] // cut[1])
+                    held += -(-state.optimizer[kind] // cut[2])
+            if held <= limit:
+                return True
+        return False
 
     def _data(self, pool: int, layout: Layout) -> list[int]:
         """Data degrees that the pool has devices and the batch has rows for."""
@@ -162,7 +197,7 @@ class JointPricer:
     def _modes(self) -> tuple[Recompute, ...]:
         """The modes of recomputation that free something, or all of those allowed."""
         useful: list[Recompute] = ["none"]
-        if any(again.dropped for again in self.sheets[1].again):
+        if any(again.dropped for again in self.sheets[1, 1].again):
             useful.append("selective")
         if any(sheet.full.any() for sheet in self.sheets.values()):
             useful.append("full")
@@ -203,7 +238,7 @@ class JointPricer:
     @property
     def tensor_note(self) -> str:
         """Where the costs of tensor parallelism come from."""
-        degrees = ", ".join(str(t) for t in sorted(self.sheets) if t > 1)
+        degrees = ", ".join(str(t) for t in sorted({t for t, _ in self.sheets}) if t > 1)
         return (
             f"degrees {degrees}: placements of one block of each kind chosen by the solver, values "
             "between blocks whole on every rank"
@@ -230,15 +265,9 @@ class JointPricer:
         return tuple(found)
 
     def _work(self, pool: int, layout: int, rows: int, mode: Recompute) -> Work:
-        tensor = self.layouts[layout].tensor
-        sheet, sizes, place = self.sheets[tensor], self._at(rows), self.pools[pool]
-        ops = sheet.seconds(sizes, place.sample, accumulate=rows < self.batch)
-        sums = sheet.messages(sizes, self.lines.ring(place, tensor, 1))
+        ops, sums = self._seconds(pool, layout, rows)
         again = ops.again[mode] + sums.again[mode]
-        key = (tensor, rows)
-        if key not in self._bytes:
-            self._bytes[key] = sheet.bytes(sizes)
-        self.unknown |= sizes.unknown
+        memory = self._memory(layout, rows)
         return Work(
             pool=pool,
             layout=layout,
@@ -247,9 +276,32 @@ class JointPricer:
             forward=_row(ops.forward + sums.forward),
             backward=_row(ops.backward + sums.backward + again),
             collective=_row(sums.forward + sums.backward + sums.again[mode]),
-            activation=self._bytes[key].activation[mode],
-            workspace=self._bytes[key].workspace[mode],
+            activation=memory.activation[mode],
+            workspace=memory.workspace[mode],
         )
+
+    def _seconds(self, pool: int, layout: int, rows: int) -> tuple[Seconds, Seconds]:
+        """Of the ops, and of the collectives."""
+        key = (pool, layout, rows)
+        if key not in self._timed:
+            tensor, expert = self.layouts[layout].tensor, self.layouts[layout].expert
+            sheet, sizes, place = self.sheets[tensor, expert], self._at(rows), self.pools[pool]
+            rings: dict[Axis, tuple[Link, ...]] = {
+                "tensor": self.lines.ring(place, tensor, 1),
+                "expert": self.lines.ring(place, expert, tensor),
+            }
+            self._timed[key] = (
+                sheet.seconds(sizes, place.sample, accumulate=rows < self.batch),
+                sheet.messages(sizes, rings),
+            )
+            self.unknown |= sizes.unknown
+        return self._timed[key]
+
+    def _memory(self, layout: int, rows: int) -> Bytes:
+        if (layout, rows) not in self._bytes:
+            degrees = self.layouts[layout].tensor, self.layouts[layout].expert
+            self._bytes[layout, rows] = self.sheets[degrees].bytes(self._at(rows))
+        return self._bytes[layout, rows]
 
     def boundaries(self) -> tuple[Boundary, ...]:
         """Values between blocks, as lines in rows: exact where sizes are, else from above."""
@@ -280,31 +332,44 @@ class JointPricer:
     @property
     def sources(self) -> set[str]:
         """Where the seconds of ops and collectives come from."""
-        return set().union(*(sheet.sources for sheet in self.sheets.values()))
+        return self.prices.sources
 
     # -- layouts ---------------------------------------------------------------------------------
 
-    def _whole(self) -> Sheet:
-        """The sheet of blocks that are whole on each rank, with what the selective mode makes."""
-        sizes, device = self._at(self._reference()), self.pools[0].sample
-        plain = Sheet(self.graph, self.kinds, self.specs, self.model, Whole(), sizes)
+    def _sheet(self, cut: Whole, again: Sequence[Again]) -> Sheet:
+        sizes = self._at(self._reference())
+        return Sheet(self.ops, self.prices, cut, sizes, again)
+
+    def _again(self) -> tuple[Again, ...]:
+        """By kind what the selective mode makes again, decided for whole blocks."""
         if "selective" not in self.space.recompute:
-            return plain
+            return ()
+        sizes, device = self._at(self._reference()), self.pools[0].sample
+        plain = self._sheet(Whole(), ())
         each = plain.forward_of(sizes, device)
-        forward = plain.seconds(sizes, device, accumulate=False).forward
-        again: list[Again] = []
+        found: list[Again] = []
         for kind, block in enumerate(self.kinds.samples):
-            whole, handed = plain.kept(block, sizes)
-            again.append(
+            whole, handed = plain.kept(kind, sizes)
+            found.append(
                 selected(
                     block,
                     lambda node: each.get(node, 0.0),
                     float(whole - handed),
-                    float(forward[kind]),
+                    sum(each.get(node, 0.0) for node in block.nodes),
                     lambda storage: sizes.number(storage.size),
                 )
             )
-        return Sheet(self.graph, self.kinds, self.specs, self.model, Whole(), sizes, again)
+        return tuple(found)
+
+    def _expert_degrees(self) -> tuple[int, ...]:
+        """Degrees that divide the experts of every mixture; 1 where there are none."""
+        number = gcd(*self.mixtures.numbers) if self.mixtures.numbers else 0
+        devices = max(p.pool.devices for p in self.pools)
+        wished = self.space.expert
+        if wished is None or not number:
+            return expert_degrees(number, devices)
+        found = tuple(e for e in sorted(set(wished)) if e <= devices and number % e == 0)
+        return found or (1,)
 
     def _cut(self, tensor: int, trained: frozenset[str], optimizer: OptimizerChoice) -> Cut:
         """The placements on ``tensor`` ranks, chosen for the first pool that has them."""
@@ -316,11 +381,11 @@ class JointPricer:
             self.lines.ring(place, tensor, 1), count,
             state_costs(self.captured, trained, optimizer, count),
         )  # fmt: skip
-        return choose_cut(self._samples, tensor, situation)
+        return self._cutter(tensor, situation)
 
     @cached_property
-    def _samples(self) -> Samples:
-        return samples(self.kinds)
+    def _cutter(self) -> Cutter:
+        return Cutter(samples(self.kinds))
 
     def _reference(self) -> int:
         """The rows at which is decided what does not depend on rows: the middle of those needed."""
@@ -328,46 +393,53 @@ class JointPricer:
         rows = sorted({r for m in self.counts for d in degrees if (r := self._rows(m, d))})
         return rows[len(rows) // 2] if rows else self.batch
 
-    def _layout(self, tensor: int) -> Layout:
-        cut, blocks = self.sheets[tensor].cut, self.kinds.samples
+    def _layout(self, tensor: int, expert: int) -> Layout:
+        """Bytes on a rank; the experts' apart where they are dealt out."""
+        cut = self.sheets[tensor, expert].cut
+        apart = self.mixtures.weights if expert > 1 else frozenset()
 
         def parts(weight: Weight, size: int) -> int:
             return -(-size // cut.weight(weight))
 
-        def bytes_of(part: str, *, buffer: bool = False) -> tuple[int, ...]:
-            return tuple(
-                sum(parts(w, getattr(w, part)) for w in b.own if w.buffer == buffer) for b in blocks
-            )
-
-        step = tuple(
-            tuple(
-                sum(step_seconds(self._local(b.own + b.first, tensor), 1, p.sample))
-                + self._waiting(p, b.own + b.first, tensor)
-                for b in blocks
-            )
-            for p in self.pools
-        )
         return Layout(
             tensor=tensor,
-            dense=State(
-                weight=bytes_of("weight"), gradient=bytes_of("gradient"),
-                optimizer=bytes_of("optimizer"), step=step,
+            expert=expert,
+            dense=self._state(tensor, expert, lambda w: w.name not in apart),
+            experts=self._state(tensor, expert, lambda w: w.name in apart) if apart else None,
+            buffer=tuple(
+                sum(parts(w, w.weight) for w in b.own if w.buffer) for b in self.kinds.samples
             ),
-            buffer=bytes_of("weight", buffer=True),
             tie_weight=tuple(parts(w, w.weight) for w in self.tied),
             tie_gradient=tuple(parts(w, w.gradient) for w in self.tied),
             tie_optimizer=tuple(parts(w, w.optimizer) for w in self.tied),
+        )
+
+    def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> State:
+        """Those parameters, by kind of block; tied ones in the step of their first block alone."""
+        cut = self.sheets[tensor, expert].cut
+        rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
+        for block in self.kinds.samples:
+            held = self._local([w for w in block.own if of(w) and not w.buffer], cut)
+            for part, row in rows.items():
+                row.append(sum(getattr(w, part) for w in held))
+        step = []
+        for place in self.pools:
+            ring = self.lines.ring(place, tensor, 1)
+            line = self.lines.line("partial", "replicate", ring)
+            seconds = []
+            for block in self.kinds.samples:
+                held_ = [w for w in (*block.own, *block.first) if of(w)]
+                waiting = sum(w.gradient for w in held_ if cut.waits(w))
+                stepped = step_seconds(self._local(held_, cut), 1, place.sample)
+                seconds.append(sum(stepped) + line(waiting))
+            step.append(tuple(seconds))
+        return State(
+            weight=tuple(rows["weight"]), gradient=tuple(rows["gradient"]),
+            optimizer=tuple(rows["optimizer"]), step=tuple(step),
         )  # fmt: skip
 
-    def _waiting(self, place: DevicePool, held: Sequence[Weight], tensor: int) -> float:
-        """Seconds a step of gradients that are sums over the tensor ranks."""
-        cut, ring = self.sheets[tensor].cut, self.lines.ring(place, tensor, 1)
-        size = sum(w.gradient for w in held if cut.waits(w))
-        return self.lines.line("partial", "replicate", ring)(size)
-
-    def _local(self, held: Sequence[Weight], tensor: int) -> tuple[Weight, ...]:
+    def _local(self, held: Sequence[Weight], cut: Whole) -> tuple[Weight, ...]:
         """Parameters as one rank holds them, all in one block."""
-        cut = self.sheets[tensor].cut
         return tuple(
             type(w)(
                 name=w.name, blocks=(0,), weight=-(-w.weight // cut.weight(w)),

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from fxpart.costmodels.sizes import tensor_bytes
-from fxpart.pricing.joint_kinds import Block, Kinds, Storage
+from fxpart.pricing.joint_kinds import Kinds, Storage
+from fxpart.pricing.joint_ops import OpPrices, Row
 from fxpart.pricing.joint_recompute import Again
-from fxpart.pricing.memory import Workspace
+from fxpart.pricing.memory import Scope, Workspace
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
 
 if TYPE_CHECKING:
     from fxpart.cluster import Device, Link
-    from fxpart.costs import CostModel, OpSpec, Size, TensorSpec
+    from fxpart.costs import OpSpec, Size, TensorSpec
     from fxpart.solver.joint.problem import Recompute
     from fxpart.solver.problem import Weight
 
-Row = NDArray[np.float64]
+Axis = Literal["tensor", "expert"]
 
 
 @dataclass(frozen=True)
 class Message:
     """A collective of a block's ranks over ``size`` bytes in all. back: in the backward.
 
-    giver, node: the op whose result it moves, and the one that takes it.
+    giver, node: the op whose result it moves, and the one that takes it. axis: the ranks among
+    which it goes.
     """
 
     kind: int
@@ -40,6 +42,7 @@ class Message:
     back: bool
     node: fx.Node | None = None
     giver: fx.Node | None = None
+    axis: Axis = "tensor"
 
 
 class Whole:
@@ -104,6 +107,28 @@ class Bytes:
     workspace: Mapping[Recompute, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class SampleOps:
+    """The ops of one block of each kind, described once for all cuts: (kind, node, op)."""
+
+    kinds: Kinds
+    specs: Specs
+    scope: Scope
+    ops: tuple[tuple[int, fx.Node, OpSpec], ...]
+
+    @staticmethod
+    def of(graph: fx.GraphModule, kinds: Kinds, specs: Specs) -> SampleOps:
+        """Those of a graph's kinds."""
+        scope = Scope.of(graph.graph, {block.index for block in kinds.samples})
+        ops = [
+            (kind, node, spec)
+            for kind, block in enumerate(kinds.samples)
+            for node in block.nodes
+            if (spec := specs.op(node)) is not None
+        ]
+        return SampleOps(kinds, specs, scope, tuple(ops))
+
+
 @dataclass
 class Sheet:
     """Kinds of blocks under one cut.
@@ -112,58 +137,62 @@ class Sheet:
     which kinds the mode "full" makes again: those that then keep less.
     """
 
-    graph: fx.GraphModule
-    kinds: Kinds
-    specs: Specs
-    model: CostModel
+    samples: SampleOps
+    prices: OpPrices
     cut: Whole
     reference: Sizes
     again: Sequence[Again] = ()
-    sources: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Describe every op of the samples; equal ops are one."""
-        self._ops: dict[OpSpec, int] = {}
-        self._uses: list[tuple[int, int]] = []  # kind, number of the op
-        self._number: dict[fx.Node, int] = {}
-        for kind, block in enumerate(self.kinds.samples):
-            for node in block.nodes:
-                spec = self.specs.op(node)
-                if spec is not None:
-                    number = self._ops.setdefault(self.cut.op(node, spec), len(self._ops))
-                    self._uses.append((kind, number))
-                    self._number[node] = number
-        only = {block.index for block in self.kinds.samples}
-        specs = self.specs if self.cut.parts == 1 else _CutSpecs(self.specs, self.cut)
-        self._workspace = Workspace(self.graph.graph, specs, len(self.kinds.of), only)
-        self._remade = [
-            [self._number[n] for n in chosen.ops if n in self._number] for chosen in self.again
-        ]
-        pairs = [self.kept(block, self.reference) for block in self.kinds.samples]
+        """Number every op of the samples, and bring together what is equal."""
+        kinds, cut = self.samples.kinds, self.cut
+        self._count = len(kinds.samples)
+        self._kind = [kind for kind, _, _ in self.samples.ops]
+        self._numbers = [self.prices.number(cut.op(n, spec)) for _, n, spec in self.samples.ops]
+        place = {node: i for i, (_, node, _) in enumerate(self.samples.ops)}
+        self._place = place
+        specs = self.samples.specs if cut.parts == 1 else _CutSpecs(self.samples.specs, cut)
+        self._workspace = Workspace(self.samples.scope, specs, len(kinds.of))
+        self._remade = [[place[n] for n in chosen.ops if n in place] for chosen in self.again]
+        self._stored = [Counter(map(cut.storage, block.storages)) for block in kinds.samples]
+        self._freed = [
+            Counter(cut.storage(s) for s in block.storages if s.number in chosen.dropped)
+            for block, chosen in zip(kinds.samples, self.again or [Again()] * self._count,
+                                     strict=True)
+        ]  # fmt: skip
+        pairs = [self.kept(kind, self.reference) for kind in range(self._count)]
         self.full = np.array([handed < whole for whole, handed in pairs])
         self._gradients = np.array(
             [
-                float(sum(w.gradient // self.cut.weight(w) for w in (*b.own, *b.tied)))
-                for b in self.kinds.samples
+                float(sum(w.gradient // cut.weight(w) for w in (*b.own, *b.tied)))
+                for b in kinds.samples
             ]
         )
+        self._sent = self._sums()
+
+    def _sums(self) -> dict[tuple[str, str, Size, Axis], Row]:
+        """How often each distinct collective is made: [forward, backward, selective][kind]."""
+        remade = {node for chosen in self.again for node in chosen.ops}
+        found: dict[tuple[str, str, Size, Axis], Row] = {}
+        for message in self.cut.messages:
+            key = (message.source, message.target, message.size, message.axis)
+            times = found.setdefault(key, np.zeros((3, self._count)))
+            times[1 if message.back else 0, message.kind] += 1
+            if not message.back and message.node in remade and message.giver in remade:
+                times[2, message.kind] += 1
+        return found
 
     def seconds(self, sizes: Sizes, device: Device, *, accumulate: bool) -> Seconds:
         """On one device. accumulate: gradients are summed over microbatches (read, read, written).
 
         Full recomputation runs the whole forward again, the selective one its ops.
         """
-        costs = [
-            [self.model.op(sizes.op(op), device, backward) for op in self._ops]
-            for backward in (False, True)
-        ]
-        self.sources |= {cost.source for row in costs for cost in row}
-        ahead, back = (np.array([c.seconds for c in row]) for row in costs)
+        ahead, back = self.prices.seconds(self._numbers, sizes, device)
         forward, backward = self._by_kind(ahead), self._by_kind(back)
         if accumulate:
             backward = backward + 3 * self._gradients / device.bandwidth
         selective = np.array([sum(float(ahead[n]) for n in row) for row in self._remade])
-        none = np.zeros(len(self.kinds.samples))
+        none = np.zeros(self._count)
         return Seconds(
             forward,
             backward,
@@ -174,38 +203,31 @@ class Sheet:
             },
         )
 
-    def messages(self, sizes: Sizes, ring: tuple[Link, ...]) -> Seconds:
-        """The collectives of tensor parallelism over a ring of the block's ranks."""
-        count = len(self.kinds.samples)
-        forward, backward, selective = np.zeros(count), np.zeros(count), np.zeros(count)
-        remade = {node for chosen in self.again for node in chosen.ops}
-        for message in self.cut.messages:
-            size = float(sizes.number(message.size))
-            cost = self.model.reshard(message.source, message.target, size, ring)
-            self.sources.add(cost.source)
-            (backward if message.back else forward)[message.kind] += cost.seconds
-            if not message.back and message.node in remade and message.giver in remade:
-                selective[message.kind] += cost.seconds
-        none = np.zeros(count)
-        full = np.where(self.full, forward, 0.0)
+    def messages(self, sizes: Sizes, rings: Mapping[Axis, tuple[Link, ...]]) -> Seconds:
+        """The collectives of tensor and expert parallelism over rings of ranks."""
+        total = np.zeros((3, self._count))
+        for (source, target, size, axis), times in self._sent.items():
+            amount = float(sizes.number(size))
+            cost = self.prices.model.reshard(source, target, amount, rings[axis])
+            self.prices.sources.add(cost.source)
+            total += cost.seconds * times
+        forward, backward, selective = total
+        none, full = np.zeros(self._count), np.where(self.full, forward, 0.0)
         return Seconds(forward, backward, {"none": none, "selective": selective, "full": full})
 
     def forward_of(self, sizes: Sizes, device: Device) -> dict[fx.Node, float]:
         """Forward seconds of every op of the samples."""
-        costs = [self.model.op(sizes.op(op), device, False).seconds for op in self._ops]
-        return {node: costs[number] for node, number in self._number.items()}
+        ahead, _ = self.prices.seconds(self._numbers, sizes, device)
+        return {node: float(ahead[place]) for node, place in self._place.items()}
 
     def bytes(self, sizes: Sizes) -> Bytes:
         """Memory at one microbatch size."""
         peaks = self._workspace.bytes(sizes)
         kept: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
         live: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
-        for kind, block in enumerate(self.kinds.samples):
-            whole, handed = self.kept(block, sizes)
-            chosen = self.again[kind].dropped if self.again else frozenset()
-            freed = sum(
-                sizes.number(self.cut.storage(s)) for s in block.storages if s.number in chosen
-            )
+        for kind, block in enumerate(self.samples.kinds.samples):
+            whole, handed = self.kept(kind, sizes)
+            freed = _total(self._freed[kind], sizes)
             peak = peaks[block.index]
             if not self.full[kind]:  # what others are made again from is kept, too
                 handed = whole + sum(sizes.number(m.size) for m in block.made if not m.saved)
@@ -222,17 +244,22 @@ class Sheet:
             {mode: tuple(row) for mode, row in live.items()},
         )
 
-    def kept(self, block: Block, sizes: Sizes) -> tuple[int, int]:
+    def kept(self, kind: int, sizes: Sizes) -> tuple[int, int]:
         """Bytes that a block keeps without recomputation, and with all of it made again."""
-        whole = sum(sizes.number(self.cut.storage(s)) for s in block.storages)
+        block = self.samples.kinds.samples[kind]
         handed = sum(sizes.number(m.size) for m in block.made)
         read = sum(
-            sizes.number(tensor_bytes(t)) for i in block.inputs for t in self.specs.tensors(i)
+            sizes.number(tensor_bytes(t))
+            for i in block.inputs
+            for t in self.samples.specs.tensors(i)
         )
-        return whole, handed + read
+        return _total(self._stored[kind], sizes), handed + read
 
     def _by_kind(self, seconds: Row) -> Row:
-        total = np.zeros(len(self.kinds.samples))
-        for kind, number in self._uses:
-            total[kind] += seconds[number]
+        total = np.zeros(self._count)
+        np.add.at(total, self._kind, seconds)
         return total
+
+
+def _total(sizes: Mapping[Size, int], at: Sizes) -> int:
+    return sum(times * at.number(size) for size, times in sizes.items())

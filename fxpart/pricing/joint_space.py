@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fxpart.solver.joint.problem import Recompute
 
 SMALL = 16  # devices up to which every data degree is tried
-MOST_COUNTS = 24  # microbatch counts of a large batch
+MOST_COUNTS = 32  # microbatch counts of a large batch
 ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -72,9 +72,13 @@ def data_degrees(devices: int) -> tuple[int, ...]:
 
 
 def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
-    """Powers of two that divide the number of experts, as far as devices go; 1 for none."""
+    """Powers of two that divide the number of experts, as far as devices go; 1 for none.
+
+    On more than ``SMALL`` devices 1 and those from 8 on.
+    """
     powers = (1 << k for k in range(max(experts, 1).bit_length()))
-    return tuple(e for e in powers if experts % e == 0 and e <= devices) if experts else (1,)
+    found = [e for e in powers if experts and experts % e == 0 and e <= devices]
+    return tuple(e for e in found if devices <= SMALL or e == 1 or e >= 8) or (1,)
 
 
 def microbatch_counts(batch: int, stages: int) -> tuple[int, ...]:

@@ -9,10 +9,11 @@ then priced op by op as for one rank, and each change of placement as a collecti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import sympy
 from torch import fx
 
@@ -22,13 +23,13 @@ from fxpart.pricing.joint_messages import Messages, port_of
 from fxpart.pricing.joint_samples import AXIS, Samples
 from fxpart.pricing.joint_sheet import Message, Whole
 from fxpart.pricing.placement_build import Builder
-from fxpart.pricing.placement_built import StateCosts
+from fxpart.pricing.placement_built import Built, StateCosts
 from fxpart.pricing.placement_edges import Port, Reshards
 from fxpart.pricing.placement_graph import Flow, fused, read
 from fxpart.pricing.placement_options import Families, Option, positions
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.sharding import PARTIAL, Mesh, Placements, Shard
-from fxpart.solver.placement import solve_placement
+from fxpart.solver.placement import evaluate, solve_placement
 
 if TYPE_CHECKING:
     from fxpart.cluster import Device, Link
@@ -68,6 +69,7 @@ class Cut(Whole):
         self.parts, self.messages = parts, messages
         self._samples, self._flow, self._chosen, self._lies = samples, flow, chosen, lies
         self._kept: dict[tuple[fx.Node, int], tuple[str, int]] = {}
+        self._stored: dict[int, Size] = {}
         for node, kept in flow.kept.items():
             numbers = dict.fromkeys(saved.storage for saved in annotation(node).saved)
             for number, each in zip(numbers, kept, strict=True):
@@ -78,6 +80,11 @@ class Cut(Whole):
         """Whether anything is cut at all."""
         ports = [p for o in self._chosen.values() for p in (*o.takes, *o.gives)]
         return any(_is_cut(place) for place, _ in ports)
+
+    @property
+    def lean(self) -> bool:
+        """Whether some parameter is cut."""
+        return any(_is_cut(place) for place, _ in self._lies.values())
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
         """The op on what the rank holds."""
@@ -117,6 +124,11 @@ class Cut(Whole):
 
     def storage(self, storage: Storage) -> Size:
         """Bytes that the rank keeps: a part where every op that keeps it has it cut."""
+        if id(storage) not in self._stored:
+            self._stored[id(storage)] = self._storage(storage)
+        return self._stored[id(storage)]
+
+    def _storage(self, storage: Storage) -> Size:
         copies = [self._samples.of.get(node) for node in storage.savers]
         shared = storage.shared and storage.maker not in self._samples.free
         if shared or not all(c is not None and self._part(c, storage.number) for c in copies):
@@ -152,33 +164,63 @@ class Cut(Whole):
         return TensorSpec(tuple(shape), tensor.dtype)
 
 
-def choose_cut(samples: Samples, tensor: int, at: Situation, time_limit: float = 10.0) -> Cut:
-    """The cheapest placements of every kind of block on ``tensor`` ranks."""
-    mesh = Mesh(((AXIS, tensor),))
-    reshards = Reshards(mesh, at.model, lambda _: at.ring)
-    families = Families(
-        mesh, at.model, at.device, reshards, at.sizes, at.specs, at.microbatches, frozenset()
-    )
-    flow = read(samples.graph, at.specs, at.sizes)
-    fused(flow, families)
-    builder = Builder(
-        mesh=mesh, flow=flow, families=families, reshards=reshards, specs=at.specs, sizes=at.sizes,
-        state=at.state, microbatches=at.microbatches, bandwidth=at.device.bandwidth,
-        launch=at.device.launch,
-    )  # fmt: skip
-    built = builder.build(_AMPLE)
-    solution = solve_placement(built.problem, time_limit=time_limit)
-    assert solution.choice is not None, "without a budget there is a choice"
-    choice = solution.choice
-    chosen: dict[fx.Node, Option] = {}
-    for node, placed in built.ops.items():
-        option = placed.options[placed.at(choice[placed.root])]
-        assert isinstance(option, Option), "ops have options"
-        chosen[node] = option
-    ports = {n: port_of(p, 0, choice) for n, p in built.sources.items()}
-    lies = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
-    messages = tuple(Messages(samples, builder, choice, chosen, ports).all())
-    return Cut(tensor, samples, flow, chosen, lies, messages)
+class Cutter:
+    """Chooses placements for one graph of samples, for one tensor degree after another."""
+
+    def __init__(self, samples: Samples) -> None:
+        """What the degrees have in common is found with the first of them."""
+        self._samples = samples
+        self._families: Families | None = None
+        self._flow: Flow | None = None
+
+    def __call__(self, tensor: int, at: Situation, time_limit: float = 10.0) -> Cut:
+        """The cheapest placements of every kind of block on ``tensor`` ranks.
+
+        Where these leave all parameters whole on each rank (small blocks, slow links), the cheapest
+        that need at most about half of what that saves at best.
+        """
+        builder = self._builder(tensor, at)
+        return self._solved(tensor, builder.build(_AMPLE), builder, time_limit)
+
+    def _builder(self, tensor: int, at: Situation) -> Builder:
+        mesh = Mesh(((AXIS, tensor),))
+        reshards = Reshards(mesh, at.model, lambda _: at.ring)
+        families = Families(
+            mesh, at.model, at.device, reshards, at.sizes, at.specs, at.microbatches, frozenset(),
+            self._families,
+        )  # fmt: skip
+        if self._flow is None:
+            self._flow = read(self._samples.graph, at.specs, at.sizes)
+            fused(self._flow, families)
+            self._families = families
+        return Builder(
+            mesh=mesh, flow=self._flow, families=families, reshards=reshards, specs=at.specs,
+            sizes=at.sizes, state=at.state, microbatches=at.microbatches,
+            bandwidth=at.device.bandwidth, launch=at.device.launch,
+        )  # fmt: skip
+
+    def _solved(self, tensor: int, built: Built, builder: Builder, time_limit: float) -> Cut:
+        problem = built.problem
+        choice = solve_placement(problem, time_limit=time_limit).choice
+        assert choice is not None, "without a budget there is a choice"
+        found = self._cut(tensor, built, builder, choice)
+        if found.lean:
+            return found
+        budget = evaluate(problem, choice).bytes * (1 + 1 / tensor) / 2
+        tight = msgspec.structs.replace(problem, budget=budget)
+        other = solve_placement(tight, time_limit=time_limit, solver="elimination").choice
+        return found if other is None else self._cut(tensor, built, builder, other)
+
+    def _cut(self, tensor: int, built: Built, builder: Builder, choice: Sequence[int]) -> Cut:
+        chosen: dict[fx.Node, Option] = {}
+        for node, placed in built.ops.items():
+            option = placed.options[placed.at(choice[placed.root])]
+            assert isinstance(option, Option), "ops have options"
+            chosen[node] = option
+        ports = {n: port_of(p, 0, choice) for n, p in built.sources.items()}
+        lies = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
+        messages = tuple(Messages(self._samples, builder, choice, chosen, ports).all())
+        return Cut(tensor, self._samples, builder.flow, chosen, lies, messages)
 
 
 def _is_cut(placements: Placements) -> bool:

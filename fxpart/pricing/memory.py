@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,6 +93,22 @@ def _sum(sizes: Iterable[Size]) -> Size:
     return total
 
 
+@dataclass(frozen=True)
+class Scope:
+    """Nodes of the blocks of interest, and the names of all nodes whose values autograd keeps."""
+
+    nodes: tuple[fx.Node, ...]
+    kept: frozenset[str]
+
+    @staticmethod
+    def of(graph: fx.Graph, only: Container[int] | None = None) -> Scope:
+        """Those of a graph. only: blocks of interest, by default all."""
+        nodes = [n for n in graph.nodes if annotation(n).block is not None]
+        kept = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
+        wanted = nodes if only is None else [n for n in nodes if annotation(n).block in only]
+        return Scope(tuple(wanted), kept)
+
+
 class Workspace:
     """Bytes that live only while a block runs: the larger of its forward's and its backward's peak.
 
@@ -100,15 +117,11 @@ class Workspace:
     gradient of a weight before it is added. Views hold their base's memory.
     """
 
-    def __init__(
-        self, graph: fx.Graph, specs: Specs, blocks: int, only: Container[int] | None = None
-    ) -> None:
-        """Find each result's span of life; sizes stay expressions. only: blocks of interest."""
-        self._blocks = blocks
-        nodes = [n for n in graph.nodes if annotation(n).block is not None]
-        self._nodes = nodes if only is None else [n for n in nodes if annotation(n).block in only]
+    def __init__(self, graph: fx.Graph | Scope, specs: Specs, blocks: int) -> None:
+        """Find each result's span of life; sizes stay expressions."""
+        scope = graph if isinstance(graph, Scope) else Scope.of(graph)
+        self._blocks, self._nodes, kept = blocks, scope.nodes, scope.kept
         order = {node: index for index, node in enumerate(self._nodes)}
-        kept = {saved.source for n in nodes for saved in annotation(n).saved}
         base: dict[fx.Node, fx.Node] = {}
         last: dict[fx.Node, int] = {}
         kept_bases: set[fx.Node] = set()

@@ -82,8 +82,11 @@ class Families:
         specs: Specs,
         microbatches: int,
         rows: frozenset[str] | None = None,
+        like: Families | None = None,
     ) -> None:
         """microbatches: of a step; seconds are those of a step. rows: the symbols of batch dims.
+
+        like: families of the same graph on another mesh, whose rules are looked up already.
 
         Factors of other symbolic sizes are cut by annotation only: nothing says that two of them
         that are equal at run time (the lengths of two inputs) fall into the same parts.
@@ -91,9 +94,9 @@ class Families:
         self.mesh, self._model, self._device = mesh, model, device
         self._reshards, self._sizes, self._specs = reshards, sizes, specs
         self._microbatches, self._rows = microbatches, rows
-        self._rules: dict[object, Rule | None] = {}
-        self._alike = Signatures()
-        self._symbols: dict[int, dict[str, frozenset[str]]] = {}
+        self._rules: dict[object, Rule | None] = {} if like is None else like._rules
+        self._alike: Signatures = Signatures() if like is None else like._alike
+        self._symbols: dict[int, dict[str, frozenset[str]]] = {} if like is None else like._symbols
         self._known: dict[object, Family] = {}
         self._costs: dict[OpSpec, float] = {}
 

@@ -1,0 +1,114 @@
+"""Mixtures of experts whose experts are dealt out among data replicas (GShard's way).
+
+Each of ``degree`` replicas has an equal part of every mixture's experts and sends the rows of its
+tokens to the replicas of the chosen ones and back: two all-to-all forward, two backward. As many
+rows come as go, on average; that is what is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.pricing.joint_kinds import Kinds, Storage
+from fxpart.pricing.joint_sheet import Message, Whole
+from fxpart.pricing.specs import op_name, unwrapped
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
+    from fxpart.pricing.specs import Specs
+    from fxpart.solver.problem import Weight
+
+_NAME = "fxpart.experts.default"
+_LAYERS = range(3, 7)  # up, down and their biases among the op's arguments
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """nodes: by op of a mixture its kind of block. weights: its parameters by name. number: of
+    experts, the greatest common to all; 0 where there are no mixtures."""
+
+    nodes: Mapping[fx.Node, int]
+    weights: frozenset[str]
+    numbers: tuple[int, ...]
+
+
+def find_mixtures(kinds: Kinds) -> Mixtures:
+    """The mixtures of all kinds of blocks; parameters are those that their ops take directly."""
+    nodes: dict[fx.Node, int] = {}
+    names: set[str] = set()
+    numbers = []
+    for kind, block in enumerate(kinds.samples):
+        for node in block.nodes:
+            target, args, _ = unwrapped(node)
+            if op_name(target) != _NAME:
+                continue
+            layers = [args[i] for i in _LAYERS if i < len(args) and isinstance(args[i], fx.Node)]
+            number = layers[0].meta["val"].shape[0]
+            if isinstance(number, int) and all(layer.op == "get_attr" for layer in layers):
+                nodes[node] = kind
+                names |= {str(layer.target) for layer in layers}
+                numbers.append(number)
+    return Mixtures(nodes, frozenset(names), tuple(numbers))
+
+
+class Dealt(Whole):
+    """What a cut leaves to each of ``degree`` replicas that share the experts."""
+
+    def __init__(self, inner: Whole, degree: int, mixtures: Mixtures, specs: Specs) -> None:
+        """Two all-to-all each way for each mixture, of all rows that travel together."""
+        self.parts, self._inner = inner.parts * degree, inner
+        self._degree, self._mixtures = degree, mixtures
+        turns = []
+        for node, kind in mixtures.nodes.items():
+            _, args, _ = unwrapped(node)
+            (hidden,), (index,) = (specs.tensors(a) for a in args[:2])
+            size = tensor_bytes(hidden) * index.shape[1] * degree
+            back = specs.op(node)
+            ways = (False, False, True, True) if back is None or back.gradients else (False, False)
+            turns += [
+                Message(kind, "shard(0)", "shard(1)", size, way, node, node, "expert")
+                for way in ways
+            ]
+        self.messages = (*inner.messages, *turns)
+
+    def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
+        """A mixture has its part of the experts, and as many rows as before."""
+        found = self._inner.op(node, spec)
+        if node not in self._mixtures.nodes:
+            return found
+        inputs = tuple(self._part(t) if i in _LAYERS else t for i, t in enumerate(found.inputs))
+        return OpSpec(
+            found.name, inputs, found.outputs, found.attributes, found.gradients,
+            found.gradient_inputs,
+        )  # fmt: skip
+
+    def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """The node's tensors as the rank holds them."""
+        found = self._inner.tensors(node, whole)
+        if node.op == "get_attr" and str(node.target) in self._mixtures.weights:
+            return tuple(map(self._part, found))
+        return found
+
+    def storage(self, storage: Storage) -> Size:
+        """Bytes that the rank keeps of a storage."""
+        return self._inner.storage(storage)
+
+    def weight(self, weight: Weight) -> int:
+        """Into how many parts a parameter is cut."""
+        own = self._degree if weight.name in self._mixtures.weights else 1
+        return own * self._inner.weight(weight)
+
+    def waits(self, weight: Weight) -> bool:
+        """Whether its gradient is a sum over the tensor ranks that is made once a step."""
+        return self._inner.waits(weight)
+
+    def _part(self, tensor: TensorSpec) -> TensorSpec:
+        number = tensor.shape[0]
+        assert isinstance(number, int), "mixtures have a number of experts"
+        return TensorSpec((-(-number // self._degree), *tensor.shape[1:]), tensor.dtype)

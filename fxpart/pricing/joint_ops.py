@@ -1,0 +1,49 @@
+"""Seconds of distinct ops at each microbatch size on each device, asked of the cost model once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
+    from fxpart.costs import CostModel, OpSpec
+    from fxpart.pricing.variants import Sizes
+
+Row = NDArray[np.float64]
+
+
+class OpPrices:
+    """Ops by number; sheets of different degrees share the ops that they have in common."""
+
+    def __init__(self, model: CostModel) -> None:
+        """Nothing is priced before it is asked for."""
+        self.model = model
+        self.sources: set[str] = set()
+        self._ops: dict[OpSpec, int] = {}
+        self._list: list[OpSpec] = []
+        self._known: dict[Hashable, dict[int, tuple[float, float]]] = {}
+
+    def number(self, op: OpSpec) -> int:
+        """The op's number, the same for equal ops."""
+        if op not in self._ops:
+            self._ops[op] = len(self._list)
+            self._list.append(op)
+        return self._ops[op]
+
+    def seconds(self, numbers: Iterable[int], sizes: Sizes, device: Device) -> tuple[Row, Row]:
+        """Forward and backward seconds of these ops, in their order."""
+        known = self._known.setdefault((id(sizes), device.name), {})
+        found = []
+        for number in numbers:
+            if number not in known:
+                op = sizes.op(self._list[number])
+                costs = [self.model.op(op, device, backward) for backward in (False, True)]
+                self.sources |= {cost.source for cost in costs}
+                known[number] = (costs[0].seconds, costs[1].seconds)
+            found.append(known[number])
+        table = np.array(found).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
