@@ -3,9 +3,9 @@
     python tests/benchmarks/maxload.py
 
 The eight published instances of Tarnawski et al. (NeurIPS 2020), read from ../shared/bench/maxload,
-as chains by the dynamic programme and by CP-SAT, and with any assignment; then transformers op by op
-of 134 to 3170 ops on 8 to 32 devices (tests/maxload_instances.py). CPU seconds of the process, and
-wall seconds, reading included; OR-Tools is imported before.
+as chains by the dynamic programme and by CP-SAT, and with any assignment; then transformers, op by
+op, of 134 to 3170 ops on 8 to 32 devices (tests/maxload_instances.py). CPU seconds of the process,
+and wall seconds; OR-Tools is imported before. The limit for any assignment is in wall seconds.
 """
 
 from __future__ import annotations

@@ -26,7 +26,10 @@ def solve_chain(blocks: Blocks, record: Record, watch: Watch, seed: int) -> floa
     blocks: with edges that form no circle. One worker and a fixed seed make equal runs equal unless
     the deadline cuts them.
     """
-    return _Chain(blocks, record, watch).run(seed)
+    found = _Chain(blocks, record, watch)
+    bound = found.solve(seed, found.devices)
+    assert bound is not None, "there is no target"
+    return bound
 
 
 class _Chain(Programme):
@@ -41,9 +44,6 @@ class _Chain(Programme):
             held = [self._x(b, p) for b in range(len(blocks))]
             hint = [place == p for place in self.places]
             self.loads(held, hint, self.cores[p])
-
-    def run(self, seed: int) -> float:
-        return self.solve(seed, self._devices)
 
     def _hinted(self) -> list[int]:
         """The place of each block in the best assignment known: its device's turn."""
@@ -114,7 +114,7 @@ class _Chain(Programme):
         self.model.add(sum(cores) == cpus)
         return cores
 
-    def _devices(self, values: cp_model.CpSolverSolutionCallback) -> list[int]:
+    def devices(self, values: cp_model.CpSolverSolutionCallback) -> list[int]:
         """The device of each block: accelerators and CPU cores numbered by their place."""
 
         def value(e: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import inf
 from typing import Literal, get_args
 
 from fxpart.errors import error
@@ -14,8 +13,8 @@ from fxpart.solver.maxload.brute import solve_brute
 from fxpart.solver.maxload.chain import prove_by_ideals, start
 from fxpart.solver.maxload.checks import check_instance
 from fxpart.solver.maxload.instance import MODES, Answer, Instance, Mode
+from fxpart.solver.maxload.loose import search_any
 from fxpart.solver.maxload.record import Progress, Record
-from fxpart.solver.maxload.reduce import reduce
 from fxpart.solver.maxload.watch import OutOfTime, Watch, never
 
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
@@ -90,11 +89,5 @@ def _any(record: Record, watch: Watch, seed: int, solver: str) -> str:
             record.add(chain.assignment)
     if record.closed or solver == "dp":
         return "dp"
-    from fxpart.solver.maxload.any_ilp import solve_any
-
-    blocks = reduce(blocks, record.objective)
-    record.prove(max(cheap_bound(blocks), 0.0))
-    if record.objective < inf and record.closed:
-        return "dp"
-    record.prove(solve_any(blocks, record, watch, seed))
+    search_any(blocks, record, watch, seed)
     return "cp-sat"

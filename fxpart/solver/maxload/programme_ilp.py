@@ -18,6 +18,7 @@ from fxpart.solver.maxload.record import Record
 from fxpart.solver.maxload.watch import Watch
 
 _STEPS = 10**8  # integer steps that the best known load is divided into
+_FINE = 10**9  # the same where there is nothing to minimise, which is easier
 _SLACK = 1e-4  # the cutoff is so much above it, or rounding would cut the best itself off
 _BYTES = 10**7  # integer steps of memory
 _ASK = 0.1  # seconds between questions whether to stop
@@ -26,28 +27,29 @@ Expression = Any  # a linear expression of CP-SAT, or an int
 
 
 class Programme:
-    """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold.
+    """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold."""
 
-    presolve: OR-Tools 9.15's presolve calls some models infeasible that are not
-    (google/or-tools#5274); without it the proofs are right, and some slower.
-    """
+    def __init__(
+        self, blocks: Blocks, record: Record, watch: Watch, target: float | None = None
+    ) -> None:
+        """Nothing is placed yet; ``record`` gives the cutoff and the hint.
 
-    presolve = False
-
-    def __init__(self, blocks: Blocks, record: Record, watch: Watch) -> None:
-        """Nothing is placed yet; ``record`` gives the cutoff and the hint."""
-        self.blocks, self.record, self.watch = blocks, record, watch
+        target: only ask whether loads of at most this are possible, with nothing to minimise.
+        """
+        self.blocks, self.record, self.watch, self.target = blocks, record, watch, target
         self.model = cp_model.CpModel()
-        top = record.objective
+        top = record.objective if target is None else target
         if top == inf:
             top = float(blocks.work.sum() + blocks.cpu.sum() + blocks.costs.sum())
         self.top = max(top, 1e-300)
-        self.scale = _STEPS / self.top
+        steps = _STEPS if target is None else _FINE
+        self.scale = steps / self.top
         known = record.assignment
         self.hint = None if known is None else blocks.devices(known)
-        self.longest = self.model.new_int_var(
-            floor(min(record.bound, self.top) * self.scale), floor(_STEPS * (1 + _SLACK)) + 1, ""
-        )
+        self.longest: Expression = steps
+        if target is None:
+            least = floor(min(record.bound, self.top) * self.scale)
+            self.longest = self.model.new_int_var(least, floor(steps * (1 + _SLACK)) + 1, "")
 
     def new(self, hint: bool) -> cp_model.IntVar:
         """A 0-1 variable with its value in the best assignment known, where there is one."""
@@ -92,26 +94,33 @@ class Programme:
             self.model.add(cut >= held[b] - held[first])
         return cut
 
-    def solve(self, seed: int, found: Any) -> float:
+    def solve(self, seed: int, found: Any, effort: float = inf) -> float | None:
         """Run CP-SAT; ``found(solver callback)`` gives the device of each block.
 
-        Improves the record and returns a lower bound, infinite if nothing is valid.
+        Improves the record and returns a lower bound, infinite if nothing is valid. With a target:
+        the target if nothing valid is within it, else None. effort: CP-SAT's deterministic time.
         """
-        self.model.minimize(self.longest)
-        if self.hint is not None:
-            self.model.add_hint(self.longest, min(floor(_STEPS * (1 + _SLACK)), _STEPS))
+        if self.target is None:
+            self.model.minimize(self.longest)
+            if self.hint is not None:
+                self.model.add_hint(self.longest, _STEPS)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.relative_gap_limit = 1e-7
         solver.parameters.max_time_in_seconds = self.watch.left()
-        solver.parameters.cp_model_presolve = self.presolve
+        solver.parameters.max_deterministic_time = effort
+        # OR-Tools 9.15's presolve calls some models infeasible that are not
+        # (google/or-tools#5274); without it the proofs are right
+        solver.parameters.cp_model_presolve = False
         # a watch that is asked between calls, not the signal handler of the C++ side
         solver.parameters.catch_sigint_signal = False
-        if self.record.progress is not None:
+        if self.record.progress is not None and self.target is None:
             solver.best_bound_callback = lambda bound: self.record.prove(bound / self.scale)
         status = self._run(solver, _Found(self, found))
         assert status != cp_model.MODEL_INVALID, self.model.validate()
+        if self.target is not None:
+            return self.target if status == cp_model.INFEASIBLE else None
         if status == cp_model.INFEASIBLE:
             return inf if self.record.assignment is None else self.top
         return max(0.0, float(solver.best_objective_bound)) / self.scale
