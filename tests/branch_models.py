@@ -23,7 +23,8 @@ class Layer(nn.Module):
         parts = self.qkv(self.first(x)).view(rows, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(rows, tokens, width)))
-        return x + self.dropout(self.down(torch.relu(self.up(self.second(x)))))
+        y: torch.Tensor = x + self.dropout(self.down(torch.relu(self.up(self.second(x)))))
+        return y
 
 
 class TwoTowers(nn.Module):

@@ -26,4 +26,4 @@ def branch_bound(problem: PartitionProblem, variant: int, graph: BlockGraph) -> 
         tail[b] += max((tail[c] for c in members(graph.after[b])), default=0.0)
     load = max(0.0, cheap_bound(problem, variant) - fsum(fastest))
     path: float = max(tail)
-    return (path + load) * (1 - _ROUNDING)
+    return (path + load + problem.once) * (1 - _ROUNDING)

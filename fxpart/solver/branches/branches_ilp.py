@@ -124,7 +124,7 @@ class _Model:
         inverse = max(d.inverse_bandwidth for d in problem.devices)
         sent = 2 * self.count * sum(latency + size * inverse for size in one.value_bytes)
         tied = self.count * sum(latency + w.gradient * inverse for w in problem.weights)
-        return m * (work + sent) + step + tie_messages(m) * tied
+        return m * (work + sent) + step + problem.once + tie_messages(m) * tied
 
     def _quantum(self) -> float:
         """Seconds of which all costs are whole multiples, 0 if there is nothing so coarse.
@@ -133,6 +133,7 @@ class _Model:
         """
         one, problem = self.one, self.problem
         costs = [c for rows in (one.forward, one.backward, problem.step) for r in rows for c in r]
+        costs.append(problem.once)
         for device in problem.devices:
             costs += [device.latency, *(s * device.inverse_bandwidth for s in one.value_bytes)]
             costs += [w.gradient * device.inverse_bandwidth for w in problem.weights]
@@ -265,6 +266,7 @@ class _Model:
         latency, inverse = tie_link(self.problem, stage)
         steps = self.problem.step[kind]
         terms: list[Expression] = [self._int(steps[b]) * self.x[b][stage] for b in range(self.n)]
+        terms.append(self._int(self.problem.once))  # of an unused stage too, where it is no maximum
         messages = tie_messages(self.tables.m)
         return terms + [
             self._int(messages * (latency + w.gradient * inverse)) * self._split(i, stage)

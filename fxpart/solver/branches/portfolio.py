@@ -17,7 +17,7 @@ from fxpart.solver.branches.series import series_parallel
 from fxpart.solver.branches.tables import Tables
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import CLOSE, PROVEN
-from fxpart.solver.problem import Choice, PartitionProblem, Solution
+from fxpart.solver.problem import Choice, PartitionProblem
 from fxpart.solver.validate import check_problem
 
 MOST_GROUPS = 32  # groups of blocks that the search and CP-SAT see
@@ -85,26 +85,6 @@ def solve_branches(
             f"{problem.max_stages} of {len(problem.devices)} devices"
         ),
     )
-
-
-def in_order(problem: PartitionProblem, found: BranchSolution) -> tuple[PartitionProblem, Solution]:
-    """The problem with its blocks in the choice's order, and the choice as stages without gaps.
-
-    So that plans and reports, which know contiguous stages, can speak of it: block i of the new
-    problem is block ``found.order[i]`` of the old. The seconds stay those of graphs of stages.
-    """
-    choice = Choice(
-        variant=found.choice.variant, schedule=found.choice.schedule, starts=found.starts
-    )
-    solution = Solution(
-        status=found.status,
-        choice=choice,
-        objective=found.objective,
-        bound=found.bound,
-        solver=found.solver,
-        candidates=(choice,),
-    )
-    return regroup(problem, [(b,) for b in found.order]), solution
 
 
 class _Record:

@@ -85,7 +85,7 @@ class Tables:
             (2 if values[v].gradient else 1) * (latency + one.value_bytes[v] * inverse)
             for v in sorted(received)
         )
-        once = sum(problem.step[kind][b] for b in inside)
+        once = problem.once + sum(problem.step[kind][b] for b in inside)
         once += sum(
             tie_messages(self.m) * (lag + weights[w].gradient * slow)
             for w in held

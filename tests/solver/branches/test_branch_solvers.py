@@ -17,10 +17,12 @@ from fxpart.solver.branches.coarsen import coarsened
 from fxpart.solver.branches.graph import BlockGraph, regroup
 from fxpart.solver.branches.objective import evaluate, of_chain
 from fxpart.solver.branches.orders import orders
-from fxpart.solver.branches.portfolio import accepts, in_order, solve_branches
+from fxpart.solver.branches.portfolio import accepts, solve_branches
 from fxpart.solver.branches.search import improve
 from fxpart.solver.branches.series import series_parallel
+from fxpart.solver.branches.staged import in_order, staged
 from fxpart.solver.branches.tables import Tables
+from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve
 
 BRANCHING = [s for s in range(520) if accepts(random_branches(s)) is None]
@@ -220,6 +222,28 @@ def test_a_choice_as_contiguous_stages() -> None:
     assert solution.choice is not None and solution.objective == found.objective
     same = evaluate(moved, of_chain(moved, solution.choice))
     assert same == evaluate(problem, found.choice)
+
+
+def test_plans_are_made_of_the_better_one() -> None:
+    """A chain where nothing branches; graphs of stages in their order; nothing if nothing fits."""
+    line = branches_and_trunk(1, 5, 5, stages=4, microbatches=8)
+    chain = solve(line)
+    assert chain.choice is not None
+    made = staged(line, chain)
+    assert (made.problem, made.solution, made.order) == (line, chain, ())
+    assert made.evaluation == evaluate_chain(line, chain.choice)
+    problem = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=8)
+    found = solve_branches(problem, solve(problem).choice)
+    assert found is not None
+    made = staged(problem, solve(problem))
+    assert made.evaluation == evaluate(problem, found.choice)
+    assert made.solution.objective == made.evaluation.seconds == 22
+    order = made.order or tuple(range(20))
+    assert order == found.order and made.over == found.over
+    assert list(made.problem.blocks) == [problem.blocks[b] for b in order]
+    tight = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=1)
+    none = staged(tight, solve(tight))
+    assert none.solution.choice is None and none.evaluation is None
 
 
 def test_arguments_are_checked() -> None:

@@ -1,0 +1,73 @@
+"""What a plan is made of: the best chain, or a graph of stages where that is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpart.solver.branches.graph import regroup
+from fxpart.solver.branches.objective import evaluate
+from fxpart.solver.branches.portfolio import solve_branches
+from fxpart.solver.branches.problem import BranchSolution
+from fxpart.solver.objective import Evaluation
+from fxpart.solver.objective import evaluate as evaluate_chain
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Contiguous stages of a problem, whose blocks may stand in another order than the model's.
+
+    problem: with blocks in the order of the stages; solution: its choice, bound and status. order:
+    block i of ``problem`` is the model's block order[i]; empty where that is its own order.
+    evaluation: of the choice, by the objective that was solved for; None without a choice. over:
+    what the bound is over, in words; "" for a chain, where others say it.
+    """
+
+    problem: PartitionProblem
+    solution: Solution
+    order: tuple[int, ...] = ()
+    evaluation: Evaluation | None = None
+    over: str = ""
+
+
+def staged(
+    problem: PartitionProblem, chain: Solution, *, time_limit: float = 30.0, seed: int = 0
+) -> Staged:
+    """``chain``, the solution over chains, or the best graph of stages where it is faster.
+
+    Where no chain fits a graph still may. time_limit: seconds that looking for it may take; models
+    without branches take none. Errors are those of :func:`solve_branches`.
+    """
+    found = solve_branches(problem, chain.choice, time_limit=time_limit, seed=seed)
+    if found is None:
+        known = None if chain.choice is None else evaluate_chain(problem, chain.choice)
+        return Staged(problem, chain, evaluation=known)
+    moved, solution = in_order(problem, found)
+    own = found.order == tuple(range(len(found.order)))
+    return Staged(
+        problem if own else moved,
+        solution,
+        order=() if own else found.order,
+        evaluation=evaluate(problem, found.choice),
+        over=found.over,
+    )
+
+
+def in_order(problem: PartitionProblem, found: BranchSolution) -> tuple[PartitionProblem, Solution]:
+    """The problem with its blocks in the choice's order, and the choice as stages without gaps.
+
+    So that plans and reports, which know contiguous stages, can speak of it: block i of the new
+    problem is block ``found.order[i]`` of the old. The seconds stay those of graphs of stages.
+    """
+    choice = Choice(
+        variant=found.choice.variant, schedule=found.choice.schedule, starts=found.starts
+    )
+    solution = Solution(
+        status=found.status,
+        choice=choice,
+        objective=found.objective,
+        bound=found.bound,
+        solver=found.solver,
+        candidates=(choice,),
+    )
+    return regroup(problem, [(b,) for b in found.order]), solution
