@@ -25,13 +25,15 @@ from fxpart.plan import (
     Stage,
     Tie,
 )
-from fxpart.planned.words import label
+from fxpart.planned.words import label, reason
+from fxpart.prediction import StepParts, step_parts
 from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.simulate import simulate
 from fxpart.sharding import Mesh
+from fxpart.solver.joint.schedules import fill
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
 
@@ -118,7 +120,7 @@ def make_plan(
         prediction=_prediction(evaluation, schedule, edges, ranks, shared),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, evaluation, provenance, mesh.size),
-        alternatives=_alternatives(problem, solution, evaluation),
+        alternatives=_alternatives(problem, solution, evaluation, shared),
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
@@ -269,43 +271,38 @@ def _certificate(
 
 
 def _alternatives(
-    problem: PartitionProblem, solution: Solution, best: Evaluation
+    problem: PartitionProblem, solution: Solution, best: Evaluation, shared: Shared | None
 ) -> tuple[Alternative, ...]:
+    """The best five of the solver's other candidates."""
+    assert solution.choice is not None, "a plan needs a choice"
+    was = _parts(problem, solution.choice, best, shared)[0]
     rows = []
     for candidate in solution.candidates:
         if candidate == solution.choice:
             continue
         found = evaluate(problem, candidate)
+        parts, stages = _parts(problem, candidate, found, shared)
+        full = any(row.memory.total > row.memory_limit for row in stages)
         rows.append(
             Alternative(
                 stages=len(candidate.starts),
                 microbatches=problem.variants[candidate.variant].microbatches,
                 schedule=candidate.schedule,
                 step_seconds=found.seconds if found.feasible else None,
-                unfit_seconds=None if found.feasible else found.seconds,
-                why=_why_lost(problem, candidate, found, best),
+                unfit_seconds=found.seconds if full else None,
+                why=reason(was, parts, stages) if full or found.feasible else found.faults[0],
             )
         )
     return tuple(rows[:5])
 
 
-def _why_lost(
-    problem: PartitionProblem, candidate: Choice, found: Evaluation, best: Evaluation
-) -> str:
-    """In words: memory, or which part of the time is larger."""
-    if not found.feasible:
-        return f"does not fit: {found.faults[0]}"
-    slower = found.seconds / best.seconds - 1 if best.seconds > 0 else 0.0
-    longest = max(range(len(found.stages)), key=lambda k: found.stages[k].seconds)
-    stage = found.stages[longest]
-    part = "transfers" if stage.transfer_seconds > stage.seconds / 2 else "computation"
-    fill = sum(s.seconds for s in found.stages) - stage.seconds
-    share = fill / found.seconds if found.seconds > 0 else 0.0
-    return (
-        f"{slower:.1%} slower ({candidate.schedule}): stage {longest} takes "
-        f"{stage.seconds * 1e3:.3g} ms a microbatch, mostly {part}; filling the pipeline is "
-        f"{share:.0%} of the step"
-    )
+def _parts(
+    problem: PartitionProblem, choice: Choice, found: Evaluation, shared: Shared | None
+) -> tuple[StepParts, list[RankPrediction]]:
+    """What a step of the choice is made of, and its stages."""
+    rows = [_ranks(k, (), cost, shared) for k, cost in enumerate(found.stages)]
+    count = problem.variants[choice.variant].microbatches
+    return step_parts(rows, count, fill(choice.schedule), found.seconds), rows
 
 
 def model_info(captured: Captured, graph: fx.GraphModule) -> PlanModel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import fsum
 
 from fxpart.planned.predicted import entries
-from fxpart.prediction import StepParts, step_parts
+from fxpart.prediction import RankPrediction, StepParts, step_parts
 from fxpart.report import units
 from fxpart.solver.joint.objective import JointEvaluation, degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
@@ -41,33 +42,41 @@ def why_lost(
     other: tuple[JointChoice, JointEvaluation],
     scale: float = 1.0,
 ) -> str:
-    """Why the other choice lost, in a sentence: memory, or the part of the step that grows most.
+    """:func:`reason` for a joint choice. scale: by what its seconds are multiplied."""
+    rows, best = (entries(found, [()] * len(found.stages)) for _, found in (other, chosen))
+    return reason(_parts(*chosen, best), _parts(*other, rows), rows, scale)
 
-    scale: by what its seconds are multiplied.
+
+def reason(
+    was: StepParts, now: StepParts, rows: Sequence[RankPrediction], scale: float = 1.0
+) -> str:
+    """Why a choice lost, in a sentence: memory, or the part of the step that grows most.
+
+    was, now: what a step of the chosen and of the rejected one is made of; rows: the latter's
+    stages.
     """
-    found, best = other[1], chosen[1]
-    full = overfull(found)
+    full = [row for row in rows if row.memory.total > row.memory_limit]
     if full:
-        worst = max(full, key=lambda k: found.stages[k].memory.total - found.stages[k].memory_limit)
-        stage = found.stages[worst]
+        worst = max(full, key=lambda row: row.memory.total - row.memory_limit)
         more = f", and {units.plural(len(full) - 1, 'other stage')} too much" if full[1:] else ""
         return (
-            f"stage {worst} needs {units.size(stage.memory.total)} of "
-            f"{units.size(stage.memory_limit)}{more}"
+            f"stage {worst.stage} needs {units.size(worst.memory.total)} of "
+            f"{units.size(worst.memory_limit)}{more}"
         )
-    slower = found.seconds / best.seconds - 1 if best.seconds else 0.0
-    if abs(slower) < _SAME:
+    before, after = was.named(), now.named()
+    best, seconds = fsum(before.values()), fsum(after.values())
+    if abs(seconds - best) < _SAME * best:
         return "it takes as long"
-    if slower < 0:
+    if seconds < best:
         return "it was not found in the time that there was"
-    was, now = (_parts(*pair).named() for pair in (chosen, other))
-    most = max(now, key=lambda name: now[name] - was[name])
-    after, before = (units.seconds(scale * parts[most]) for parts in (now, was))
-    return f"{most}: {after} instead of {before}"
+    most = max(after, key=lambda name: after[name] - before[name])
+    new, old = (units.seconds(scale * parts[most]) for parts in (after, before))
+    return f"{most}: {new} instead of {old}"
 
 
-def _parts(choice: JointChoice, evaluation: JointEvaluation) -> StepParts:
+def _parts(
+    choice: JointChoice, evaluation: JointEvaluation, rows: Sequence[RankPrediction]
+) -> StepParts:
     """What a step of the choice is made of."""
-    rows = entries(evaluation, [()] * len(evaluation.stages))
     share = fill(choice.schedule, choice.virtual)
     return step_parts(rows, choice.microbatches, share, evaluation.seconds)
