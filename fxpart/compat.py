@@ -267,3 +267,141 @@ def floor_division(expression: Any, divisor: int) -> Any:
     from torch.utils._sympy.functions import FloorDiv
 
     return FloorDiv(expression, divisor)
+
+
+@contextmanager
+def deferred_code() -> Iterator[None]:
+    """Graph modules made or changed in here write and compile their Python code when first called.
+
+    Tracers and passes make a dozen of them for one graph and call none. Patches
+    ``GraphModule.recompile``, which is public, and copies what it keeps of a pytree code generator
+    (``_codegen``); ``recompile()`` after the context makes the code at once.
+    """
+    from torch.fx.graph import _PyTreeCodeGen
+
+    original = fx.GraphModule.recompile
+
+    def recompile(self: Any) -> None:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            original(module)
+            return type(module).forward(module, *args, **kwargs)
+
+        codegen = self._graph._codegen
+        if isinstance(codegen, _PyTreeCodeGen):
+            self._in_spec = codegen.pytree_info.in_spec
+            self._out_spec = codegen.pytree_info.out_spec
+        type(self).forward = forward
+
+    fx.GraphModule.recompile = recompile  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def watched_calls(handler: Callable[..., Any]) -> Iterator[None]:
+    """Every call of an nn.Module goes through ``handler(module, call, args, kwargs)``.
+
+    ``call(module, *args, **kwargs)`` is what torch would do. Patches the private
+    ``nn.Module._call_impl``, below what tracers patch themselves.
+    """
+    original = nn.Module._call_impl
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handler(self, original, args, kwargs)
+
+    nn.Module._call_impl = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+def has_module_hooks() -> bool:
+    """Whether hooks are registered for all modules at once; also true where that is unknown."""
+    from torch.nn.modules import module
+
+    tables = [value for name, value in vars(module).items() if _is_hook_table(name)]
+    return not tables or any(tables)
+
+
+def _is_hook_table(name: str) -> bool:
+    return name.startswith("_global_") and name.endswith("_hooks")
+
+
+def active_tracer() -> Any | None:
+    """The tracer that records operations now (make_fx, torch.export), or None.
+
+    Uses ``torch.fx.experimental.proxy_tensor.get_proxy_mode``.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
+    """The node whose value the tensor is in the tracer's graph, None for one it does not know.
+
+    Uses ``torch.fx.experimental.proxy_tensor.get_proxy_slot``.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    found = get_proxy_slot(tensor, tracer, None)
+    return None if found is None else found.proxy.node
+
+
+def trace_as(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """From now on the tensor is the node's value in the tracer's graph.
+
+    Uses ``torch.fx.experimental.proxy_tensor.track_tensor_tree``, as tracers do after each op.
+    """
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    track_tensor_tree(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Operations in here are not recorded by any tracer.
+
+    Uses ``torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing`` and
+    ``torch._C.DisableTorchFunction``, which switches function modes off too.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        yield
+
+
+def like_fake(fake: Any) -> torch.Tensor:
+    """A new fake tensor with the metadata of ``fake``, its gradient's too, and a new storage.
+
+    With a gradient it is no leaf, as the result of an op is none. Not recorded by tracers.
+    """
+    with untraced(), fake.fake_mode:
+        made = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        if fake.requires_grad:
+            made.requires_grad_()
+            made = made if fake.is_leaf else made.clone()
+    return made
+
+
+def is_plain_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is a strided fake tensor whose value nobody knows (``FakeTensor.constant``)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
+    return plain and getattr(tensor, "constant", None) is None
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """How often the tensor, or another view of its storage, was written (``_version``)."""
+    return tensor._version
+
+
+def storage_address(tensor: torch.Tensor) -> object:
+    """Equal for two tensors that share storage, while both are alive (``_cdata``)."""
+    storage = tensor.untyped_storage()
+    return getattr(storage, "_cdata", None) or storage.data_ptr() or id(tensor)

@@ -150,7 +150,7 @@ def _first_that_holds(
     known: Mapping[str, int | None],
     guesses: Sequence[Dims],
 ) -> Inferred:
-    before = trial.run(tensors)
+    before = trial.run(tensors) if trial.first is None else trial.first
     reasons: list[str] = []
     uncut: Inferred | None = None
     for dims in guesses:

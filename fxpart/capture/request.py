@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from fxpart.capture.batch import Parts, look_up, put_together
 from fxpart.capture.calling import Call
@@ -18,6 +19,7 @@ from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
 from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.replay import Repeats
 from fxpart.capture.state import State, loss_prefix, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
 from fxpart.capture.unlift import Unlifted, unlift
@@ -74,7 +76,7 @@ def run(request: Request) -> Captured:
                 return name_state(symbolic_trace(whole, tensors), request.names, state, prefix)
             if mode is not None:
                 tensors = [stand_in(mode, t) for t in tensors]
-            exported = run_export(whole, tensors, request.batch_dims, way)
+            exported = _export(whole, tensors, request.batch_dims, way)
             return unlift(exported, request.names, state, prefix)
 
         ways = [way for way in WAYS if _possible(way, has_rows=has_rows, has_data=mode is None)]
@@ -89,6 +91,24 @@ def run(request: Request) -> Captured:
         tried = (request.inferred.note, *tried)
     result = _assemble(request, way, unlifted, state, tried)
     return replace(result, seconds=time.perf_counter() - start)
+
+
+def _export(
+    whole: Whole,
+    tensors: Sequence[torch.Tensor],
+    batch_dims: Sequence[int | None],
+    way: Way,
+) -> ExportedProgram:
+    """torch.export in one way, equal layers traced once; in full where that does not work."""
+    if not way.strict:
+        repeats = Repeats(whole)
+        try:
+            with repeats.watching():
+                return run_export(whole, tensors, batch_dims, way)
+        except Exception:  # torch.export raises many unrelated types
+            if not repeats.doubtful:
+                raise
+    return run_export(whole, tensors, batch_dims, way)
 
 
 def _possible(way: Way, *, has_rows: bool, has_data: bool) -> bool:

@@ -11,6 +11,7 @@ from torch.export import Dim, ExportedProgram, export
 
 from fxpart.capture.causes import problem_of
 from fxpart.capture.whole import Whole
+from fxpart.compat import deferred_code
 
 MAX_BATCH = 1 << 20
 
@@ -70,7 +71,8 @@ def run_export(
 ) -> ExportedProgram:
     """torch.export of the whole module in one way; raises whatever torch raises."""
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
-    return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
+    with deferred_code():
+        return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
 
 
 def _shapes(

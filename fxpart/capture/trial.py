@@ -21,24 +21,41 @@ class Trial:
     """Runs a whole module on tensors of given shapes.
 
     mode: the fakes' mode of a model without data. real: whether to run with data, because the
-    model looks at values (chosen by :meth:`choose`).
+    model looks at values (chosen by :meth:`choose`). first: the shapes that choose() found.
+    trained: whether it ran on fakes with gradients; graph is what it returned then, with its
+    autograd graph.
     """
 
     whole: Whole
     mode: Any | None = None
     real: bool = False
+    first: dict[str, tuple[int, ...]] | None = None
+    trained: bool = False
+    graph: dict[str, torch.Tensor] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
         """The shapes of loss and outputs by name; raises what the module raises."""
-        with torch.no_grad():
-            returned = self._call(tensors)
+        try:
+            with torch.no_grad():
+                return self._shapes(self._call(tensors))
+        except Exception:  # whatever the user's module raises
+            if not self.trained:
+                raise
+        return self._shapes(self._graph(tensors))
+
+    def _shapes(self, returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """Their shapes; which of them float is noted."""
         self.whole.floating = frozenset(
             n for n, t in returned.items() if "/" not in n and t.is_floating_point()
         )
         return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Loss and outputs themselves, with their autograd graph."""
+        """Loss and outputs themselves, with their autograd graph; those of choose(), once."""
+        found, self.graph = self.graph, None
+        return self._graph(tensors) if found is None else found
+
+    def _graph(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         with torch.enable_grad():
             return self._call(tensors)
 
@@ -57,6 +74,8 @@ class Trial:
         Operators' fake kernels can be missing, or stricter than the real ones: only a failure with
         data says that the model itself fails (then ``real`` is set).
         """
+        if self._with_gradients(tensors):
+            return None
         failure = self._attempt(tensors)
         count = sum(p.numel() for p in self.whole.parameters())
         if failure is None or self.mode is not None or count > REAL_LIMIT:
@@ -66,7 +85,17 @@ class Trial:
 
     def _attempt(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
         try:
-            self.run(tensors)
+            self.first = self.run(tensors)
         except Exception as failure:  # whatever the user's module raises
             return failure
         return None
+
+    def _with_gradients(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Run once on fakes as in training, which tells two things at once; False if it fails."""
+        try:
+            self.graph = self._graph(tensors)
+        except Exception:  # whatever the user's module raises
+            return False
+        self.trained = True
+        self.first = self._shapes(self.graph)
+        return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -108,12 +109,21 @@ def _copy_body(
             fresh = target
             while fresh in root or any(name.startswith(f"{fresh}.") for name in root):
                 fresh += "_"
-            root[fresh] = getattr(source, target)
+            root[fresh] = _with_code(getattr(source, target))
             env[node] = graph.get_attr(fresh)
             env[node].meta = dict(node.meta)
             continue
         env[node] = graph.node_copy(node, lambda n: env[n])
     return write_output(graph, {k: env[v] for k, v in returned.items()})
+
+
+def _with_code(attribute: Any) -> Any:
+    """A region's graph module with its code written, which torch.export was told to put off."""
+    if isinstance(attribute, torch.nn.Module):
+        for module in attribute.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+    return attribute
 
 
 def write_output(graph: fx.Graph, returned: Mapping[str, fx.Node]) -> tuple[tuple[str, ...], str]:

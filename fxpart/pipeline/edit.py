@@ -9,17 +9,22 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.compat import deferred_code
 from fxpart.pipeline.annotation import KEY, Annotation
 
 
 def fork(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be changed; parameters, buffers and values are shared, not copied."""
+    """A copy whose graph can be changed; parameters, buffers and values are shared, not copied.
+
+    Its code is written when it is first called, or by ``recompile()``.
+    """
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     old = next(n for n in reversed(module.graph.nodes) if n.op == "output")
     new = graph.output(output)
     new.meta = dict(old.meta)
-    result = fx.GraphModule(module, graph)
+    with deferred_code():
+        result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
     return result
 
