@@ -20,7 +20,8 @@ from fxpart.solver.maxload.watch import Watch
 _STEPS = 10**8  # integer steps that the best known load is divided into
 _FINE = 10**9  # the same where there is nothing to minimise, which is easier
 _SLACK = 1e-4  # the cutoff is so much above it, or rounding would cut the best itself off
-_BYTES = 10**7  # integer steps of memory
+_BYTES = 10**7  # integer steps of memory, where bytes are not whole
+_LARGEST = 2**53  # bytes in all that are counted one by one
 _ASK = 0.1  # seconds between questions whether to stop
 
 Expression = Any  # a linear expression of CP-SAT, or an int
@@ -73,14 +74,21 @@ class Programme:
                 if not runs:
                     add(x <= cpu)
             if not blocks.roomy:
-                unit = _BYTES / max(blocks.memory, 1e-300)
-                size = [floor(s * unit) for s in blocks.size]
-                add(sum(s * x for s, x in zip(size, held, strict=True) if s)
-                    <= ceil(blocks.memory * unit) + sum(size) * cpu)  # fmt: skip
+                size, room = self._bytes()
+                load = sum(s * x for s, x in zip(size, held, strict=True) if s)
+                add(load <= room + sum(size) * cpu)
         if not fixed or cpu:
             time = [floor(w * self.scale) for w in blocks.cpu]
             load = sum(w * x for w, x in zip(time, held, strict=True) if w)
             add(load <= self.longest + sum(time) * (1 - cpu))
+
+    def _bytes(self) -> tuple[list[int], int]:
+        """Sizes and memory as integers: as they are where they are whole, else rounded."""
+        size, room = self.blocks.size.tolist(), self.blocks.memory
+        unit = 1.0
+        if sum(size) > _LARGEST or any(s != floor(s) for s in size):
+            unit = _BYTES / max(room, 1e-300)
+        return [floor(s * unit) for s in size], floor(room) if unit == 1.0 else ceil(room * unit)
 
     def _cut(
         self, held: Sequence[Expression], hint: Sequence[bool], pins: Sequence[int]

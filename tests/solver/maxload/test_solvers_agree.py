@@ -112,6 +112,18 @@ def test_memory_is_kept_where_it_costs_time() -> None:
     assert max(bytes_held(tight, found.assignment)) <= 4
 
 
+@pytest.mark.parametrize("mode", ["chain", "any"])
+def test_one_byte_too_many(mode: Mode) -> None:
+    sizes = (5e9 + 1, 5e9, 1.0)
+    nodes = tuple(Node(id=i, accelerator=1.0, bytes=b) for i, b in enumerate(sizes))
+    tight = Instance(nodes=nodes, edges=((0, 1),), accelerators=2, memory=1e10)
+    for solver in ("auto", "dp", "cp-sat"):
+        judged(tight, mode, solve(tight, mode=mode, solver=solver), solve(tight, mode=mode))
+    none = Instance(nodes=nodes, edges=(), accelerators=1, memory=1e10 + 1)
+    for solver in ("auto", "cp-sat"):
+        assert solve(none, mode=mode, solver=solver, time_limit=20).status == "infeasible"
+
+
 @pytest.mark.parametrize("devices,cpus", [(3, 0), (4, 1)])
 def test_a_transformer_of_134_ops(devices: int, cpus: int) -> None:
     """More blocks than a machine word has bits."""
