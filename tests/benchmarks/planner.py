@@ -1,0 +1,152 @@
+"""Planning models that no machine at hand could hold: seconds, gap, and what was chosen.
+
+    python tests/benchmarks/planner.py
+
+GPT-3 175B, a Llama of 70 billion parameters and a mixture of a trillion on the meta device, in
+bfloat16, 1536 sequences of 2048 tokens, for 128, 1,024 and 16,384 devices of one type and of two.
+Each model has a process of its own that captures it once; for each cluster it is priced and solved
+with everything that the planner knows (``--space all``). CPU seconds of one thread. Then ``fxpart
+plan --space all`` once for each model on 1,024 devices, from the shell, in seconds of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from large_models import model
+from record import ROOT, parser, write
+
+MODELS = {"gpt3": "gpt3-175b", "llama": "llama-70b", "mixture": "moe-1t"}
+ONE = ("16x8xh100", "128x8xh100", "2048x8xh100")
+TWO = ("8x8xh100+8x8xa100", "64x8xh100+64x8xa100", "1024x8xh100+1024x8xa100")
+BATCH, LENGTH = 1536, 2048
+
+
+def workload(name: str) -> Any:
+    """A target for the command line."""
+    import torch
+
+    import fxpart
+
+    ids = torch.zeros(8, LENGTH, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    return fxpart.Workload(model(name), example=batch, batch_size=BATCH)
+
+
+def gpt3() -> Any:
+    """GPT-3 175B."""
+    return workload("gpt3-175b")
+
+
+def llama() -> Any:
+    """Llama of 70 billion parameters."""
+    return workload("llama-70b")
+
+
+def mixture() -> Any:
+    """A mixture of experts of a trillion parameters."""
+    return workload("moe-1t")
+
+
+def measure(name: str) -> list[dict[str, Any]]:
+    """Figures of one model on every cluster, in this process."""
+    import torch
+
+    from fxpart.choosing import costed
+    from fxpart.front import Asked, make_front
+    from fxpart.pricing.joint_space import Space
+    from fxpart.solver.joint.objective import degrees, evaluate
+    from fxpart.solver.joint.portfolio import solve
+
+    torch.set_num_threads(1)
+    start = time.process_time()
+    work = workload(name)
+    fronts: dict[str, Any] = {}
+    rows = []
+    for text in (*ONE, *TWO):
+        asked = Asked(work.batch_size, None, None, "auto", {}, 0)
+        if not fronts:
+            fronts[""] = make_front(
+                work.model, text, None, (work.example, None), asked, {"loss": None}
+            )
+            capture = time.process_time() - start
+        front = fronts[""]
+        request = with_cluster(front.request, text)
+        before = time.process_time()
+        problem, _ = costed(front.graph, front.captured, request, None, Space())
+        priced = time.process_time()
+        solution = solve(problem, time_limit=60.0)
+        solved = time.process_time()
+        assert solution.choice is not None, (name, text)
+        found = evaluate(problem, solution.choice)
+        assert found.feasible
+        rows.append({
+            "model": name,
+            "parameters": front.info.parameters,
+            "blocks": front.info.blocks,
+            "cluster": text,
+            "capture_cpu_seconds": round(capture, 1),
+            "price_cpu_seconds": round(priced - before, 2),
+            "solve_cpu_seconds": round(solved - priced, 2),
+            "options": len(problem.options),
+            "step_seconds": solution.objective,
+            "bound_seconds": solution.bound,
+            "gap": (solution.objective - solution.bound) / solution.objective,
+            "status": solution.status,
+            "stages": len(solution.choice.options),
+            "microbatches": solution.choice.microbatches,
+            "degrees": sorted({degrees(problem, o) for o in solution.choice.options}),
+        })  # fmt: skip
+        sys.stderr.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def with_cluster(request: Any, text: str) -> Any:
+    """The same request for another cluster."""
+    from dataclasses import replace
+
+    from fxpart import Cluster
+
+    return replace(request, cluster=Cluster.parse(text))
+
+
+def shell(function: str) -> dict[str, Any]:
+    """``fxpart plan`` from the shell: seconds of wall time, and the size of what it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "fxpart", "plan", f"{__file__}:{function}",
+                   "--cluster", ONE[1], "--space", "all", "-o", str(path)]  # fmt: skip
+        before = time.perf_counter()
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - before
+        return {"model": MODELS[function], "plan_wall_seconds": round(seconds, 1),
+                "plan_bytes": path.stat().st_size}  # fmt: skip
+
+
+def main() -> None:
+    """Measure each model in a process of its own."""
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--only", choices=MODELS.values(), help=argparse.SUPPRESS)
+    options = options_parser.parse_args()
+    if options.only:
+        sys.stdout.write(json.dumps(measure(options.only)))
+        return
+    figures: dict[str, Any] = {"solved": [], "shell": []}
+    for function, name in MODELS.items():
+        command = [sys.executable, __file__, "--only", name]
+        found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        figures["solved"] += json.loads(found.stdout)
+        figures["shell"].append(shell(function))
+    del options.only
+    write("planner", figures, options)
+
+
+if __name__ == "__main__":
+    main()
