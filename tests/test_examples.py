@@ -11,6 +11,9 @@ import pytest
 import torch
 from ranks import torchrun
 
+from fxpart.schedule.action import StageEdge
+from fxpart.schedule.dependence import depths
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -70,3 +73,28 @@ def test_all_axes_under_torchrun() -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses == pytest.approx(plain(load("all_axes"), 10), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_two_towers_train_like_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("two_towers")
+    model = example.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = []
+    for text, image, same in example.batches(3):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(text, image), same)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert example.main(3) == pytest.approx(wanted, rel=1e-4)
+    assert "feeds stage" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_towers_are_what_they_say() -> None:
+    """Two stages read nothing but the batch, and no microbatch passes all four stages."""
+    plan = load("two_towers").program().plan
+    edges = plan.stage_edges
+    assert len({*range(4)} - {target for _, target, _ in edges}) == 2
+    assert depths(4, [StageEdge(*edge) for edge in edges])[0] < 4
