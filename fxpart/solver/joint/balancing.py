@@ -13,11 +13,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables
+from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables, Mask
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
 
 _Ints = npt.NDArray[np.int64]
 _Group = dict[int, int]  # data degree -> option
+_MANY = 2**40  # devices that no pool has
+MODES = ("none", "selective", "full")
 
 
 class _Kept:
@@ -44,16 +46,33 @@ def pipedream(problem: JointProblem) -> JointChoice | None:
     """
     tables = IntervalTables(problem)
     kept = _Kept(tables)
-    for pool in range(len(problem.pools)):
-        for mode in ("none", "selective", "full"):
-            for group in _replicas(problem, pool, mode):
-                for m in problem.microbatches:
-                    found = _slowest(tables, group, m, problem.pools[pool].devices)
-                    if found is None:
-                        continue
-                    for schedule in _known(problem):
-                        kept.add(msgspec.structs.replace(found, schedule=schedule))
+    for pool, place in enumerate(problem.pools):
+        groups = [g for mode in MODES for g in _replicas(problem, pool, mode)]
+        cells = sorted(
+            (_least(tables, group, m, place.devices), k, m)
+            for k, group in enumerate(groups)
+            for m in problem.microbatches
+        )
+        for bound, k, m in cells:
+            found = None
+            if bound < kept.seconds:
+                found = _slowest(tables, groups[k], m, place.devices)
+            if found is None:
+                continue
+            for schedule in _known(problem):
+                kept.add(msgspec.structs.replace(found, schedule=schedule))
     return kept.choice
+
+
+def _least(tables: IntervalTables, group: _Group, microbatches: int, devices: int) -> float:
+    """Seconds that no split goes below: its work spread over all devices."""
+    best = np.full(len(tables.kinds), inf)
+    for data, option in group.items():
+        work = tables.scorer.work(tables.problem.options[option], microbatches)
+        if work is not None:
+            seconds = np.array(work.forward) + np.array(work.backward)
+            best = np.minimum(best, data * seconds[tables.kinds])
+    return max(microbatches - 1, 0) * float(best.sum()) / devices if best[0] < inf else inf
 
 
 def _known(problem: JointProblem) -> list[ScheduleName]:
@@ -139,13 +158,13 @@ def _search(tables: IntervalTables, pool: int, schedule: ScheduleName, kept: _Ke
             for m in problem.microbatches
             for group in _recomputed(problem, pool, m)
         ]
-        fits = False
-        for stages in range(1, min(on_host * used, len(problem.blocks), problem.max_stages) + 1):
-            for run in runs:
-                run.grow()
-                choice = run.choice()
-                if choice is not None and stages >= problem.min_stages:
-                    fits |= kept.add(choice)
+        fewest = [run.fewest() for run in runs]
+        for stages in sorted({f for f in fewest if f is not None}):
+            fits = False
+            for run, least in zip(runs, fewest, strict=True):
+                if least is not None and least <= stages:
+                    choice = run.grown(stages)
+                    fits |= choice is not None and kept.add(choice)
             if fits:
                 return
 
@@ -185,6 +204,24 @@ class _Balance:
         self.parts[:, n, 0] = 0.0
         self.steps: list[tuple[_Ints, _Ints]] = []  # by stages: index of costs, next block
 
+    def fewest(self) -> int | None:
+        """The least number of stages, among those allowed, in which all blocks fit."""
+        problem, n = self.tables.problem, len(self.tables.problem.blocks)
+        need = np.full(n + 1, _MANY)  # devices
+        need[n] = 0
+        for to_end in range(1, min(self.devices, n, problem.max_stages) + 1):
+            after, need = need, np.full(n + 1, _MANY)
+            for taken, _, costs in self.costs:
+                table = np.where(self._fits(costs, to_end), after[None, 1:], _MANY)
+                need[:n] = np.minimum(need[:n], table.min(axis=1) + taken)
+            if need[0] <= self.devices and to_end >= problem.min_stages:
+                return to_end
+        return None
+
+    def _fits(self, costs: IntervalCosts, to_end: int) -> Mask:
+        memory = costs.sizes.memory(self.schedule, self.m, to_end)
+        return self.tables.allowed & (memory <= self.memory)
+
     def grow(self) -> None:
         """One stage more before the others."""
         to_end, n = len(self.steps) + 1, len(self.tables.problem.blocks)
@@ -192,8 +229,7 @@ class _Balance:
         total = np.full((n + 1, self.devices + 1), inf)
         option, following = (np.zeros(total.shape, np.int64) for _ in range(2))
         for k, (taken, _, costs) in enumerate(self.costs):
-            fits = costs.sizes.memory(self.schedule, self.m, to_end) <= self.memory
-            allowed = self.tables.allowed & fits
+            allowed = self._fits(costs, to_end)
             stage = np.stack(
                 [
                     self.m * costs.forward,
@@ -217,8 +253,10 @@ class _Balance:
                 following[i, taken + better] = ends[pick[better]] + 1
         self.steps.append((option, following))
 
-    def choice(self) -> JointChoice | None:
-        """The best split of all blocks into as many stages as were grown."""
+    def grown(self, stages: int) -> JointChoice | None:
+        """The best split of all blocks into so many stages, no fewer than at the last call."""
+        while len(self.steps) < stages:
+            self.grow()
         whole = self.parts[:, 0].sum(axis=0)
         if not np.isfinite(whole).any():
             return None

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum, inf
 
-import numpy as np
-
 from fxpart.solver.joint.balancing import pipedream, rannc
 from fxpart.solver.joint.intervals import IntervalCosts, IntervalTables
+from fxpart.solver.joint.needs import least_state
 from fxpart.solver.joint.objective import degrees, step_seconds
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks
 from fxpart.solver.joint.schedules import fill
@@ -107,6 +106,8 @@ def _best(
     problem: JointProblem, groups: Sequence[Sequence[int]], starts: Starts
 ) -> JointChoice | None:
     """The best choice with one group's options on all stages."""
+    if least_state(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
+        return None
     tables = IntervalTables(problem)
     best, least = None, inf
     cells = sorted(
@@ -171,18 +172,18 @@ def _priced(
     starts: tuple[int, ...],
     options: tuple[int, ...],
 ) -> Iterator[tuple[JointChoice, float]]:
-    """The choice under each schedule, and its seconds."""
-    ends = np.array([*starts[1:], len(problem.blocks)]) - 1
-    where = list(zip(options, starts, ends.tolist(), strict=True))
-    seconds = [float(costs[o].seconds[i, j]) for o, i, j in where]
-    once = [float(costs[o].once[i, j]) for o, i, j in where]
+    """The choice under each schedule with which its memory is enough, and its seconds."""
+    ends = (*(start - 1 for start in starts[1:]), len(problem.blocks) - 1)
+    where = list(zip(starts, ends, strict=True))
+    seconds = [float(costs[o].seconds[at]) for o, at in zip(options, where, strict=True)]
+    once = [float(costs[o].once[at]) for o, at in zip(options, where, strict=True)]
+    limits = [problem.pools[problem.options[o].pool].memory for o in options]
     for schedule in problem.schedules:
-        if schedule == "interleaved":
-            continue
-        total = step_seconds(seconds, once, microbatches, fill(schedule))
-        yield (
-            JointChoice(
+        if schedule != "interleaved" and all(
+            costs[o].sizes.total(at, schedule, microbatches, len(options) - k) <= limits[k]
+            for k, (o, at) in enumerate(zip(options, where, strict=True))
+        ):
+            choice = JointChoice(
                 microbatches=microbatches, schedule=schedule, starts=starts, options=options
-            ),
-            total,
-        )
+            )
+            yield choice, step_seconds(seconds, once, microbatches, fill(schedule))

@@ -51,6 +51,14 @@ class IntervalSizes:
         copies = weight_copies(schedule, microbatches, to_end, 0)
         return self.standing + flying * self.each + (copies - 1) * self.weights
 
+    def total(
+        self, at: tuple[int, int], schedule: ScheduleName, microbatches: int, to_end: int
+    ) -> int:
+        """The entry of :meth:`memory` for one interval."""
+        flying = in_flight(schedule, microbatches, to_end, 0)
+        copies = weight_copies(schedule, microbatches, to_end, 0)
+        return int(self.standing[at] + flying * self.each[at] + (copies - 1) * self.weights[at])
+
 
 @dataclass(frozen=True)
 class IntervalCosts:

@@ -1,63 +1,17 @@
-"""Cases that users complain of in planners that split evenly: what a sensible plan does, and why.
-
-One option a device unless degrees are the matter, so that only the split decides. Seconds are
-those of one layer for one row.
-"""
+"""Cases that users complain of in planners that split evenly: what a sensible plan does, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
-from joint_problems import make
+from joint_uneven import cases
 from msgspec.structs import replace
 
 from fxpart.solver.joint.baselines import even
 from fxpart.solver.joint.changes import with_devices
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, Line, Pool, ranks
-
-LINK = Line(latency=1e-3, inverse=1e-3)
-MUCH = 10**9
-
-
-def pools(*counts: int, memory: Sequence[int] = (MUCH, MUCH)) -> list[Pool]:
-    """A pool for each count."""
-    return [
-        Pool(name=f"type{p}", devices=n, memory=memory[p], host=max(n, 1), transfer=LINK)
-        for p, n in enumerate(counts)
-    ]
-
-
-def model(
-    layers: int,
-    places: list[Pool],
-    *,
-    first: float = 0.1,
-    head: float = 0.1,
-    speed: Sequence[float] = (1.0, 1.0),
-    microbatches: Sequence[int] = (16,),
-    batch: int = 16,
-    degrees: Sequence[tuple[int, int, int, int, str]] | None = None,
-    **fields: object,
-) -> JointProblem:
-    """A first block, ``layers`` of one second forward each, and a head, in a chain."""
-    return make(
-        forward=[[first / s, 1.0 / s, head / s] for s in speed[: len(places)]],
-        kinds=[0, *[1] * layers, 2],
-        batch=batch,
-        microbatches=microbatches,
-        pools=places,
-        degrees=degrees or [(p, 1, 1, 0, "none") for p in range(len(places))],
-        weight=[0, 10, 0],
-        activation=[1, 10, 1],
-        workspace=[0, 0, 0],
-        row_bytes=10,
-        max_stages=sum(pool.devices for pool in places),
-        **fields,
-    )
+from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks
 
 
 def planned(problem: JointProblem) -> tuple[JointChoice, float]:
@@ -90,7 +44,7 @@ def test_a_large_vocabulary_head() -> None:
     With equal numbers of blocks the last stage would be the slowest by half, and every other stage
     would wait for it in every microbatch.
     """
-    problem = model(24, pools(4), head=4.0)
+    problem = cases()["large head"]
     choice, seconds = planned(problem)
     held = layers(problem, choice)
     assert len(held) == 4
@@ -100,7 +54,7 @@ def test_a_large_vocabulary_head() -> None:
 
 def test_a_heavy_first_block() -> None:
     """An encoder before the stack that costs as much as five layers: stage 0 holds fewer."""
-    problem = model(24, pools(4), first=5.0)
+    problem = cases()["heavy first block"]
     choice, seconds = planned(problem)
     held = layers(problem, choice)
     assert len(held) == 4
@@ -113,7 +67,7 @@ def test_thirty_layers_on_four_stages() -> None:
 
     The ends hold 7, because they also hold the first block and the head, light as these are.
     """
-    problem = model(30, pools(4))
+    problem = cases()["30 layers on 4 devices"]
     choice, seconds = planned(problem)
     assert layers(problem, choice) == [7, 8, 8, 7]
     assert faster_than_even(problem, seconds) >= 0  # 32 blocks happen to be a multiple of 4
@@ -124,7 +78,7 @@ def test_thirty_layers_and_a_head_on_four_stages() -> None:
 
     8, 8, 8, 6 is the only split without a stage of 9, which any even one has.
     """
-    problem = model(30, pools(4), head=2.0)
+    problem = cases()["30 layers and a head on 4 devices"]
     choice, seconds = planned(problem)
     assert layers(problem, choice) == [8, 8, 8, 6]
     assert faster_than_even(problem, seconds) > 0.05
@@ -136,7 +90,7 @@ def test_thirty_layers_on_four_stages_in_tight_memory() -> None:
     Where 8 layers with 3 in flight are too much, the longer stages are the last two: 7, 8, 8, 7
     does not fit, and every other split of 30 that fits has a stage of 9.
     """
-    roomy = model(30, pools(4))
+    roomy = cases()["30 layers on 4 devices"]
     limit = 8 * 40 + 3 * (8 * 10 + 10) - 1  # state and activations of 8 layers, a received value
     problem = replace(roomy, pools=tuple(replace(p, memory=limit) for p in roomy.pools))
     choice, _ = planned(problem)
@@ -151,10 +105,7 @@ def test_six_or_seven_devices(devices: int) -> None:
     Planners over meshes of powers of two leave 2 or 3 devices idle. 4 devices at best take 6/4 or
     7/4 of the time.
     """
-    degrees = [(0, data, 1, 0, "none") for data in range(1, devices + 1)]
-    problem = model(
-        20, pools(devices), degrees=degrees, batch=84, microbatches=(1, 2, 3, 4, 6, 12, 14)
-    )
+    problem = cases()[f"{devices} devices"]
     choice, seconds = planned(problem)
     used = sum(ranks(problem, problem.options[o]) for o in choice.options)
     assert used == devices
@@ -167,7 +118,7 @@ def test_one_slower_device() -> None:
 
     Left out, three devices would have all the work; with an equal share, all would wait for it.
     """
-    problem = model(28, pools(3, 1), speed=(1.0, 0.5))
+    problem = cases()["one slower device"]
     choice, seconds = planned(problem)
     held = layers(problem, choice)
     slow = [h for h, o in zip(held, choice.options, strict=True) if problem.options[o].pool == 1]
@@ -187,12 +138,11 @@ def test_one_device_with_half_the_memory() -> None:
     There its memory holds 5 layers, anywhere else 3 or 4, and some other stage would need 8.
     Planners that take the smallest memory for all devices find no plan at all.
     """
-    full = 560
-    problem = model(25, pools(3, 1, memory=(full, full // 2)))
+    problem = cases()["one device with half the memory"]
     choice, _ = planned(problem)
     assert [problem.options[o].pool for o in choice.options] == [0, 0, 0, 1]
     assert layers(problem, choice) == [6, 7, 7, 5]
-    smallest = tuple(replace(p, memory=full // 2) for p in problem.pools)
+    smallest = tuple(replace(p, memory=problem.pools[1].memory) for p in problem.pools)
     assert solve(replace(problem, pools=smallest), time_limit=60).status == "infeasible"
 
 
@@ -202,7 +152,7 @@ def test_an_odd_microbatch_count() -> None:
     7 microbatches take 7 + 3 times the longest stage. 4 would be a multiple of the stages, but hold
     2 of the 7 rows each: 4 + 3 times twice as much.
     """
-    problem = model(40, pools(4), batch=7, microbatches=(1, 4, 7), first=1e-3, head=1e-3)
+    problem = cases()["7 microbatches"]
     choice, seconds = planned(problem)
     assert choice.microbatches == 7
     assert layers(problem, choice) == [10, 10, 10, 10]
