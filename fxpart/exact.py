@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,8 @@ from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.price import price, step_sums
+from fxpart.pricing.orders import best_order
+from fxpart.pricing.sharing import Sharing
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request
 from fxpart.runtime.links import edges
@@ -80,6 +82,7 @@ def solve_exactly(
     problem = limited(problem, request, places.starts)
     limit = float(request.constraints.get("time_limit", 30.0))
     solver = str(request.constraints.get("solver", "auto"))
+    problem, places = _in_best_order(problem, places, request, sharing, limit)
     solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
     if solution.choice is None:
         raise FxpartError(explain_infeasible(problem))
@@ -105,6 +108,84 @@ def solve_exactly(
         order=places.order or (),
     )
     return plan, parts
+
+
+def _in_best_order(
+    problem: PartitionProblem,
+    places: Seats,
+    request: Request,
+    sharing: Sharing | None,
+    limit: float,
+) -> tuple[PartitionProblem, Seats]:
+    """The same on devices in a better order than the cluster's own, where one is found."""
+    if places.order is not None:
+        return problem, places
+    problem, places = _in_best_order(problem, places, request, sharing, limit)
+    solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
+    if solution.choice is None:
+        raise FxpartError(explain_infeasible(problem))
+    parts = make_parts(captured, graph, sharded, solution.choice.starts, request.seed)
+    count = problem.variants[solution.choice.variant].microbatches
+    shared = None
+    if sharded is not None and sharing is not None:
+        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
+        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
+        provenance = {**provenance, "placements": sharded.provenance}
+    plan = make_plan(
+        info,
+        request.cluster,
+        parts.spec,
+        make_schedule(parts.spec, solution.choice.schedule, count),
+        problem,
+        solution,
+        batch_size=captured.batch_size,
+        optimizer=choose(request.optimizer).name,
+        provenance=provenance,
+        constraints=request.constraints,
+        shared=shared,
+        order=places.order or (),
+    )
+    return plan, parts
+
+
+def _in_best_order(
+    problem: PartitionProblem,
+    places: Seats,
+    request: Request,
+    sharing: Sharing | None,
+    limit: float,
+) -> tuple[PartitionProblem, Seats]:
+    """The same on devices in a better order than the cluster's own, where one is found."""
+    if places.order is not None:
+        return problem, places
+    lanes = 1 if sharing is None else sharing.mesh.size
+    better = best_order(
+        problem, request.cluster, request.cost_model, lanes=lanes, time_limit=limit / 2
+    )
+    if better is None:
+        return problem, places
+    _, order, moved = better
+    return moved, replace(places, order=order)
+
+
+def _in_best_order(
+    problem: PartitionProblem,
+    places: Seats,
+    request: Request,
+    sharing: Sharing | None,
+    limit: float,
+) -> tuple[PartitionProblem, Seats]:
+    """The same on devices in a better order than the cluster's own, where one is found."""
+    if places.order is not None:
+        return problem, places
+    lanes = 1 if sharing is None else sharing.mesh.size
+    better = best_order(
+        problem, request.cluster, request.cost_model, lanes=lanes, time_limit=limit / 2
+    )
+    if better is None:
+        return problem, places
+    _, order, moved = better
+    return moved, replace(places, order=order)
 
 
 def limited(

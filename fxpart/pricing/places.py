@@ -47,7 +47,7 @@ def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> l
         for other, names in before.items():
             key = (other, group, other == group)
             if key not in known:
-                known[key] = _line(model, links, names[0], device.name)
+                known[key] = line(model, links, names[0], device.name)
             worst = (max(worst[0], known[key][0]), max(worst[1], known[key][1]))
         result.append(
             DeviceLimit(
@@ -62,7 +62,7 @@ def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> l
     return result
 
 
-def _line(model: CostModel, links: Links, source: str, target: str) -> tuple[float, float]:
+def line(model: CostModel, links: Links, source: str, target: str) -> tuple[float, float]:
     """Seconds before the first byte, and for each byte, of the model's transfer over the link."""
     link = links(source, target)
     start = model.transfer(0.0, link).seconds

@@ -1,7 +1,7 @@
 """The best order of unequal devices with the best cuts: exact for few sets of devices, else search.
 
 Exact: for each variant, schedule and number of stages the dynamic programme over sets of devices,
-under the same branch and bound on the longest load as the chain's. Above :data:`STATES` sets:
+under the same branch and bound on the longest load as the chain's. Where that is too much work:
 local search over orders around the chain's own solver, and the bound of a chain of ideal devices
 (the fastest, the largest, over the best link), which no order beats.
 """
@@ -34,32 +34,41 @@ from fxpart.solver.topology.orders import (
 )
 from fxpart.solver.validate import check_problem
 
-STATES = 4096  # sets of devices up to which the dynamic programme is run
-ROUNDS = 400  # orders that the local search tries
+WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic programme is run
+ROUNDS = 100  # orders that the local search tries
 
 
 def solve_orders(
-    problem: PartitionProblem, links: DeviceLinks, *, time_limit: float = 30.0
+    problem: PartitionProblem,
+    links: DeviceLinks,
+    *,
+    time_limit: float = 30.0,
+    work: float = WORK,
+    rounds: int = ROUNDS,
 ) -> OrderSolution:
     """The devices of the stages in order with their cuts, and a proven bound.
 
     The devices' own latency and inverse bandwidth are not looked at: ``links`` has them for each
-    pair. Equal problems give equal answers while the time limit is not reached. Raises FXP206.
+    pair. Equal problems give equal answers while the time limit is not reached. work: above it
+    nothing is proved by the dynamic programme; rounds: of the local search then. Raises FXP206.
     """
     check_problem(problem)
     check_links(problem, links)
     if problem.once:  # every stage takes it, so the longest does
-        bare = solve_orders(without_once(problem), links, time_limit=time_limit)
+        bare = solve_orders(
+            without_once(problem), links, time_limit=time_limit, work=work, rounds=rounds
+        )
         more = {"objective": bare.objective + problem.once, "bound": bare.bound + problem.once}
         return msgspec.structs.replace(bare, **more)
     deadline = time.monotonic() + time_limit
     fleet = Fleet(problem, links)
     best = _Best(problem, links)
     best.try_chain(tuple(range(len(problem.devices))), time_limit / 4)
-    if fleet.states <= STATES:
+    blocks = len(problem.blocks)
+    if fleet.states * len(fleet.classes) * blocks**2 * problem.max_stages <= work:
         return best.solution(_exact(fleet, best, deadline), "dp")
     bound = _ideal_bound(problem, links, time_limit / 4)
-    _search(fleet, best, bound, deadline)
+    _search(fleet, best, bound, rounds, deadline)
     return best.solution(bound, "search")
 
 
@@ -82,7 +91,7 @@ class _Best:
         stages = len(choice.starts)
         one = exactly(ordered(self.problem, self.links, order[:stages]), stages)
         found = evaluate(one, choice)
-        if found.feasible and found.seconds < self.seconds:
+        if found.feasible and found.seconds < self.seconds * (1 - 1e-12):
             self.seconds, self.order, self.choice = found.seconds, order[:stages], choice
         return self.seconds
 
@@ -178,7 +187,7 @@ def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) 
     return max(shared, solve_chain(relaxed, time_limit=seconds).bound)
 
 
-def _search(fleet: Fleet, best: _Best, bound: float, deadline: float) -> None:
+def _search(fleet: Fleet, best: _Best, bound: float, rounds: int, deadline: float) -> None:
     """Swaps of two devices, from a few good orders, while they help."""
     problem = best.problem
     every = range(len(problem.devices))
@@ -191,7 +200,7 @@ def _search(fleet: Fleet, best: _Best, bound: float, deadline: float) -> None:
     for order in starts:
         best.try_chain(tuple(order), deadline - time.monotonic())
     kind = {d: c for c, group in enumerate(fleet.classes) for d in group}
-    rounds, moved = ROUNDS, best.choice is not None
+    moved = best.choice is not None
     while moved and best.seconds * (1 - PROVEN) > bound:
         moved, known = False, best.seconds
         order = [*best.order, *(d for d in every if d not in best.order)]

@@ -9,7 +9,6 @@ from order_problems import random_orders
 from fxpart.errors import FxpartError
 from fxpart.solver.objective import evaluate
 from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant
-from fxpart.solver.topology import order_solve
 from fxpart.solver.topology.order_layers import Fleet
 from fxpart.solver.topology.order_solve import solve_orders
 from fxpart.solver.topology.orders import DeviceLinks, brute_orders, exactly, ordered
@@ -43,13 +42,12 @@ def test_two_hundred_heterogeneous_placements_agree_with_enumeration(part: int) 
 
 
 @pytest.mark.slow
-def test_local_search_gives_valid_plans_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_solve, "STATES", 0)
-    monkeypatch.setattr(order_solve, "ROUNDS", 20)
+def test_local_search_gives_valid_plans_and_bounds() -> None:
     found_best = 0
     for seed in range(1, 25):
         problem, links = random_orders(seed)
-        best, found = brute_orders(problem, links), solve_orders(problem, links, time_limit=600.0)
+        best = brute_orders(problem, links)
+        found = solve_orders(problem, links, time_limit=600.0, work=0, rounds=20)
         assert found.bound <= best.objective * (1 + 1e-9), seed
         assert found.objective >= best.objective * (1 - 1e-9), seed
         if found.choice is not None:
