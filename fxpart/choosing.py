@@ -124,7 +124,8 @@ def choose_degrees(
     Where degrees are few each is solved for by itself; where the number of ranks is given
     (torchrun has started them), with the number of stages that makes it.
     """
-    wished = apply_wishes(problem, read_wishes(request.constraints))
+    wishes = read_wishes(request.constraints)
+    wished = apply_wishes(problem, wishes)
     problems = list(_apart(wished, request.ranks))
     if not problems:
         raise error(
@@ -142,7 +143,7 @@ def choose_degrees(
     if not found:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(wished))
+        raise FxpartError(explain_joint_infeasible(wished, wider=problem, wishes=wishes))
     found.sort(key=lambda one: one.seconds)
     bound = min(found[0].seconds, *(one.bound for one in solved if one.status != "infeasible"))
     return Chosen(
@@ -286,14 +287,15 @@ def best_of_all(
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """The plan of the joint problem's best choice, whoever can train it. FXP2xx as for compile."""
-    wished = apply_wishes(problem, read_wishes(request.constraints))
+    wishes = read_wishes(request.constraints)
+    wished = apply_wishes(problem, wishes)
     limit = float(request.constraints.get("time_limit", 30.0))
     solver = str(request.constraints.get("solver", "auto"))
     solution = solve(wished, time_limit=limit, seed=request.seed, solver=solver, progress=progress)
     if solution.choice is None:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(wished))
+        raise FxpartError(explain_joint_infeasible(wished, wider=problem, wishes=wishes))
     placement = seat(request.cluster, wished, solution.choice)
     optimizer = choose(request.optimizer)
     elements = [0] * len(problem.blocks)
