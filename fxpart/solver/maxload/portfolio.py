@@ -18,6 +18,7 @@ from fxpart.solver.maxload.record import Progress, Record
 from fxpart.solver.maxload.watch import OutOfTime, Watch, never
 
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
+_IDEALS_SHARE = 0.7  # of the time, at most, before the integer programme takes over
 _CHAIN_SHARE = 0.4  # of the time, at most, goes into the chain that any assignment starts from
 
 
@@ -67,8 +68,15 @@ def _chain(record: Record, watch: Watch, seed: int, solver: str) -> str:
     blocks = start(record, watch, seed)
     if record.closed:
         return "dp"
-    if solver != "cp-sat" and (prove_by_ideals(blocks, record, watch) or solver == "dp"):
+    if solver == "dp":
+        prove_by_ideals(blocks, record, watch)
         return "dp"
+    if solver == "auto":
+        try:
+            if prove_by_ideals(blocks, record, watch.part(_IDEALS_SHARE)):
+                return "dp"
+        except OutOfTime:
+            watch.left()  # the other solver has the rest
     from fxpart.solver.maxload.chain_ilp import solve_chain  # OR-Tools is slow to import
 
     record.prove(solve_chain(blocks, record, watch, seed))
