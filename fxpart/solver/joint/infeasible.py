@@ -66,14 +66,12 @@ def _contradiction(
     """Limits that leave nothing, whatever the memory."""
     names = [limits.texts[i] for i in blamed]
     fixes = list(remedies(problem, limits, wider, None, deadline))
-    if not fixes:  # dropping one of them is not enough, or memory is too small beside
-        fixes = [f"without {name!r} the rest can hold, but not in this memory" for name in names]
     return Problem(
         "FXP202",
         where="; ".join(names),
         why=("it leaves" if len(names) == 1 else "together they leave")
         + f" no choice, whatever the memory: {', '.join(_facts(problem))}",
-        fix="; or ".join(fixes),
+        fix="; or ".join(fixes) or "give up one of them; memory may be too small as well",
     )
 
 

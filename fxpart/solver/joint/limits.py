@@ -63,17 +63,20 @@ class Limits:
         problem = self.problem(dropped, change)
         return problem is not None and fitting(problem, deadline) is not None
 
-    def conflict(self, deadline: float, change: Change | None = None) -> list[int]:
+    def conflict(
+        self, deadline: float, change: Change | None = None, given_up: Collection[int] = ()
+    ) -> list[int]:
         """Limits that cannot hold together, none of them needless; [] where others are to blame.
 
-        Nothing may fit with all of them. Raises :class:`~fxpart.solver.layers.OutOfTime`.
+        given_up: limits that are out already. Nothing may fit with all the others. Raises
+        :class:`~fxpart.solver.layers.OutOfTime`.
         """
         everything = range(len(self.texts))
         if not self.fit(deadline, everything, change):
             return []
-        dropped = list[int]()
+        dropped = list(given_up)
         for i in everything:
-            if not self.fit(deadline, [*dropped, i], change):
+            if i not in dropped and not self.fit(deadline, [*dropped, i], change):
                 dropped.append(i)
         return [i for i in everything if i not in dropped]
 

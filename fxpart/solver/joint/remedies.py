@@ -31,8 +31,7 @@ def remedies(
     lacks. Ends where time does.
     """
     try:
-        blamed = limits.conflict(deadline)
-        yield from (f"without {limits.texts[i]!r}" for i in blamed if limits.fit(deadline, [i]))
+        yield from _given_up(limits, deadline)
         if wider is not None and not limits.wishes:
             yield from wider_options(problem, wider, deadline)
         if "1f1b" not in problem.schedules and limits.fit(deadline, (), _one_f_one_b):
@@ -53,6 +52,21 @@ def remedies(
         pass
     if more is not None:
         yield _memory(problem, more)
+
+
+def _given_up(limits: Limits, deadline: float) -> Iterator[str]:
+    """Each limit that is enough to drop; where none is, several that are enough together."""
+    blamed = limits.conflict(deadline)
+    enough = [[i] for i in blamed if limits.fit(deadline, [i])]
+    dropped = list[int]()
+    while blamed and not enough:
+        dropped.append(blamed[0])
+        if limits.fit(deadline, dropped):
+            enough = [dropped]
+        else:
+            blamed = limits.conflict(deadline, None, dropped)
+    for several in enough:
+        yield "without " + " and ".join(repr(limits.texts[i]) for i in sorted(several))
 
 
 def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -> Iterator[str]:

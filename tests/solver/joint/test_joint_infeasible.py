@@ -147,8 +147,10 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
 
 @pytest.mark.slow
 def test_state_beyond_all_memory_and_a_block_that_fits_nowhere_are_said() -> None:
-    (found,) = explain_joint_infeasible(transformer(96, (16,)), time_limit=60)
-    assert "need 1.27 TiB in all at least, 16 devices have 1.05 TiB" in found.why
+    problem = transformer(24, (4,), batch=16)
+    (found,) = explain_joint_infeasible(problem, time_limit=60)
+    state, there = amount(least_state(problem)), amount(4 * problem.pools[0].memory)
+    assert f"need {state} in all at least, 4 devices have {there}" in found.why
     problem = transformer(4, (4,), hidden=512, vocabulary=10**6, batch=4, memory=2 * 10**9)
     problem = replace(
         problem,
@@ -206,6 +208,22 @@ def test_pins_that_contradict_each_other() -> None:
     assert found.code == "FXP202"
     assert found.where == "b0 … b3 on stage 0; b2 on stage 1"
     assert found.fix.startswith("without 'b0 … b3 on stage 0'; or without 'b2 on stage 1'")
+
+
+def test_two_conflicts_are_given_up_together() -> None:
+    """b3 on stage 0 leaves b2 nowhere else, b5 on the last one b6: one wish of each has to go."""
+    problem = transformer(6, (16,), hidden=256, batch=8, vocabulary=1000)
+    problem = replace(problem, options=problem.options[:1], microbatches=(8,), max_stages=4)
+    pairs = (((3, 0), (2, 1)), ((5, -1), (6, -2)))
+    pins = tuple(Pin(first=b, last=b, stage=s) for pair in pairs for b, s in pair)
+    (found,) = explain_joint_infeasible(replace(problem, pins=pins), time_limit=60)
+    assert found.code == "FXP202"
+    names = [[f"b{b} on stage {s}" for b, s in pair] for pair in pairs]
+    assert found.where in ["; ".join(pair) for pair in names]
+    dropped = re.findall(r"b\d on stage -?\d", found.fix)
+    assert [sum(name in dropped for name in pair) for pair in names] == [1, 1]
+    kept = tuple(p for p in pins if f"b{p.first} on stage {p.stage}" not in dropped)
+    assert explain_fits(replace(problem, pins=kept))
 
 
 def test_a_batch_too_small_for_any_option() -> None:

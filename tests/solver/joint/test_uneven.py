@@ -1,4 +1,4 @@
-"""Cases that users complain of in planners that split evenly: what a sensible plan does, and why."""
+"""Uneven cases that users of planners complain of: what a sensible plan does, and why."""
 
 from __future__ import annotations
 
