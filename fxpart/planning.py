@@ -33,6 +33,8 @@ from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.simulate import simulate
 from fxpart.sharding import Mesh
+from fxpart.solver.branches.objective import evaluate as evaluate_branches
+from fxpart.solver.branches.problem import BranchSolution
 from fxpart.solver.joint.schedules import fill
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
@@ -74,42 +76,31 @@ def make_plan(
     constraints: Mapping[str, int | float | str | bool],
     shared: Shared | None = None,
     order: Sequence[int] = (),
+    branched: BranchSolution | None = None,
 ) -> Plan:
     """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
 
     shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
     order: devices of the cluster, as indices, in the order in which stages take them; by default
-    the cluster's own.
+    the cluster's own. branched: where the stages form a graph with branches; ``solution`` then is
+    the best chain, which lost.
     """
-    choice = solution.choice
-    assert choice is not None, "a plan needs a choice"
-    evaluation = evaluate(problem, choice)
+    choice, evaluation = _chosen(problem, solution, branched)
     edges = edges_of(spec)
     mesh = Mesh() if shared is None else shared.mesh
-    data, tensor = (1, 1) if shared is None else shared.degrees
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
     count = len(choice.starts) * mesh.size
     taken = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(taken, mesh.size)
+    kinds = [cluster.devices[device].model for device in sorted(taken)]
+    names = problem.blocks if branched is None else [problem.blocks[b] for b in branched.order]
     return Plan(
         model=model,
         cluster=cluster,
         cluster_hash=cluster.hash,
         mesh={"pipeline": len(choice.starts), **axes},
-        stages=tuple(
-            Stage(
-                index=k,
-                first=cost.first,
-                last=cost.last,
-                label=label(problem.blocks[cost.first : cost.last + 1]),
-                ranks=ranks[k],
-                data_parallel=data,
-                tensor_parallel=tensor,
-                zero=_zero(shared),
-                device=cluster.devices[taken[k * mesh.size]].model,
-                parameters=_parameters(spec, k),
-            )
-            for k, cost in enumerate(evaluation.stages)
+        stages=_stages(
+            evaluation, names, ranks, [kinds[lanes[0]] for lanes in ranks], shared, spec
         ),
         ties=_ties(spec),
         batch_size=batch_size,
@@ -119,24 +110,58 @@ def make_plan(
         seed=spec.seed,
         prediction=_prediction(evaluation, schedule, edges, ranks, shared),
         provenance=dict(provenance),
-        certificate=_certificate(problem, solution, evaluation, provenance, mesh.size),
-        alternatives=_alternatives(problem, solution, evaluation, shared),
+        certificate=_certificate(problem, branched or solution, evaluation, provenance, mesh.size),
+        alternatives=_alternatives(problem, solution, evaluation, shared, branched is not None),
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
         devices=() if max(taken) < count else tuple(sorted(taken)),
+        order=() if branched is None else branched.order,
     )
+
+
+def _stages(
+    evaluation: Evaluation,
+    names: Sequence[str],
+    ranks: Sequence[tuple[int, ...]],
+    kinds: Sequence[str],
+    shared: Shared | None,
+    spec: ProgramSpec,
+) -> tuple[Stage, ...]:
+    """The plan's stages. names: of the blocks in their order; kinds: of devices by rank."""
+    data, tensor = (1, 1) if shared is None else shared.degrees
+    return tuple(
+        Stage(
+            index=k,
+            first=cost.first,
+            last=cost.last,
+            label=label(names[cost.first : cost.last + 1]),
+            ranks=ranks[k],
+            data_parallel=data,
+            tensor_parallel=tensor,
+            zero=_zero(shared),
+            device=kinds[ranks[k][0]],
+            parameters=_parameters(spec, k),
+        )
+        for k, cost in enumerate(evaluation.stages)
+    )
+
+
+def _chosen(
+    problem: PartitionProblem, solution: Solution, branched: BranchSolution | None
+) -> tuple[Choice, Evaluation]:
+    """What is planned, as stages without gaps in the plan's order of blocks, and what it costs."""
+    if branched is None:
+        assert solution.choice is not None, "a plan needs a choice"
+        return solution.choice, evaluate(problem, solution.choice)
+    choice = Choice(
+        variant=branched.choice.variant, schedule=branched.choice.schedule, starts=branched.starts
+    )
+    return choice, evaluate_branches(problem, branched.choice)
 
 
 def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
     """By stage and lane the rank of its device: ranks follow the devices' own order."""
-    rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
-    ranks = [rank_of[device] for device in devices]
-    return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
-
-
-def _ranks_on(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
-    """Ranks by stage: each is the number of its device among those that are used, in order."""
     rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
     ranks = [rank_of[device] for device in devices]
     return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
@@ -243,7 +268,7 @@ def _ranks(
 
 def _certificate(
     problem: PartitionProblem,
-    solution: Solution,
+    solution: Solution | BranchSolution,
     evaluation: Evaluation,
     provenance: Mapping[str, str],
     lanes: int,
@@ -254,6 +279,8 @@ def _certificate(
     assert status in ("optimal", "within gap", "best found")
     counts = sorted({v.microbatches for v in problem.variants})
     places = "devices" if lanes == 1 else f"groups of {lanes} devices"
+    chain = isinstance(solution, Solution)
+    sort = "contiguous stages" if chain else "acyclic graphs of stages"
     return Certificate(
         status=status,
         objective=objective,
@@ -261,7 +288,7 @@ def _certificate(
         gap=(objective - bound) / objective if objective > 0 else 0.0,
         solver=solution.solver,
         over=(
-            f"contiguous stages of these {len(problem.blocks)} blocks on at most "
+            f"{sort} of these {len(problem.blocks)} blocks on at most "
             f"{problem.max_stages} of {len(problem.devices)} {places} in their order, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
             f"{', '.join(problem.schedules)}, costs by "
@@ -271,14 +298,20 @@ def _certificate(
 
 
 def _alternatives(
-    problem: PartitionProblem, solution: Solution, best: Evaluation, shared: Shared | None
+    problem: PartitionProblem,
+    solution: Solution,
+    best: Evaluation,
+    shared: Shared | None,
+    branched: bool,
 ) -> tuple[Alternative, ...]:
-    """The best five of the solver's other candidates."""
-    assert solution.choice is not None, "a plan needs a choice"
-    was = _parts(problem, solution.choice, best, shared)[0]
+    """The best five of the solver's other candidates; all of them where branches won."""
+    if solution.choice is None:
+        return ()
+    plain = evaluate(problem, solution.choice) if branched else best
+    was = _parts(problem, solution.choice, plain, shared)[0]
     rows = []
     for candidate in solution.candidates:
-        if candidate == solution.choice:
+        if candidate == solution.choice and not branched:
             continue
         found = evaluate(problem, candidate)
         parts, stages = _parts(problem, candidate, found, shared)
