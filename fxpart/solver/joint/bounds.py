@@ -85,10 +85,10 @@ class CheapBounds:
         ):
             weight, gradient = states.weight[layout], states.gradient[layout]
             optimizer, shares = states.optimizer[layout], share[:, None]
-            once += reduce.inverse * gradient
+            once += reduce.inverse[:, None] * gradient
             once += states.step[layout, s.pool] / np.where(zero > 0, shares, 1)
             needed = (zero == 3) | ((zero > 0) & (gradient > 0))
-            gathers += np.where(needed, gather.inverse * weight, 0.0)
+            gathers += np.where(needed, gather.inverse[:, None] * weight, 0.0)
             # a sum of parts rounded up is no less than the sum rounded up: floors are safe
             standing = standing + np.where(zero >= 3, weight // shares, weight)
             standing = standing + np.where(zero >= 2, gradient // shares, gradient)

@@ -64,8 +64,8 @@ def estimates(
             memory = (standing + (copies - 1) * weights + flying * flow) / stages
             if memory > stacked.memory[pool]:
                 continue
-            hop = float(stacked.transfer.latency[pool, 0])
-            hop += float(stacked.transfer.inverse[pool, 0]) * moved
+            hop = float(stacked.transfer.latency[pool])
+            hop += float(stacked.transfer.inverse[pool]) * moved
             each = float(total[option]) + 2 * hop * (stages * virtual - 1)
             load = ((m - share) * each + float(steps[option])) / stages
             seconds = share * each + load

@@ -28,16 +28,16 @@ class Multipliers:
     def __init__(
         self, branch: Branch, devices: Ints, found: Callable[[Stages], float], scale: float
     ) -> None:
-        """found: told of paths within the devices. scale: seconds that a plan takes, roughly."""
+        """found: told of paths within the devices. scale: seconds that no plan sought exceeds."""
         self.branch, self.found = branch, found
-        self.devices = devices.astype(np.float64)
+        self.devices, self._scale = devices.astype(np.float64), scale
         self._cap = np.full(len(devices), 2 * scale)  # one device too many costs two plans
         self.prices = np.zeros(len(devices))
         self.runs = 0
 
     def bound(self, threshold: float, goal: float) -> float:
         """At least this much filling without loads over ``threshold``; stops at ``goal``."""
-        costs = Costs(self.branch, threshold)
+        costs, goal = Costs(self.branch, threshold), min(goal, self._scale)
         planes: list[tuple[float, Floats]] = []
         best, prices = -inf, self.prices
         for _ in range(_ROUNDS):
@@ -55,7 +55,7 @@ class Multipliers:
             upper, prices = self._corner(planes[-_MOST_CUTS:])
             if upper - best <= 1e-4 * max(abs(best), abs(upper)) or upper < best:
                 break
-        return best
+        return best if best < self._scale else inf
 
     def _price(
         self, costs: Costs, prices: Floats, goal: float

@@ -34,6 +34,7 @@ _FIRST_LOOKS = 2  # thresholds under which plans are looked for before anything 
 _LOOKS = 12  # and while spans are halved
 _SKETCH = 300  # states of each number of stages kept in that
 _MOST = 50_000  # and in a proof
+_CEILINGS = (2.0, 8.0)  # of the bound, while no plan is known
 _WORK = 20_000_000  # stages put before states in proofs, all in all
 
 
@@ -106,8 +107,14 @@ class JointSearch:
         self._open: list[_Span] = []
         self._leaves: list[_Span] = []
         self._current: _Span | None = None
+        self._proven, self._ceiling = 0.0, inf
+        self._fill()
+
+    def _fill(self) -> None:
+        """Begin with all scopes, none of them opened."""
+        self._settled, self._open, self._leaves = inf, [], []
         for scope in self._scopes():
-            bound = bounds.bound(scope.microbatches, scope.schedule, scope.options)
+            bound = self.bounds.bound(scope.microbatches, scope.schedule, scope.options)
             self._push(bound, scope)
 
     def _scopes(self) -> list[Scope]:
@@ -131,18 +138,42 @@ class JointSearch:
     def bound(self) -> float:
         """No plan with contiguous stages takes less, in seconds; infinite if nothing fits."""
         spans = [*self._open[:1], *self._leaves, *([self._current] if self._current else [])]
-        return min([self._settled, *(s.bound for s in spans)], default=inf)
+        return max(self._proven, min([self._settled, *(s.bound for s in spans)]))
 
     def prove(self) -> bool:
-        """Search until the best plan is proven, or as far as time and work allow; says which."""
+        """Search until the best plan is proven, or as far as time and work allow; says which.
+
+        While no plan is known, only those up to a ceiling are looked for, which is then raised.
+        """
         try:
-            self._narrow()
-            self._open += self._leaves
-            self._leaves = []
-            heapq.heapify(self._open)
-            return self._count()
+            for factor in (*_CEILINGS, inf) if self.record.seconds == inf else (inf,):
+                least = self.bound
+                if least == inf:
+                    return True
+                self._ceiling = least * factor if least > 0 or factor == inf else 1e-9
+                if not self._within():
+                    return False
+                if self.record.seconds < inf or factor == inf:
+                    return True
+                self._proven = max(self._proven, self.bound)
+                self._ceiling = inf
+                self._fill()
         except OutOfTime:
             return False
+        return True
+
+    def _within(self) -> bool:
+        """Prove the best plan up to the ceiling, or that there is none."""
+        self._narrow()
+        self._open += self._leaves
+        self._leaves = []
+        heapq.heapify(self._open)
+        return self._count()
+
+    @property
+    def _best(self) -> float:
+        """What a plan has to beat, in seconds."""
+        return min(self.record.seconds, self._ceiling)
 
     # -- by prices ---------------------------------------------------------------------------
 
@@ -172,9 +203,9 @@ class JointSearch:
         scope = span.scope
         opened = self._opened(scope)
         if opened is None:
-            self._settled = min(self._settled, self.record.seconds)
+            self._settled = min(self._settled, self._best)
             return
-        seconds = self.record.seconds
+        seconds = self._best
         first = max(opened.first(0.0), span.bound - seconds if seconds < inf else 0.0)
         total = opened.prices.bound(inf, self._target(0.0) - first)
         if not opened.branch.exact and first + total < self._target(0.0):
@@ -188,7 +219,7 @@ class JointSearch:
         self._push(max(span.bound, first + total), scope, opened, first, inf, total)
 
     def _opened(self, scope: Scope) -> Opened | None:
-        best = self.record.seconds
+        best = self._best
         entries = self.tables.entries(scope.microbatches, scope.schedule, scope.options, best)
         if not len(entries):
             return None
@@ -216,7 +247,7 @@ class JointSearch:
 
     def _look(self, opened: Opened, threshold: float) -> float:
         """The longest load of a good path under a threshold, which is recorded."""
-        costs, goal = Costs(opened.branch, threshold), self.record.seconds - opened.first(0.0)
+        costs, goal = Costs(opened.branch, threshold), self._best - opened.first(0.0)
         found = opened.counted.run(costs, goal, opened.prices.prices, _SKETCH)
         if found.path is None:
             return inf
@@ -255,7 +286,7 @@ class JointSearch:
         *,
         counted: bool = False,
     ) -> None:
-        if bound >= self.record.seconds * (1 - EXACT):
+        if bound >= self._best * (1 - EXACT):
             self._settled = min(self._settled, bound)
             return
         self._made += 1
@@ -263,7 +294,7 @@ class JointSearch:
         heapq.heappush(self._open, span)
 
     def _target(self, gap: float) -> float:
-        return self.record.seconds * (1 - max(gap, EXACT))
+        return self._best * (1 - max(gap, EXACT))
 
     # -- by counting devices -----------------------------------------------------------------
 

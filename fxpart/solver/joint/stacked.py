@@ -16,16 +16,16 @@ Mask = NDArray[np.bool_]
 
 
 class Lines:
-    """Straight lines, one for each option: latency and seconds per byte, shape (options, 1)."""
+    """Straight lines, one for each option or pool: latency and seconds per byte."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         """Stack them."""
         both = np.array([(x.latency, x.inverse) for x in lines], dtype=np.float64)
-        self.latency, self.inverse = both[:, :1], both[:, 1:]
+        self.latency, self.inverse = both[:, 0], both[:, 1]
 
-    def __call__(self, options: Ints, sizes: Ints) -> Floats:
-        """Seconds for sizes (options, x) in bytes; nothing for 0 bytes."""
-        seconds = self.latency[options] + self.inverse[options] * sizes
+    def __call__(self, which: Ints, sizes: Ints) -> Floats:
+        """Seconds for sizes in bytes, each on its line; nothing for 0 bytes."""
+        seconds = self.latency[which] + self.inverse[which] * sizes
         return np.where(sizes > 0, seconds, 0.0)
 
 

@@ -18,7 +18,7 @@ from fxpart.solver.joint.bounds import CheapBounds, Prices
 from fxpart.solver.joint.problem import ScheduleName
 from fxpart.solver.joint.runs import Runs
 from fxpart.solver.joint.schedules import fill
-from fxpart.solver.joint.stacked import Floats, Ints, Mask, Stacked, States
+from fxpart.solver.joint.stacked import Floats, Ints, Lines, Mask, Stacked
 from fxpart.solver.objective import tie_messages
 from fxpart.solver.tables import Number
 
@@ -48,22 +48,35 @@ class Entries:
         return len(self.option)
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """Options with the row of their work, classes, and seconds of the work; one row each."""
+
+    option: Ints
+    work: Ints
+    cls: Ints
+    seconds: Floats
+
+
 class Tables:
     """Entries of one problem, made when asked for."""
 
     def __init__(self, stacked: Stacked, runs: Runs, bounds: CheapBounds) -> None:
         """runs: the problem's; bounds: for leaving out what cannot be part of a good plan."""
         self.stacked, self.runs, self.bounds = stacked, runs, bounds
-        s, pick = stacked, (runs.first, runs.last + 1)
-        ties = runs.holds.astype(np.int64)
-        self._state: dict[str, tuple[Ints, Ints]] = {}  # by part: dense and experts', by layout
-        for part in ("weight", "gradient", "optimizer"):
-            tied = getattr(s, f"tie_{part}") @ ties
-            dense = _sums(getattr(s.dense, part)[:, s.kinds], pick) + tied
-            self._state[part] = dense, _sums(getattr(s.experts, part)[:, s.kinds], pick)
-        self._buffer = _sums(s.buffer[:, s.kinds], pick)
-        whole = s.dense.weight + s.experts.weight
-        self._largest = _Peaks(whole[:, s.kinds], runs.first, runs.last)
+        s = stacked
+        self._state: dict[str, tuple[Ints, Ints]] = {  # summed from the first block on, by layout
+            part: (
+                _summed(getattr(s.dense, part), s.kinds),
+                _summed(getattr(s.experts, part), s.kinds),
+            )
+            for part in ("weight", "gradient", "optimizer")
+        }
+        self._buffer = _summed(s.buffer, s.kinds)
+        self._steps = [
+            _summed(x.step.reshape(-1, len(s.counts)), s.kinds) for x in (s.dense, s.experts)
+        ]
+        self._whole = (s.dense.weight + s.experts.weight)[:, s.kinds]
 
     def entries(
         self, microbatches: int, schedule: ScheduleName, options: Ints, best: float
@@ -73,87 +86,129 @@ class Tables:
         prices = self.bounds.prices(microbatches, schedule, options)
         options = options[work[options] >= 0]
         rows = max(1, _CHUNK // max(1, self.runs.count))
-        found: list[tuple[Ints, Ints, Floats, Floats, Ints]] = []
+        found = []
         for at in range(0, len(options) if prices.bound < inf else 0, rows):
-            some = options[at : at + rows]
-            found.append(self._chunk(microbatches, schedule, some, work[some], prices, best))
+            pairs = self._pairs(microbatches, schedule, options[at : at + rows], prices, best)
+            found.append(self._chunk(microbatches, schedule, pairs, prices, best))
         return self._sorted(found)
+
+    def _pairs(
+        self,
+        microbatches: int,
+        schedule: ScheduleName,
+        options: Ints,
+        prices: Prices,
+        best: float,
+    ) -> _Pairs:
+        """Options and classes that are not hopeless by their work alone."""
+        s, runs = self.stacked, self.runs
+        work = s.work(microbatches)[options]
+        total = _summed(s.seconds[work], s.kinds)
+        t = total[:, runs.last + 1] - total[:, runs.first]
+        price = self._price(prices, schedule, microbatches, options)
+        held, alone = self._floors(prices)
+        limit = best * (1 + 1e-9)
+        keep = price[:, None] * t <= limit - (prices.total - held)
+        keep &= microbatches * t <= limit - (prices.least - alone)  # its filling and its load
+        option, cls = np.nonzero(keep)
+        return _Pairs(options[option], work[option], cls, t[keep])
+
+    def _price(
+        self, prices: Prices, schedule: ScheduleName, microbatches: int, options: Ints
+    ) -> Floats:
+        """What a second of t costs with each option: its filling, and its devices' load."""
+        share = fill(schedule)
+        paid = prices.pools[self.stacked.pool[options]] * self.stacked.size[options]
+        return share + paid * (microbatches - share)
+
+    def _floors(self, prices: Prices) -> tuple[Floats, Floats]:
+        """The least price, and the least filling, of each class's own blocks."""
+        ends = self.runs.last + 1
+        sums = [np.concatenate(([0.0], np.cumsum(x))) for x in (prices.blocks, prices.filling)]
+        return (
+            sums[0][ends] - sums[0][self.runs.first],
+            sums[1][ends] - sums[1][self.runs.first],
+        )
 
     def _chunk(
         self,
         microbatches: int,
         schedule: ScheduleName,
-        options: Ints,
-        work: Ints,
+        pairs: _Pairs,
         prices: Prices,
         best: float,
     ) -> tuple[Ints, Ints, Floats, Floats, Ints]:
-        """Rows of some options: option, class, filling, load, flights; hopeless ones left out."""
-        runs, share = self.runs, fill(schedule)
-        t, once = self._seconds(microbatches, options, work)
-        load = (microbatches - share) * t + once
-        filling = share * t
-        flights = self._flights(schedule, options, work)
-        held = _sums(prices.blocks[None, :], (runs.first, runs.last + 1))
-        alone = _sums(prices.filling[None, :], (runs.first, runs.last + 1))
-        price = (prices.pools[self.stacked.pool[options]] * self.stacked.size[options])[:, None]
-        limit = best * (1 + 1e-9)
-        keep = (flights >= 1) & (filling + price * load + (prices.total - held) <= limit)
-        keep &= load + filling + (prices.least - alone) <= limit
-        option, cls = np.nonzero(keep)
-        return options[option], cls, filling[keep], load[keep], flights[keep]
+        """Rows of some pairs: option, class, filling, load, flights; hopeless ones left out."""
+        share, limit = fill(schedule), best * (1 + 1e-9)
+        t, once = self._seconds(microbatches, pairs)
+        load, filling = (microbatches - share) * t + once, share * t
+        flights = self._flights(schedule, pairs)
+        held, alone = self._floors(prices)
+        paid = prices.pools[self.stacked.pool[pairs.option]] * self.stacked.size[pairs.option]
+        keep = filling + paid * load + (prices.total - held[pairs.cls]) <= limit
+        keep &= load + filling + (prices.least - alone[pairs.cls]) <= limit
+        keep &= flights >= 1
+        return pairs.option[keep], pairs.cls[keep], filling[keep], load[keep], flights[keep]
 
-    def _seconds(self, microbatches: int, options: Ints, work: Ints) -> tuple[Floats, Floats]:
-        """t and beta, (options, classes)."""
-        s, runs = self.stacked, self.runs
-        layout, pool, zero = s.layout[options], s.pool[options], s.zero[options, None]
-        pick = (runs.first, runs.last + 1)
-        t = _sums(s.seconds[work][:, s.kinds], pick)
-        rows = s.rows[work][:, None]
-        moved = rows * runs.arrived + runs.arrived_fixed
-        t += s.transfer.latency[pool] * runs.messages + s.transfer.inverse[pool] * moved
-        once = np.zeros_like(t)
-        gathers = np.zeros_like(t)
-        parts: tuple[tuple[int, States, Ints], ...] = (
-            (0, s.dense, s.data), (1, s.experts, s.experts_share),
-        )  # fmt: skip
-        for which, states, shares in parts:
-            reduce = (s.reduce, s.reduce_experts)[which]
-            gather = (s.gather, s.gather_experts)[which]
-            gradient = self._state["gradient"][which][layout]
-            once += reduce(options, gradient)
-            cost = gather(options, self._state["weight"][which][layout])
+    def _seconds(self, microbatches: int, pairs: _Pairs) -> tuple[Floats, Floats]:
+        """t and beta of each pair."""
+        s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
+        layout, pool, zero = s.layout[option], s.pool[option], s.zero[option]
+        moved = s.rows[pairs.work] * runs.arrived[cls] + runs.arrived_fixed[cls]
+        t = pairs.seconds + s.transfer.latency[pool] * runs.messages[cls]
+        t += s.transfer.inverse[pool] * moved
+        once, gathers = np.zeros_like(t), np.zeros_like(t)
+        parts: tuple[tuple[int, Ints, Lines, Lines], ...] = (
+            (0, s.data, s.reduce, s.gather),
+            (1, s.experts_share, s.reduce_experts, s.gather_experts),
+        )
+        for which, shares, reduce, gather in parts:
+            gradient = self._of("gradient", which, layout, cls)
+            once += reduce(option, gradient)
+            cost = gather(option, self._of("weight", which, layout, cls))
             gathers += np.where((zero == 3) | (gradient > 0), cost, 0.0)
-            step = _sums(states.step[layout, pool][:, s.kinds], pick)
-            once += step / np.where(zero > 0, shares[options, None], 1)
+            step = self._run(self._steps[which], layout * len(s.devices) + pool, cls)
+            once += step / np.where(zero > 0, shares[option], 1)
         t += np.where(zero == 3, 2 * gathers, 0.0)
         once += np.where((zero == 1) | (zero == 2), gathers, 0.0)
         for tie, apart in enumerate(runs.apart):
-            message = s.transfer(pool, s.tie_gradient[layout, tie][:, None])
-            once += np.where(apart, tie_messages(microbatches) * message, 0.0)
+            message = s.transfer(pool, s.tie_gradient[layout, tie])
+            once += np.where(apart[cls], tie_messages(microbatches) * message, 0.0)
         return t, once
 
-    def _flights(self, schedule: ScheduleName, options: Ints, work: Ints) -> Ints:
-        """The most microbatches in flight for which memory suffices, (options, classes)."""
-        s, runs = self.stacked, self.runs
-        layout, zero = s.layout[options], s.zero[options, None]
+    def _run(self, summed: NDArray[Number], row: Ints, cls: Ints) -> NDArray[Number]:
+        """Sums of rows over the runs of classes."""
+        return np.asarray(summed[row, self.runs.last[cls] + 1] - summed[row, self.runs.first[cls]])
+
+    def _of(self, part: str, which: int, layout: Ints, cls: Ints) -> Ints:
+        """Bytes of weights, gradients or optimizer state before ZeRO; which: 0 dense, 1 experts."""
+        sizes = self._run(self._state[part][which], layout, cls)
+        if which == 0:
+            for tie, holds in enumerate(self.runs.holds):
+                tied: Ints = getattr(self.stacked, f"tie_{part}")[layout, tie]
+                sizes = sizes + np.where(holds[cls], tied, 0)
+        return sizes
+
+    def _flights(self, schedule: ScheduleName, pairs: _Pairs) -> Ints:
+        """The most microbatches in flight for which memory suffices."""
+        s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
+        layout, zero = s.layout[option], s.zero[option]
         kept = []
         for level, part in ((3, "weight"), (2, "gradient"), (1, "optimizer")):
-            dense, experts = (x[layout] for x in self._state[part])
-            cut, shares = zero >= level, (s.data[options, None], s.experts_share[options, None])
-            kept.append(
-                np.where(cut, -(-dense // shares[0]) - (-experts // shares[1]), dense + experts)
-            )
-        each = _sums(s.activation[work][:, s.kinds], (runs.first, runs.last + 1))
-        each += s.rows[work][:, None] * runs.held + runs.held_fixed
-        standing = kept[1] + kept[2] + self._buffer[layout]
-        standing += _Peaks(s.workspace[work][:, s.kinds], runs.first, runs.last).most
-        standing += np.where(zero == 3, self._largest.most[layout], 0)
+            dense, experts = (self._of(part, which, layout, cls) for which in (0, 1))
+            cut = -(-dense // s.data[option]) - (-experts // s.experts_share[option])
+            kept.append(np.where(zero >= level, cut, dense + experts))
+        each = self._run(_summed(s.activation, s.kinds), pairs.work, cls)
+        each += s.rows[pairs.work] * runs.held[cls] + runs.held_fixed[cls]
+        standing = kept[1] + kept[2] + self._run(self._buffer, layout, cls)
+        standing += _peaks(s.workspace[:, s.kinds], pairs.work, runs.first[cls], runs.last[cls])
+        most = _peaks(self._whole, layout, runs.first[cls], runs.last[cls])
+        standing += np.where(zero == 3, most, 0)
         if schedule == "async":  # a copy of the weights for each microbatch in flight
             each += kept[0]
         else:
             standing += kept[0]
-        room = s.memory[s.pool[options]][:, None] - standing
+        room = s.memory[s.pool[option]] - standing
         flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)
         return np.where(room >= 0, flights, -1)
 
@@ -177,29 +232,27 @@ class Tables:
         )  # fmt: skip
 
 
-class _Peaks:
-    """Largest entry of each row over each run, by doubling windows; shape (rows, runs)."""
-
-    def __init__(self, rows: Ints, first: Ints, last: Ints) -> None:
-        width = last - first + 1
-        level = np.zeros(len(width), dtype=np.int64)
-        while bool((2 << level <= width).any()):
-            level[2 << level <= width] += 1
-        self.most = np.zeros((len(rows), len(first)), dtype=np.int64)
-        window = rows
-        for k in range(int(level.max(initial=0)) + 1):
-            mine = level == k
-            right = last[mine] - (1 << k) + 1
-            self.most[:, mine] = np.maximum(window[:, first[mine]], window[:, right])
-            if window.shape[1] > 1 << k:
-                window = np.maximum(window[:, : -(1 << k)], window[:, 1 << k :])
+def _summed(rows: NDArray[Number], kinds: Ints) -> NDArray[Number]:
+    """Sums of each row of costs by kind, from the first block on; (rows, blocks + 1)."""
+    total = np.zeros((rows.shape[0], len(kinds) + 1), dtype=rows.dtype)
+    np.cumsum(rows[:, kinds], axis=1, out=total[:, 1:])
+    return total
 
 
-def _sums(rows: NDArray[Number], pick: tuple[Ints, Ints]) -> NDArray[Number]:
-    """Sums of each row over runs [first, end)."""
-    total = np.zeros((rows.shape[0], rows.shape[1] + 1), dtype=rows.dtype)
-    np.cumsum(rows, axis=1, out=total[:, 1:])
-    return np.asarray(total[:, pick[1]] - total[:, pick[0]])
+def _peaks(rows: Ints, row: Ints, first: Ints, last: Ints) -> Ints:
+    """Largest number of each row from ``first`` to ``last``, by doubling windows."""
+    width = last - first + 1
+    level = np.zeros(len(width), dtype=np.int64)
+    while bool((2 << level <= width).any()):
+        level[2 << level <= width] += 1
+    most, window = np.zeros(len(row), dtype=np.int64), rows
+    for k in range(int(level.max(initial=0)) + 1):
+        mine = np.flatnonzero(level == k)
+        right = last[mine] - (1 << k) + 1
+        most[mine] = np.maximum(window[row[mine], first[mine]], window[row[mine], right])
+        if window.shape[1] > 1 << k:
+            window = np.maximum(window[:, : -(1 << k)], window[:, 1 << k :])
+    return most
 
 
 def _beaten(key: Ints, load: Floats, flights: Ints) -> Mask:
