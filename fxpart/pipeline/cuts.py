@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.effects import state_roots, state_written
-from fxpart.pipeline.sizes import tensors
+from fxpart.pipeline.sizes import tensors, written
 from fxpart.pipeline.verify import is_size
 from fxpart.pipeline.work import nbytes
 
@@ -49,7 +49,7 @@ def _contiguous(tensor: torch.Tensor) -> bool:
     """Whether strides are those of a dense row-major tensor, compared as expressions."""
     expected: int | torch.SymInt = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if str(size) != "1" and str(stride) != str(expected):
+        if written(size) != "1" and written(stride) != written(expected):
             return False
         expected = expected * size
     return True

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpart.pipeline.edit import annotation, value
 from fxpart.pipeline.effects import is_op, op_args, op_of
-from fxpart.pipeline.sizes import tensors
+from fxpart.pipeline.sizes import tensors, written
 
 
 def identity(nodes: Sequence[fx.Node]) -> str:
@@ -53,7 +53,8 @@ def _value(node: fx.Node) -> str:
     """Shapes, strides, dtypes and gradient of a node's value."""
     held = value(node)
     parts = [
-        f"{t.dtype}{list(map(str, t.shape))}{list(map(str, t.stride()))}" for t in tensors(held)
+        f"{t.dtype}{list(map(written, t.shape))}{list(map(written, t.stride()))}"
+        for t in tensors(held)
     ]
     grad = annotation(node).requires_grad
     return "|".join(parts) + (":grad" if grad else "") if parts else f"number:{_number(held)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -30,6 +31,16 @@ def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
     if isinstance(size, sympy.Expr):
         return int(size) if size.is_number else size
     return int(size)
+
+
+def written(size: int | torch.SymInt) -> str:
+    """A size as text; sympy writes each expression once, for graphs have few and use them often."""
+    return _text(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+@lru_cache(maxsize=4096)
+def _text(found: sympy.Expr) -> str:
+    return str(found)
 
 
 def hint(size: int | torch.SymInt, fallback: int = 1) -> int:
