@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from math import inf
 
@@ -13,7 +14,8 @@ from msgspec.structs import replace
 from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
-from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.portfolio import solve
+from fxpart.solver.joint.problem import JointChoice, JointProblem, Pin
 
 
 def medium(layers: int, devices: tuple[int, ...], options: int, memory: int = 40) -> JointProblem:
@@ -46,6 +48,38 @@ def test_the_optimum_of_small_problems() -> None:
     assert 60 < fit < 140
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_agrees_with_the_dynamic_programme_beyond_brute_force(seed: int) -> None:
+    """On transformers with random options, memory, schedules and wishes."""
+    rng = random.Random(seed)
+    problem = transformer(
+        rng.randint(8, 14), rng.choice(((8,), (6,), (4, 4), (5, 2))), hidden=4096, batch=48,
+        memory=rng.choice((25, 40, 60)) * 10**9,
+    )  # fmt: skip
+    options = sorted(rng.sample(range(len(problem.options)), 14))
+    n = len(problem.blocks)
+    problem = replace(
+        problem,
+        options=tuple(problem.options[o] for o in options),
+        microbatches=tuple(rng.sample((4, 8, 12, 16), 2)),
+        schedules=rng.choice((("1f1b",), ("gpipe", "zb-h1"), ("async",), ("1f1b", "zb-h1"))),
+        max_stages=rng.randint(2, 8),
+        no_cut_after=tuple(sorted(rng.sample(range(n - 1), 2))),
+        pins=(Pin(first=n - 1, last=n - 1, stage=rng.choice((1, -1))),) if seed % 3 == 0 else (),
+        uniform=seed % 4 == 1,
+    )
+    found = solve(problem, solver="dp", time_limit=60)
+    choice, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+    assert choice is not None
+    seconds = evaluate(problem, choice).seconds
+    assert bound >= seconds * (1 - 1e-6)
+    assert found.bound <= seconds * (1 + 1e-9)
+    assert bound <= found.objective
+    assert seconds <= found.objective * (1 + 1e-9)
+    assert found.objective <= seconds * 1.01
+
+
 def test_an_incumbent_changes_nothing_but_the_way_there() -> None:
     problem = medium(10, (8,), 12)
     first, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
@@ -65,7 +99,7 @@ def test_an_incumbent_changes_nothing_but_the_way_there() -> None:
 
 
 def test_equal_runs_are_equal() -> None:
-    problem = medium(12, (4, 4), 10)
+    problem = medium(8, (4, 2), 8)
     runs = [solve_cp_sat(problem, incumbent=None, deadline=inf, seed=3) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0][0] is not None
@@ -95,6 +129,7 @@ def test_what_is_not_modelled_is_said() -> None:
 def test_forty_blocks_and_twenty_options() -> None:
     problem = medium(38, (8, 8), 20)
     assert accepts(problem) is None
-    choice, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+    known = solve(problem, solver="dp", time_limit=60).choice
+    choice, bound = solve_cp_sat(problem, incumbent=known, deadline=inf, seed=0)
     assert choice is not None
     assert bound >= evaluate(problem, choice).seconds * (1 - 1e-6)
