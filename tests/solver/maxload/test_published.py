@@ -22,7 +22,6 @@ CHAIN = {
     "op_bert_l-6_inference": 29.5795,
     "op_resnet50_inference": 124.3488,
 }
-# PipeDream's planner cuts one order; what people chose by hand was worse still
 CLOSED_ANY = {
     "layer_bert24_training": 39.7895,
     "layer_gnmt_inference": 31.6873,
@@ -35,6 +34,7 @@ OPEN_ANY = {
     "layer_resnet50_inference": 33.0246,
     "op_bert_l-6_inference": 25.4516,
 }
+SECONDS = {("op_bert_l-3_training", "cp-sat"), ("op_resnet50_inference", "cp-sat")}
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="../shared/bench/maxload is not there")
 
 
@@ -48,11 +48,17 @@ def valid(one: Instance, found: Answer, mode: str) -> bool:
     return found.objective == evaluate(one, found.assignment)
 
 
-@pytest.mark.parametrize("name", CHAIN)
-@pytest.mark.parametrize("solver", ["dp", "cp-sat"])
+@pytest.mark.parametrize(
+    "name,solver",
+    [
+        pytest.param(name, solver, marks=[pytest.mark.slow] * ((name, solver) in SECONDS))
+        for name in CHAIN
+        for solver in ("dp", "cp-sat")
+    ],
+)
 def test_the_best_chain_is_found_and_proven(name: str, solver: str) -> None:
     one = instance(name)
-    found = solve(one, solver=solver)
+    found = solve(one, solver=solver, time_limit=280)
     assert valid(one, found, "chain")
     assert found.status == "optimal"
     assert found.objective == pytest.approx(CHAIN[name], abs=6e-5)
@@ -73,7 +79,7 @@ def test_the_best_of_all_assignments_is_found_and_proven(name: str) -> None:
 @pytest.mark.parametrize("name", OPEN_ANY)
 def test_any_is_never_worse_than_a_chain(name: str) -> None:
     one = instance(name)
-    found = solve(one, mode="any", time_limit=3)
+    found = solve(one, mode="any", time_limit=20)
     assert valid(one, found, "any")
     assert found.objective <= CHAIN[name] + 6e-5
     assert OPEN_ANY[name] - 6e-5 <= found.lower_bound <= found.objective
