@@ -106,6 +106,7 @@ class _Cutter:
         self.tables, self.limit = tables, limit * (1 + 1e-9)
         self.most = tables.problem.max_stages
         self.memory = max(d.memory for d in tables.problem.devices)
+        self.device = min(1, len(tables.problem.devices) - 1)  # the first receives nothing
         self._known: dict[tuple[int, int], _States] = {}
 
     def cut(self, part: _Part, depth: int) -> _States:
@@ -128,7 +129,7 @@ class _Cutter:
             blocks = 0
             for first in range(end - 1, -1, -1):
                 blocks |= 1 << part.blocks[first]
-                cost = self.tables.parts(blocks, 0)
+                cost = self.tables.parts(blocks, self.device)
                 if cost.seconds > self.limit and first < end - 1:
                     break
                 for (stages, deep), (path, sets) in states.items():
