@@ -22,6 +22,7 @@ from fxpart.solver.progress import Progress
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
 CLOSE = 0.01  # and up to this "within gap"
+_PAUSE = 0.25  # seconds between two calls of progress
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
 
 
@@ -35,9 +36,34 @@ def solve(
 ) -> JointSolution:
     """The best choice found within ``time_limit`` seconds, its proven bound, and the runners-up.
 
+    "auto" is "dp", the dynamic programmes of :mod:`fxpart.solver.joint.search`; "cp-sat" solves
+    the same problem independently (``seed`` is its random seed), "brute" enumerates. Equal
+    problems give equal answers as long as the time limit is not reached. An interrupt (SIGINT)
+    ends the search: the best choice so far is returned with what is proven of it. progress: told
+    a few times a second. Bounds of interleaved schedules are cheap ones where there are too many
+    choices to enumerate; the gap, and so the status, says so.
     Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
     """
     deadline = time.monotonic() + time_limit
+    _check(problem, solver, time_limit)
+    check_joint_problem(problem)
+    if solver == "brute":
+        return solve_joint_brute(problem)
+    told = Told(JointRecord(JointScorer(problem)), deadline, progress)
+    try:
+        stacked = Stacked(problem)
+        bounds = CheapBounds(stacked)
+        first_plans(stacked, bounds, told.record)
+        if solver == "cp-sat":
+            _by_cp_sat(problem, told, deadline, seed)
+        else:
+            _by_dp(stacked, bounds, told, deadline)
+    except KeyboardInterrupt:
+        told.update()
+    return solution(told.record, told.bound, "cp-sat" if solver == "cp-sat" else "dp")
+
+
+def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
     if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
@@ -45,24 +71,69 @@ def solve(
             why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
             fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
         )
-    check_joint_problem(problem)
-    if solver == "brute":
-        return solve_joint_brute(problem)
-    record, stacked = JointRecord(JointScorer(problem)), Stacked(problem)
-    bounds = CheapBounds(stacked)
-    first_plans(stacked, bounds, record)
+    if solver == "cp-sat":
+        from fxpart.solver.joint.joint_ilp import accepts  # OR-Tools is slow to import
 
-    def tell(phase: str) -> None:
-        if progress is not None:
-            progress(Progress(record.seconds, search.bound, deadline - time.monotonic(), phase))
+        why = accepts(problem)
+        if why is not None:
+            raise error("FXP109", where="solver='cp-sat'", why=why, fix="use solver='dp'")
 
-    search = JointSearch(stacked, bounds, record, deadline, tell)
-    tell("first plans")
-    pieces = Interleaved(stacked, bounds, record, deadline)
+
+def _by_dp(stacked: Stacked, bounds: CheapBounds, told: Told, deadline: float) -> None:
+    """Search contiguous stages, then interleaved ones."""
+    search = JointSearch(stacked, bounds, told.record, deadline, told.tell)
+    pieces = Interleaved(stacked, bounds, told.record, deadline)
+    told.bounded = lambda: min(search.bound, pieces.bound)
+    told.tell("first plans")
     pieces.attempt()
     if search.prove():
         pieces.enumerate()
-    return solution(record, min(search.bound, pieces.bound), "dp")
+    told.update()
+
+
+def _by_cp_sat(problem: JointProblem, told: Told, deadline: float, seed: int) -> None:
+    from fxpart.solver.joint.joint_ilp import solve_cp_sat  # OR-Tools is slow to import
+
+    choice, bound = solve_cp_sat(
+        problem,
+        incumbent=told.record.choice,
+        deadline=deadline,
+        seed=seed,
+        progress=told.progress,
+    )
+    if choice is not None:
+        told.record.add(choice)
+    told.bound = bound
+
+
+class Told:
+    """What is proven so far, and who is told of it, at most a few times a second."""
+
+    def __init__(
+        self,
+        record: JointRecord,
+        deadline: float,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        """progress: is called with each new state; may raise KeyboardInterrupt to stop."""
+        self.record, self.deadline, self.progress = record, deadline, progress
+        self.bound = 0.0
+        self.bounded: Callable[[], float] = lambda: 0.0
+        self._last = ("", -inf)
+
+    def update(self) -> None:
+        """Take over what is proven."""
+        self.bound = max(self.bound, self.bounded())
+
+    def tell(self, phase: str) -> None:
+        """Tell how far it is, if the phase is new or some time has passed."""
+        now = time.monotonic()
+        if self.progress is None or (phase == self._last[0] and now < self._last[1] + _PAUSE):
+            return
+        self._last = (phase, now)
+        self.update()
+        bound = min(self.bound, self.record.seconds)
+        self.progress(Progress(self.record.seconds, bound, max(0.0, self.deadline - now), phase))
 
 
 def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:

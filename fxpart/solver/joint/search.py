@@ -112,10 +112,12 @@ class JointSearch:
 
     def _fill(self) -> None:
         """Begin with all scopes, none of them opened."""
+        self._ready = False  # an interrupt now leaves what was proven before
         self._settled, self._open, self._leaves = inf, [], []
         for scope in self._scopes():
             bound = self.bounds.bound(scope.microbatches, scope.schedule, scope.options)
             self._push(bound, scope)
+        self._ready = True
 
     def _scopes(self) -> list[Scope]:
         s, problem = self.stacked, self.stacked.problem
@@ -137,6 +139,8 @@ class JointSearch:
     @property
     def bound(self) -> float:
         """No plan with contiguous stages takes less, in seconds; infinite if nothing fits."""
+        if not self._ready:
+            return self._proven
         spans = [*self._open[:1], *self._leaves, *([self._current] if self._current else [])]
         return max(self._proven, min([self._settled, *(s.bound for s in spans)]))
 
