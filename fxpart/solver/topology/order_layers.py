@@ -100,7 +100,27 @@ class Fleet:
                     yield after, (c, following), self.kind(state, c, following)
 
 
+Known = dict[tuple[int, Kind], tuple[Floats, Floats, Floats]]  # by variant and kind
 Key = tuple[State, int]  # the second: which class must follow (-1: any)
+
+
+class Queue(Fleet):
+    """The devices in one order: stage k on the k-th."""
+
+    def __init__(
+        self, problem: PartitionProblem, links: DeviceLinks, order: tuple[int, ...]
+    ) -> None:
+        """Each device is a class of its own."""
+        self.problem, self._links = problem, links
+        self.classes = [[device] for device in order]
+
+    def steps(self, stages: int, used: int) -> Steps:
+        """The one step there is."""
+        count = len(self.classes)
+        state = (1,) * used + (0,) * (count - used)
+        after = (1,) * (used + 1) + (0,) * (count - used - 1)
+        following = 1 if used == 0 and stages > 1 else -1
+        return {state: [(after, (used, following), self.kind(state, used, following))]}
 
 
 class _Cell:
@@ -134,14 +154,15 @@ class OrderLayers:
         schedule: str,
         stages: int,
         deadline: float,
+        known: Known | None = None,
     ) -> None:
-        """deadline: a ``time.monotonic()`` value, in seconds."""
+        """deadline: a ``time.monotonic()`` value, in seconds. known: tables that others made."""
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
         self._costs = tables.variant(variant)
         m = self._costs.variant.microbatches
         self._flying = [in_flight(schedule, m, stages, k) for k in range(stages)]
         self._steps = [fleet.steps(stages, k) for k in range(stages)]
-        self._tables: dict[Kind, tuple[Floats, Floats, Floats]] = {}
+        self._variant, self._known = variant, {} if known is None else known
         self.order: tuple[int, ...] = ()
 
     def run(self, threshold: float, *, longest: bool = False) -> dict[Key, _Cell]:
@@ -176,9 +197,10 @@ class OrderLayers:
 
     def _dense(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """Seconds, loads and flights by (first unit, last unit)."""
-        if kind not in self._tables:
-            self._tables[kind] = _dense(self._costs.of_kind(kind))
-        return self._tables[kind]
+        key = (self._variant, kind)
+        if key not in self._known:
+            self._known[key] = _dense(self._costs.of_kind(kind))
+        return self._known[key]
 
     def best(self, h: dict[Key, _Cell]) -> tuple[int, float]:
         """The number of stages, and the least total."""

@@ -8,7 +8,9 @@ local search over orders around the chain's own solver, and the bound of a chain
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from itertools import combinations
 from math import inf
 from typing import Any, cast
@@ -24,7 +26,7 @@ from fxpart.solver.portfolio import CLOSE, PROVEN
 from fxpart.solver.portfolio import solve as solve_chain
 from fxpart.solver.problem import Choice, PartitionProblem
 from fxpart.solver.tables import Tables
-from fxpart.solver.topology.order_layers import Fleet, OrderLayers
+from fxpart.solver.topology.order_layers import Fleet, Known, OrderLayers, Queue
 from fxpart.solver.topology.orders import (
     DeviceLinks,
     OrderSolution,
@@ -36,6 +38,7 @@ from fxpart.solver.validate import check_problem
 
 WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic programme is run
 ROUNDS = 100  # orders that the local search tries
+RUNS, NEAR = 6, 0.003  # of the programme on one order: runs at most, and a gap that will do
 
 
 def solve_orders(
@@ -62,13 +65,13 @@ def solve_orders(
         return msgspec.structs.replace(bare, **more)
     deadline = time.monotonic() + time_limit
     fleet = Fleet(problem, links)
-    best = _Best(problem, links)
-    best.try_chain(tuple(range(len(problem.devices))), time_limit / 4)
+    best = _Best(problem, links, deadline)
+    best.try_order(tuple(range(len(problem.devices))), best.counts)
     blocks = len(problem.blocks)
     if fleet.states * len(fleet.classes) * blocks**2 * problem.max_stages <= work:
-        return best.solution(_exact(fleet, best, deadline), "dp")
+        return best.solution(_exact(fleet, best), "dp")
     bound = _ideal_bound(problem, links, time_limit / 4)
-    _search(fleet, best, bound, rounds, deadline)
+    _search(fleet, best, bound, rounds)
     return best.solution(bound, "search")
 
 
@@ -80,8 +83,12 @@ def without_once(problem: PartitionProblem) -> PartitionProblem:
 class _Best:
     """The best order and cuts seen."""
 
-    def __init__(self, problem: PartitionProblem, links: DeviceLinks) -> None:
-        self.problem, self.links = problem, links
+    def __init__(self, problem: PartitionProblem, links: DeviceLinks, deadline: float) -> None:
+        self.problem, self.links, self.deadline = problem, links, deadline
+        self.tables = Tables(problem)
+        most = min(problem.max_stages, self.tables.units)
+        self.counts = range(problem.min_stages, most + 1)
+        self._known: Known = {}
         self.seconds = inf
         self.order: tuple[int, ...] = ()
         self.choice: Choice | None = None
@@ -95,13 +102,27 @@ class _Best:
             self.seconds, self.order, self.choice = found.seconds, order[:stages], choice
         return self.seconds
 
-    def try_chain(self, order: tuple[int, ...], seconds: float) -> float:
-        """The best cuts on this order, or a part of it from the first device on."""
-        one = ordered(self.problem, self.links, order)
-        found = solve_chain(one, time_limit=max(0.0, seconds))
-        for choice in found.candidates:
-            self.add(order, choice)
-        return found.objective
+    def try_order(self, order: tuple[int, ...], counts: Sequence[int]) -> None:
+        """Good cuts on the first devices of this order, for these numbers of stages."""
+        queue = Queue(self.problem, self.links, order)
+        for variant in range(len(self.problem.variants)):
+            for schedule in self.problem.schedules:
+                for stages in counts:
+                    what = (variant, schedule, stages)
+                    with contextlib.suppress(OutOfTime):
+                        self.minimiser(queue, what).minimise(RUNS, NEAR)
+
+    def minimiser(self, fleet: Fleet, what: tuple[int, str, int]) -> Minimiser:
+        """The branch and bound for one variant, schedule and number of stages."""
+        variant, schedule, stages = what
+        layers = OrderLayers(
+            fleet, self.tables, variant, schedule, stages, self.deadline, self._known
+        )
+
+        def found(units: list[int]) -> float:
+            return self.add(layers.order, self.tables.choice(variant, schedule, units))
+
+        return Minimiser(cast(Any, layers), found)
 
     def solution(self, bound: float, solver: str) -> OrderSolution:
         """What was found; ``bound``: proven."""
@@ -122,39 +143,19 @@ class _Best:
         )
 
 
-def _exact(fleet: Fleet, best: _Best, deadline: float) -> float:
+def _exact(fleet: Fleet, best: _Best) -> float:
     """Runs through everything; the bound, which is the optimum if there was time."""
     problem, lower = best.problem, inf
-    tables = Tables(problem)
     near = len(best.order)
-    counts = range(problem.min_stages, min(problem.max_stages, tables.units) + 1)
     for variant in range(len(problem.variants)):
         cheap = cheap_bound(problem, variant, len(problem.devices))
         for schedule in problem.schedules:
-            for stages in sorted(counts, key=lambda n: (abs(n - near), n)):
-                try:
-                    proven = _one(fleet, best, tables, (variant, schedule, stages), deadline)
-                except OutOfTime:
-                    proven = 0.0
-                lower = min(lower, max(proven, cheap))
+            for stages in sorted(best.counts, key=lambda n: (abs(n - near), n)):
+                minimiser = best.minimiser(fleet, (variant, schedule, stages))
+                with contextlib.suppress(OutOfTime):
+                    minimiser.minimise()
+                lower = min(lower, max(minimiser.lower, cheap))
     return lower
-
-
-def _one(
-    fleet: Fleet, best: _Best, tables: Tables, what: tuple[int, str, int], deadline: float
-) -> float:
-    """The proven bound for one variant, schedule and number of stages."""
-    variant, schedule, stages = what
-    layers = OrderLayers(fleet, tables, variant, schedule, stages, deadline)
-
-    def found(units: list[int]) -> float:
-        return best.add(layers.order, tables.choice(variant, schedule, units))
-
-    minimiser = Minimiser(cast(Any, layers), found)
-    try:
-        return minimiser.minimise()
-    except OutOfTime:
-        return minimiser.lower
 
 
 def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) -> float:
@@ -187,7 +188,7 @@ def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) 
     return max(shared, solve_chain(relaxed, time_limit=seconds).bound)
 
 
-def _search(fleet: Fleet, best: _Best, bound: float, rounds: int, deadline: float) -> None:
+def _search(fleet: Fleet, best: _Best, bound: float, rounds: int) -> None:
     """Swaps of two devices, from a few good orders, while they help."""
     problem = best.problem
     every = range(len(problem.devices))
@@ -198,21 +199,22 @@ def _search(fleet: Fleet, best: _Best, bound: float, rounds: int, deadline: floa
         _near(problem, best.links),
     )
     for order in starts:
-        best.try_chain(tuple(order), deadline - time.monotonic())
+        best.try_order(tuple(order), best.counts)
     kind = {d: c for c, group in enumerate(fleet.classes) for d in group}
     moved = best.choice is not None
     while moved and best.seconds * (1 - PROVEN) > bound:
         moved, known = False, best.seconds
         order = [*best.order, *(d for d in every if d not in best.order)]
+        counts = [n for n in best.counts if abs(n - len(best.order)) < 2]
         for i, j in combinations(every, 2):
             if kind[order[i]] == kind[order[j]] or i >= len(best.order):
                 continue
-            if rounds == 0 or time.monotonic() > deadline:
+            if rounds == 0 or time.monotonic() > best.deadline:
                 return
             rounds -= 1
             changed = list(order)
             changed[i], changed[j] = changed[j], changed[i]
-            best.try_chain(tuple(changed), deadline - time.monotonic())
+            best.try_order(tuple(changed), counts)
             if best.seconds < known:
                 moved = True
                 break
