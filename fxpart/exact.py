@@ -12,10 +12,9 @@ from torch import fx
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
-from fxpart.planning import Shared, difference, make_plan
+from fxpart.planning import Shared, as_stages, difference, make_plan
 from fxpart.price import price, step_sums
 from fxpart.pricing.orders import best_order
-from fxpart.pricing.sharing import Sharing
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request
 from fxpart.runtime.links import edges
@@ -26,9 +25,13 @@ from fxpart.sharded.decide import shard
 from fxpart.sharded.graphs import Sharded
 from fxpart.sharded.programs import Lanes, assign, generate
 from fxpart.sharded.record import plan_sharding, restore
+from fxpart.solver.branches.portfolio import solve_branches
+from fxpart.solver.branches.problem import BranchSolution
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.portfolio import explain_infeasible, solve
-from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.problem import PartitionProblem, Solution
+
+_BRANCHES = 10.0  # seconds at most for graphs of stages
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -80,112 +83,72 @@ def solve_exactly(
         sharing=sharing,
     )
     problem = limited(problem, request, places.starts)
-    limit = float(request.constraints.get("time_limit", 30.0))
+    problem, places = _in_best_order(problem, places, request)
+    solution, branched = _solution(problem, places, request)
+    choice, order = as_stages(solution, branched)
+    parts = make_parts(captured, graph, sharded, choice.starts, request.seed, order)
+    count = problem.variants[choice.variant].microbatches
+    shared = None
+    if sharded is not None and sharing is not None:
+        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
+        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
+        provenance = {**provenance, "placements": sharded.provenance}
+    plan = make_plan(
+        info,
+        request.cluster,
+        parts.spec,
+        make_schedule(parts.spec, choice.schedule, count),
+        problem,
+        solution,
+        batch_size=captured.batch_size,
+        optimizer=choose(request.optimizer).name,
+        provenance=provenance,
+        constraints=request.constraints,
+        shared=shared,
+        order=places.order or (),
+        branched=branched,
+    )
+    return plan, parts
+
+
+def _in_best_order(
+    problem: PartitionProblem, places: Seats, request: Request
+) -> tuple[PartitionProblem, Seats]:
+    """The same on devices in a better order than the cluster's own, where one is found."""
+    if places.order is not None:
+        return problem, places
+    better = best_order(
+        problem,
+        request.cluster,
+        request.cost_model,
+        lanes=request.mesh.size,
+        time_limit=_limit(request) / 2,
+    )
+    if better is None:
+        return problem, places
+    _, order, moved = better
+    return moved, replace(places, order=order)
+
+
+def _solution(
+    problem: PartitionProblem, places: Seats, request: Request
+) -> tuple[Solution, BranchSolution | None]:
+    """The best chain of stages, and the graph of stages with branches where that is better."""
+    limit = _limit(request)
     solver = str(request.constraints.get("solver", "auto"))
-    problem, places = _in_best_order(problem, places, request, sharing, limit)
     solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
-    if solution.choice is None:
+    branched = None
+    if places.starts is None and solver == "auto":
+        branched = solve_branches(
+            problem, solution.choice, time_limit=min(limit, _BRANCHES), seed=request.seed
+        )
+    if solution.choice is None and branched is None:
         raise FxpartError(explain_infeasible(problem))
-    parts = make_parts(captured, graph, sharded, solution.choice.starts, request.seed)
-    count = problem.variants[solution.choice.variant].microbatches
-    shared = None
-    if sharded is not None and sharing is not None:
-        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
-        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
-        provenance = {**provenance, "placements": sharded.provenance}
-    plan = make_plan(
-        info,
-        request.cluster,
-        parts.spec,
-        make_schedule(parts.spec, solution.choice.schedule, count),
-        problem,
-        solution,
-        batch_size=captured.batch_size,
-        optimizer=choose(request.optimizer).name,
-        provenance=provenance,
-        constraints=request.constraints,
-        shared=shared,
-        order=places.order or (),
-    )
-    return plan, parts
+    return solution, branched
 
 
-def _in_best_order(
-    problem: PartitionProblem,
-    places: Seats,
-    request: Request,
-    sharing: Sharing | None,
-    limit: float,
-) -> tuple[PartitionProblem, Seats]:
-    """The same on devices in a better order than the cluster's own, where one is found."""
-    if places.order is not None:
-        return problem, places
-    problem, places = _in_best_order(problem, places, request, sharing, limit)
-    solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
-    if solution.choice is None:
-        raise FxpartError(explain_infeasible(problem))
-    parts = make_parts(captured, graph, sharded, solution.choice.starts, request.seed)
-    count = problem.variants[solution.choice.variant].microbatches
-    shared = None
-    if sharded is not None and sharing is not None:
-        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
-        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
-        provenance = {**provenance, "placements": sharded.provenance}
-    plan = make_plan(
-        info,
-        request.cluster,
-        parts.spec,
-        make_schedule(parts.spec, solution.choice.schedule, count),
-        problem,
-        solution,
-        batch_size=captured.batch_size,
-        optimizer=choose(request.optimizer).name,
-        provenance=provenance,
-        constraints=request.constraints,
-        shared=shared,
-        order=places.order or (),
-    )
-    return plan, parts
-
-
-def _in_best_order(
-    problem: PartitionProblem,
-    places: Seats,
-    request: Request,
-    sharing: Sharing | None,
-    limit: float,
-) -> tuple[PartitionProblem, Seats]:
-    """The same on devices in a better order than the cluster's own, where one is found."""
-    if places.order is not None:
-        return problem, places
-    lanes = 1 if sharing is None else sharing.mesh.size
-    better = best_order(
-        problem, request.cluster, request.cost_model, lanes=lanes, time_limit=limit / 2
-    )
-    if better is None:
-        return problem, places
-    _, order, moved = better
-    return moved, replace(places, order=order)
-
-
-def _in_best_order(
-    problem: PartitionProblem,
-    places: Seats,
-    request: Request,
-    sharing: Sharing | None,
-    limit: float,
-) -> tuple[PartitionProblem, Seats]:
-    """The same on devices in a better order than the cluster's own, where one is found."""
-    if places.order is not None:
-        return problem, places
-    lanes = 1 if sharing is None else sharing.mesh.size
-    better = best_order(
-        problem, request.cluster, request.cost_model, lanes=lanes, time_limit=limit / 2
-    )
-    if better is None:
-        return problem, places
-    _, order, moved = better
-    return moved, replace(places, order=order)
+def _limit(request: Request) -> float:
+    return float(request.constraints.get("time_limit", 30.0))
 
 
 def limited(
@@ -227,7 +190,7 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
         )
     sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
     starts = tuple(stage.first for stage in plan.stages)
-    return make_parts(captured, graph, sharded, starts, plan.seed)
+    return make_parts(captured, graph, sharded, starts, plan.seed, plan.order)
 
 
 def make_parts(
@@ -236,10 +199,13 @@ def make_parts(
     sharded: Sharded | None,
     starts: Sequence[int],
     seed: int,
+    order: Sequence[int] = (),
 ) -> Parts:
-    """Stages and their text from the first block of each."""
-    assigned = assign(graph, starts)
-    lanes = None if sharded is None else Lanes(sharded, captured, tuple(starts), seed)
+    """Stages and their text from the first block of each, counted in ``order``."""
+    assigned = assign(graph, starts, order)
+    lanes = None
+    if sharded is not None:
+        lanes = Lanes(sharded, captured, tuple(starts), seed, tuple(order))
     spec, sources = generate(assigned, captured, seed) if lanes is None else lanes.program(0)
     return Parts(captured, graph, assigned, spec, sources, lanes)
 

@@ -85,7 +85,11 @@ def make_plan(
     the cluster's own. branched: where the stages form a graph with branches; ``solution`` then is
     the best chain, which lost.
     """
-    choice, evaluation = _chosen(problem, solution, branched)
+    choice, blocks = as_stages(solution, branched)
+    if branched is None:
+        evaluation = evaluate(problem, choice)
+    else:
+        evaluation = evaluate_branches(problem, branched.choice)
     edges = edges_of(spec)
     mesh = Mesh() if shared is None else shared.mesh
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
@@ -93,15 +97,13 @@ def make_plan(
     taken = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(taken, mesh.size)
     kinds = [cluster.devices[device].model for device in sorted(taken)]
-    names = problem.blocks if branched is None else [problem.blocks[b] for b in branched.order]
+    names = [problem.blocks[b] for b in blocks or range(len(problem.blocks))]
     return Plan(
         model=model,
         cluster=cluster,
         cluster_hash=cluster.hash,
         mesh={"pipeline": len(choice.starts), **axes},
-        stages=_stages(
-            evaluation, names, ranks, [kinds[lanes[0]] for lanes in ranks], shared, spec
-        ),
+        stages=_stages(evaluation, names, ranks, kinds, shared, spec),
         ties=_ties(spec),
         batch_size=batch_size,
         microbatches=problem.variants[choice.variant].microbatches,
@@ -116,7 +118,7 @@ def make_plan(
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
         devices=() if max(taken) < count else tuple(sorted(taken)),
-        order=() if branched is None else branched.order,
+        order=blocks,
     )
 
 
@@ -147,17 +149,20 @@ def _stages(
     )
 
 
-def _chosen(
-    problem: PartitionProblem, solution: Solution, branched: BranchSolution | None
-) -> tuple[Choice, Evaluation]:
-    """What is planned, as stages without gaps in the plan's order of blocks, and what it costs."""
+def as_stages(
+    solution: Solution, branched: BranchSolution | None
+) -> tuple[Choice, tuple[int, ...]]:
+    """What is planned as stages without gaps, and the order in which blocks then stand.
+
+    () for their own order: the stages are a chain.
+    """
     if branched is None:
         assert solution.choice is not None, "a plan needs a choice"
-        return solution.choice, evaluate(problem, solution.choice)
+        return solution.choice, ()
     choice = Choice(
         variant=branched.choice.variant, schedule=branched.choice.schedule, starts=branched.starts
     )
-    return choice, evaluate_branches(problem, branched.choice)
+    return choice, branched.order
 
 
 def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
