@@ -33,19 +33,21 @@ def fitting(problem: JointProblem, deadline: float) -> JointChoice | None:
     """
     if least_state(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
         return None
-    if len(problem.pools) <= 2:
-        tables = IntervalTables(problem)
-        for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
-            for schedule in problem.schedules:
-                for group in _groups(problem):
-                    if schedule != "interleaved":
-                        choice = _Fit(tables, m, schedule, group, deadline).choice()
-                        if choice is not None:
-                            return choice
-        if "interleaved" not in problem.schedules:
-            return None
-        problem = msgspec.structs.replace(problem, schedules=("interleaved",))
-    return _solved(problem, deadline)
+    tables, open_ones = IntervalTables(problem), set[ScheduleName]()
+    for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
+        for schedule in problem.schedules:
+            for group in _groups(problem) if schedule != "interleaved" else ():
+                fit = _Fit(tables, m, schedule, group, deadline)
+                if not fit.possible():
+                    continue
+                if len(problem.pools) > 2:
+                    open_ones.add(schedule)
+                elif (choice := fit.choice()) is not None:
+                    return choice
+    left = tuple(s for s in problem.schedules if s in open_ones or s == "interleaved")
+    if not left:
+        return None
+    return _solved(msgspec.structs.replace(problem, schedules=left), deadline)
 
 
 def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
@@ -100,13 +102,14 @@ class _Fit:
         self.unit = reduce(gcd, first, 0) or 1
         self.apart, self.room = False, 0  # whether the first pool is counted, and its units
 
+    def possible(self) -> bool:
+        """Whether anything would fit if all devices were of one pool; settles most, quickly."""
+        self.apart, self.room = False, 0
+        return self._any() is not None
+
     def choice(self) -> JointChoice | None:
-        """A choice that fits, with the fewest stages, or None."""
+        """A choice that fits, with the fewest stages, or None; for one pool or two."""
         if self.last:
-            # As if all devices were of one pool, which settles most, and quickly.
-            self.apart, self.room = False, 0
-            if self._any() is None:
-                return None
             self.apart, self.room = True, self.problem.pools[0].devices // self.unit
         return self._any()
 
