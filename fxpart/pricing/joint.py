@@ -22,11 +22,15 @@ from fxpart import costmodels
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.pricing.joint_links import device_pools
-from fxpart.pricing.joint_pricer import JointPricer
+from fxpart.pricing.joint_layouts import Layouts, Model
+from fxpart.pricing.joint_links import Lines, device_pools
+from fxpart.pricing.joint_options import Options
+from fxpart.pricing.joint_rows import Rows
 from fxpart.pricing.joint_space import Space
+from fxpart.pricing.joint_works import Works
+from fxpart.pricing.memory import crossing
 from fxpart.pricing.places import RESERVE
-from fxpart.solver.joint.problem import JointProblem, ScheduleName
+from fxpart.solver.joint.problem import Boundary, JointProblem, ScheduleName
 from fxpart.solver.joint.schedules import SYNCHRONOUS
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ def joint_problem(
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument), FXP201 (no blocks) and FXP403 (no
     link).
     """
-    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    costs = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
     if not graph.meta.get(BLOCKS_KEY):
         raise error(
             "FXP201",
@@ -64,29 +68,31 @@ def joint_problem(
             fix="run the passes of fxpart.passes.PREPARE on it first",
         )
     choice = choose(optimizer)
-    pricer = JointPricer(
-        graph, captured, model, device_pools(cluster, model), choice,
-        batch_size, microbatches, space or Space(),
-    )  # fmt: skip
-    options = pricer.options()
-    works = pricer.works(options)
+    allowed, pools = space or Space(), device_pools(cluster, costs)
+    devices, blocks = sum(p.pool.devices for p in pools), graph.meta[BLOCKS_KEY]
+    stages = max(1, min(devices, len(blocks), allowed.max_stages or devices))
+    rows = Rows(captured, batch_size, microbatches, allowed, stages)
+    model = Model(graph, captured, choice)
+    layouts = Layouts(model, costs, pools, Lines(costs), rows, allowed)
+    works = Works(layouts)
+    options = Options(layouts, works, allowed).all()
     problem = JointProblem(
-        blocks=tuple(block.name for block in graph.meta[BLOCKS_KEY]),
-        kinds=pricer.kinds.of,
+        blocks=tuple(block.name for block in blocks),
+        kinds=model.kinds.of,
         batch=batch_size,
-        pools=tuple(p.pool for p in pricer.pools),
-        layouts=pricer.layouts,
-        works=works,
+        pools=tuple(p.pool for p in pools),
+        layouts=layouts.all,
+        works=works.all(options),
         options=options,
-        boundaries=pricer.boundaries(),
-        ties=pricer.ties,
-        microbatches=pricer.counts,
+        boundaries=_boundaries(model, rows),
+        ties=model.ties,
+        microbatches=rows.counts,
         schedules=_schedules(schedules),
-        max_stages=pricer.most_stages,
+        max_stages=stages,
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
-        uniform=pricer.space.uniform,
+        uniform=allowed.uniform,
     )
-    return problem, _provenance(model, cluster, choice.name, captured, pricer)
+    return problem, _provenance(cluster, layouts)
 
 
 def _schedules(names: Sequence[ScheduleName]) -> tuple[ScheduleName, ...]:
@@ -103,23 +109,45 @@ def _schedules(names: Sequence[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _provenance(
-    model: CostModel, cluster: Cluster, optimizer: str, captured: Captured, pricer: JointPricer
-) -> dict[str, str]:
+def _boundaries(model: Model, rows: Rows) -> tuple[Boundary, ...]:
+    """Values between blocks, as lines in rows: exact where sizes are, else from above."""
+    values, amounts = crossing(model.graph.graph, model.specs)
+    low = rows.fixed or 1
+    high = low if rows.fixed else max(rows.batch, 2)
+    found = []
+    for value, amount in zip(values, amounts, strict=True):
+        small, large = (rows.at(r).number(amount) for r in (low, high))
+        slope = -(-(large - small) // (high - low)) if high > low else 0
+        found.append(
+            Boundary(
+                producer=value.producer,
+                consumers=value.consumers,
+                row_bytes=max(0, slope),
+                fixed_bytes=max(0, small - slope * low),
+                gradient=value.gradient,
+                saved=value.saved,
+            )
+        )
+    return tuple(found)
+
+
+def _provenance(cluster: Cluster, layouts: Layouts) -> dict[str, str]:
     """Where each kind of number comes from, for the plan."""
+    captured, name = layouts.model.captured, layouts.prices.model.name
+    optimizer = layouts.model.optimizer.name
     batch = "symbolic batch" if captured.symbolic else f"batch fixed at {captured.batch_size}"
     result = {
         "activations": f"counted from the captured graph, {batch}",
-        "compute": "; ".join(sorted(pricer.sources)) or model.name,
+        "compute": "; ".join(sorted(layouts.prices.sources)) or name,
         "devices": "; ".join(sorted({device.source for device in cluster.devices})),
         "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
         "memory": f"{RESERVE:.0%} of each device kept free",
         "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
-        "transfers": f"{model.name}, over the worst link into each type of device",
-        "replicas": f"{model.name} on rings of neighbouring devices, 25 MiB at once",
-        "tensor": pricer.tensor_note,
+        "transfers": f"{name}, over the worst link into each type of device",
+        "replicas": f"{name} on rings of neighbouring devices, 25 MiB at once",
+        "tensor": layouts.note,
     }
-    if pricer.unknown:
-        names = ", ".join(sorted(pricer.unknown))
+    if layouts.rows.unknown:
+        names = ", ".join(sorted(layouts.rows.unknown))
         result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
     return result

@@ -1,0 +1,235 @@
+"""Every tensor and expert degree: what a rank holds of each kind of block under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.pricing.joint_experts import Dealt, find_mixtures
+from fxpart.pricing.joint_kinds import find_kinds
+from fxpart.pricing.joint_links import DevicePool, Lines
+from fxpart.pricing.joint_ops import OpPrices
+from fxpart.pricing.joint_recompute import Again, selected
+from fxpart.pricing.joint_rows import Rows
+from fxpart.pricing.joint_samples import samples
+from fxpart.pricing.joint_sheet import SampleOps, Sheet, Whole
+from fxpart.pricing.joint_space import Space, expert_degrees, tensor_degrees
+from fxpart.pricing.joint_tensor import Cut, Cutter, Situation
+from fxpart.pricing.placements import state_costs
+from fxpart.pricing.specs import Specs
+from fxpart.pricing.weights import step_seconds, trained_names, weights
+from fxpart.solver.joint.problem import Layout, State, Tie
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured import Captured
+    from fxpart.costs import CostModel
+    from fxpart.optimizers import OptimizerChoice
+    from fxpart.solver.problem import Weight
+
+_STEP = 32  # microbatches of a step, at most, for which placements are chosen
+
+
+class Model:
+    """One graph's kinds of blocks, with its parameters."""
+
+    def __init__(
+        self, graph: fx.GraphModule, captured: Captured, optimizer: OptimizerChoice
+    ) -> None:
+        """Find kinds and ties."""
+        self.graph, self.captured, self.optimizer = graph, captured, optimizer
+        self.trained = trained_names(captured) if captured.training else frozenset()
+        self.specs = Specs(self.trained)
+        found = weights(graph.graph, captured, self.trained, optimizer)
+        self.kinds = find_kinds(graph, self.specs, found)
+        self.tied = tuple(w for w in found if len(w.blocks) > 1)
+        self.ties = tuple(Tie(name=w.name, blocks=w.blocks) for w in self.tied)
+        self.mixtures = find_mixtures(self.kinds)
+
+
+class Layouts:
+    """One model under all degrees. sheets: by (tensor, expert)."""
+
+    def __init__(
+        self,
+        model: Model,
+        costs: CostModel,
+        pools: tuple[DevicePool, ...],
+        lines: Lines,
+        rows: Rows,
+        space: Space,
+    ) -> None:
+        """Choose placements for each tensor degree, deal experts out for each expert degree."""
+        self.model, self.pools, self.lines = model, pools, lines
+        self.rows, self.space = rows, space
+        self.kinds = model.kinds
+        self.prices = OpPrices(costs)
+        self._ops = SampleOps.of(model.graph, self.kinds, model.specs)
+        again = self._again()
+        cuts: dict[int, Whole] = {1: Whole()}
+        for tensor in self._tensor_degrees():
+            cut = self._cut(tensor)
+            if cut.cuts:
+                cuts[tensor] = cut
+        self.sheets: dict[tuple[int, int], Sheet] = {
+            (tensor, expert): self._sheet(
+                cut if expert == 1 else Dealt(cut, expert, model.mixtures, model.specs), again
+            )
+            for tensor, cut in cuts.items()
+            for expert in self._expert_degrees()
+        }
+
+    @cached_property
+    def all(self) -> tuple[Layout, ...]:
+        """Bytes of parameters, by layout."""
+        return tuple(self._layout(*degrees) for degrees in sorted(self.sheets))
+
+    def sheet(self, layout: int) -> Sheet:
+        """The costs of a layout."""
+        return self.sheets[self.all[layout].tensor, self.all[layout].expert]
+
+    def _tensor_degrees(self) -> list[int]:
+        """Degrees above one, for which some pool has devices."""
+        wished = self.space.tensor
+        degrees = {
+            t
+            for place in self.pools
+            for t in (tensor_degrees(place.pool.host) if wished is None else wished)
+            if 1 < t <= place.pool.devices
+        }
+        return sorted(degrees)
+
+    def _expert_degrees(self) -> tuple[int, ...]:
+        """Degrees that divide the experts of every mixture; 1 where there are none."""
+        number = gcd(*self.model.mixtures.numbers) if self.model.mixtures.numbers else 0
+        devices = max(p.pool.devices for p in self.pools)
+        wished = self.space.expert
+        if wished is None or not number:
+            return expert_degrees(number, devices)
+        found = tuple(e for e in sorted(set(wished)) if e <= devices and number % e == 0)
+        return found or (1,)
+
+    @property
+    def note(self) -> str:
+        """Where the costs of tensor parallelism come from."""
+        degrees = ", ".join(str(t) for t in sorted({t for t, _ in self.sheets}) if t > 1)
+        return (
+            f"degrees {degrees}: placements of one block of each kind chosen by the solver, values "
+            "between blocks whole on every rank"
+            if degrees
+            else "no degree above 1 cuts anything"
+        )
+
+    def _sheet(self, cut: Whole, again: Sequence[Again]) -> Sheet:
+        sizes = self.rows.reference
+        return Sheet(self._ops, self.prices, cut, sizes, again)
+
+    def _again(self) -> tuple[Again, ...]:
+        """By kind what the selective mode makes again, decided for whole blocks."""
+        if "selective" not in self.space.recompute:
+            return ()
+        sizes, device = self.rows.reference, self.pools[0].sample
+        plain = self._sheet(Whole(), ())
+        each = plain.forward_of(sizes, device)
+        found: list[Again] = []
+        for kind, block in enumerate(self.kinds.samples):
+            whole, handed = plain.kept(kind, sizes)
+            found.append(
+                selected(
+                    block,
+                    lambda node: each.get(node, 0.0),
+                    float(whole - handed),
+                    sum(each.get(node, 0.0) for node in block.nodes),
+                    lambda storage: sizes.number(storage.size),
+                )
+            )
+        return tuple(found)
+
+    def _cut(self, tensor: int) -> Cut:
+        """The placements on ``tensor`` ranks, chosen for the first pool that has them."""
+        place = next(p for p in self.pools if p.pool.devices >= tensor)
+        rows = self._rows_of_cuts
+        count = max(1, min(_STEP, self.rows.batch // rows))
+        situation = Situation(
+            self.prices.model, self.model.specs, self.rows.at(rows), place.sample,
+            self.lines.ring(place, tensor, 1), count,
+            state_costs(self.model.captured, self.model.trained, self.model.optimizer, count),
+        )  # fmt: skip
+        return self._cutter(tensor, situation)
+
+    @cached_property
+    def _rows_of_cuts(self) -> int:
+        """The rows at which placements are chosen: the most of which any one block fits.
+
+        Large microbatches are what ranks share work for; on small ones latencies would rule.
+        """
+        sheet, limit = self._sheet(Whole(), ()), self.pools[0].pool.memory
+        for rows in reversed(self.rows.needed()):
+            memory = sheet.bytes(self.rows.at(rows))
+            pairs = zip(memory.activation["none"], memory.workspace["none"], strict=True)
+            if max(map(sum, pairs)) <= limit:
+                return rows
+        return self.rows.needed()[0]
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(samples(self.kinds))
+
+    def _layout(self, tensor: int, expert: int) -> Layout:
+        """Bytes on a rank; the experts' apart where they are dealt out."""
+        cut = self.sheets[tensor, expert].cut
+        apart = self.model.mixtures.weights if expert > 1 else frozenset()
+
+        def parts(weight: Weight, size: int) -> int:
+            return -(-size // cut.weight(weight))
+
+        return Layout(
+            tensor=tensor,
+            expert=expert,
+            dense=self._state(tensor, expert, lambda w: w.name not in apart),
+            experts=self._state(tensor, expert, lambda w: w.name in apart) if apart else None,
+            buffer=tuple(
+                sum(parts(w, w.weight) for w in b.own if w.buffer) for b in self.kinds.samples
+            ),
+            tie_weight=tuple(parts(w, w.weight) for w in self.model.tied),
+            tie_gradient=tuple(parts(w, w.gradient) for w in self.model.tied),
+            tie_optimizer=tuple(parts(w, w.optimizer) for w in self.model.tied),
+        )
+
+    def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> State:
+        """Those parameters, by kind of block; tied ones in the step of their first block alone."""
+        cut = self.sheets[tensor, expert].cut
+        rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
+        for block in self.kinds.samples:
+            held = self._local([w for w in block.own if of(w) and not w.buffer], cut)
+            for part, row in rows.items():
+                row.append(sum(getattr(w, part) for w in held))
+        step = []
+        for place in self.pools:
+            ring = self.lines.ring(place, tensor, 1)
+            line = self.lines.line("partial", "replicate", ring)
+            seconds = []
+            for block in self.kinds.samples:
+                held_ = [w for w in (*block.own, *block.first) if of(w)]
+                waiting = sum(w.gradient for w in held_ if cut.waits(w))
+                stepped = step_seconds(self._local(held_, cut), 1, place.sample)
+                seconds.append(sum(stepped) + line(waiting))
+            step.append(tuple(seconds))
+        return State(
+            weight=tuple(rows["weight"]), gradient=tuple(rows["gradient"]),
+            optimizer=tuple(rows["optimizer"]), step=tuple(step),
+        )  # fmt: skip
+
+    def _local(self, held: Sequence[Weight], cut: Whole) -> tuple[Weight, ...]:
+        """Parameters as one rank holds them, all in one block."""
+        return tuple(
+            type(w)(
+                name=w.name, blocks=(0,), weight=-(-w.weight // cut.weight(w)),
+                gradient=-(-w.gradient // cut.weight(w)),
+                optimizer=-(-w.optimizer // cut.weight(w)), buffer=w.buffer,
+            )
+            for w in held
+        )  # fmt: skip

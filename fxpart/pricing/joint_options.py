@@ -1,0 +1,106 @@
+"""Every way to run a stage: pool, layout, data degree, ZeRO level, mode of recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpart.pricing.joint_layouts import Layouts
+from fxpart.pricing.joint_space import Space, data_degrees, odd
+from fxpart.pricing.joint_works import Works
+from fxpart.solver.joint.problem import Layout, Line, Option, Recompute
+
+
+@dataclass
+class Options:
+    """The options that a space allows and that are not dominated by construction."""
+
+    layouts: Layouts
+    works: Works
+    space: Space
+
+    def __post_init__(self) -> None:
+        """Pools, rows and lines are those of the layouts."""
+        self.pools, self.rows = self.layouts.pools, self.layouts.rows
+        self.lines = self.layouts.lines
+
+    def all(self) -> tuple[Option, ...]:
+        """Every way to run a stage, in the order of pools, layouts, data degrees, ZeRO, modes."""
+        found = [
+            option
+            for pool in range(len(self.pools))
+            for index, layout in enumerate(self.layouts.all)
+            for data in self._data(pool, layout)
+            for zero in self._zero(data)
+            for option in self._option(pool, index, layout, data, zero)
+        ]
+        found = [o for o in found if self._holds(o)] or found
+        if len(found) > self.space.most_options:
+            order = sorted({o.data for o in found}, key=lambda d: (odd(d), d))
+            keep = set(order)
+            while len(found) > self.space.most_options and len(order) > 1:
+                keep.discard(order.pop())
+                found = [o for o in found if o.data in keep]
+        return tuple(found)
+
+    def _holds(self, option: Option) -> bool:
+        """Whether some block alone fits with this option, at the smallest microbatch."""
+        rows = min({self.rows.of(m, option.data) for m in self.rows.counts} - {0})
+        layout, memory = self.layouts.all[option.layout], self.works.memory(option.layout, rows)
+        limit = self.pools[option.pool].pool.memory
+        shares = ((layout.dense, option.data), (layout.experts, option.data // layout.expert))
+        for kind in range(len(self.layouts.kinds.samples)):
+            held = memory.activation[option.recompute][kind]
+            held += memory.workspace[option.recompute][kind] + layout.buffer[kind]
+            for state, replicas in shares:
+                if state is not None:
+                    cut = [replicas if option.zero >= level else 1 for level in (3, 2, 1)]
+                    held += -(-state.weight[kind] // cut[0]) + -(-state.gradient[kind] // cut[1])
+                    held += -(-state.optimizer[kind] // cut[2])
+            if held <= limit:
+                return True
+        return False
+
+    def _data(self, pool: int, layout: Layout) -> list[int]:
+        """Data degrees that the pool has devices and the batch has rows for."""
+        most = self.pools[pool].pool.devices // layout.tensor
+        degrees = self.space.data or data_degrees(self.pools[pool].pool.devices)
+        fit = [d for d in sorted(set(degrees)) if d <= most and d % layout.expert == 0]
+        return [d for d in fit if any(self.rows.of(m, d) for m in self.rows.counts)]
+
+    def _zero(self, data: int) -> list[int]:
+        levels = sorted(set(self.space.zero))
+        if data == 1:
+            return levels[:1]
+        return [z for z in levels if z != 1 or 2 not in levels]
+
+    @cached_property
+    def _modes(self) -> tuple[Recompute, ...]:
+        """The modes of recomputation that free something, or all of those allowed."""
+        useful: list[Recompute] = ["none"]
+        if any(again.dropped for again in self.layouts.sheets[1, 1].again):
+            useful.append("selective")
+        if any(sheet.full.any() for sheet in self.layouts.sheets.values()):
+            useful.append("full")
+        found = tuple(mode for mode in useful if mode in self.space.recompute)
+        return found or self.space.recompute[:1]
+
+    def _option(self, pool: int, index: int, layout: Layout, data: int, zero: int) -> list[Option]:
+        """One option for each mode of recomputation."""
+        place, t, e = self.pools[pool], layout.tensor, layout.expert
+        dense = self.lines.ring(place, data, t)
+        apart = self.lines.ring(place, data // e, t * e) if layout.experts is not None else ()
+        to = "shard(0)" if zero else "replicate"
+        rings = (dense, apart)
+        reduce = [self.lines.line("partial", to, ring) for ring in rings]
+        gather = [
+            self.lines.line("shard(0)", "replicate", ring) if zero else Line() for ring in rings
+        ]
+        return [
+            Option(
+                pool=pool, layout=index, data=data, zero=zero, recompute=mode,  # type: ignore[arg-type]
+                reduce=reduce[0], gather=gather[0],
+                reduce_experts=reduce[1], gather_experts=gather[1],
+            )
+            for mode in self._modes
+        ]  # fmt: skip
