@@ -72,6 +72,11 @@ class Tables:
             )
             for part in ("weight", "gradient", "optimizer")
         }
+        ends = runs.last + 1
+        self._sizes = {  # of each class: by part, dense and experts', (layouts, classes)
+            part: [x[:, ends] - x[:, runs.first] for x in both]
+            for part, both in self._state.items()
+        }
         self._buffer = _summed(s.buffer, s.kinds)
         self._steps = [
             _summed(x.step.reshape(-1, len(s.counts)), s.kinds) for x in (s.dense, s.experts)
@@ -110,8 +115,21 @@ class Tables:
         limit = best * (1 + 1e-9)
         keep = price[:, None] * t <= limit - (prices.total - held)
         keep &= microbatches * t <= limit - (prices.least - alone)  # its filling and its load
+        keep &= self._needs(options, work) <= s.memory[s.pool[options]][:, None]
         option, cls = np.nonzero(keep)
         return _Pairs(options[option], work[option], cls, t[keep])
+
+    def _needs(self, options: Ints, work: Ints) -> Ints:
+        """At least the bytes with one microbatch in flight, (options, classes); ties left out."""
+        s, runs = self.stacked, self.runs
+        layout, zero = s.layout[options], s.zero[options][:, None]
+        saved = _summed(s.activation[work], s.kinds)
+        needs = saved[:, runs.last + 1] - saved[:, runs.first]
+        for level, part in ((3, "weight"), (2, "gradient"), (1, "optimizer")):
+            for which, shares in ((0, s.data), (1, s.experts_share)):
+                share = np.where(zero >= level, shares[options][:, None], 1)
+                needs += self._sizes[part][which][layout] // share
+        return needs
 
     def _price(
         self, prices: Prices, schedule: ScheduleName, microbatches: int, options: Ints
