@@ -7,7 +7,7 @@ from math import inf
 
 from fxpart.errors import error
 from fxpart.solver.branches.bounds import branch_bound
-from fxpart.solver.branches.coarsen import Groups, coarsened
+from fxpart.solver.branches.coarsen import Groups, coarsened, fused
 from fxpart.solver.branches.graph import BlockGraph, members, regroup
 from fxpart.solver.branches.objective import evaluate, of_chain
 from fxpart.solver.branches.orders import chains
@@ -128,6 +128,7 @@ class _Portfolio:
         made: dict[tuple[int, str], list[list[int]]] = {}
         self._chains(made)
         self._heuristics(made, branches)
+        self._refine()
         bound = inf
         for index, (cheap, v, s) in enumerate(branches):
             if cheap >= self.record.seconds * (1 - _GAIN):
@@ -137,7 +138,6 @@ class _Portfolio:
             proven, used = self._prove(v, self.problem.schedules[s], made, share)
             effort -= used
             bound = min(bound, max(cheap, proven) if self.whole else cheap)
-        self._refine()
         return bound
 
     def _tables(self, variant: int, schedule: str) -> Tables:
@@ -220,18 +220,22 @@ class _Portfolio:
         return found.bound, found.effort
 
     def _refine(self) -> None:
-        """Move single blocks of the best choice, where groups held several."""
+        """The best choice's variant again over single blocks, where groups held several."""
         choice = self.record.choice
         if self.whole or choice is None or len(self.problem.blocks) > _REFINED:
             return
-        groups = coarsened(self.problem, len(self.problem.blocks))
+        groups = fused(self.problem)
         small = regroup(self.problem, groups)
         tables = Tables(small, choice.variant, choice.schedule, BlockGraph.of(small))
         stages = [0] * choice.stages
         for g, group in enumerate(groups):
             stages[choice.stage_of[group[0]]] |= 1 << g
+        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.5
+        starts = [stages, *series_parallel(tables, limit)]
+        starts = [s for s in starts if len(s) >= self.problem.min_stages]
+        moves = _MOVES * MOST_GROUPS**2
         moved = improve(
-            tables, stages, moves=_MOVES * MOST_GROUPS, seed=self.seed, deadline=self.deadline
+            tables, min(starts, key=tables.judge), moves=moves, seed=self.seed, deadline=limit
         )
         home = {b: k for k, gs in enumerate(moved) for g in members(gs) for b in groups[g]}
         stage_of = tuple(home[b] for b in range(len(home)))

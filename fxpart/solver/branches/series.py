@@ -17,7 +17,8 @@ from math import inf
 from fxpart.solver.branches.graph import members
 from fxpart.solver.branches.tables import Tables
 
-_LIMITS = 12  # limits on a stage's seconds that are tried, from the least possible to twice that
+# Limits on a stage's seconds that are tried, relative to the least possible one.
+_LIMITS = (*(1 + i / 48 for i in range(25)), 1.6, 1.8, 2.0)
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ def series_parallel(tables: Tables, deadline: float) -> Iterator[list[int]]:
     most = tables.problem.max_stages
     single = [tables.parts(1 << b, 0).seconds for b in range(n)]
     least = max(max(single), sum(single) / most)
-    for step in range(_LIMITS):
+    for limit in _LIMITS:
         if time.monotonic() > deadline:
             return
-        found = _Cutter(tables, least * (1 + step / (_LIMITS - 1))).cut(part, 0)
+        found = _Cutter(tables, least * limit).cut(part, 0)
         fitting = [(path, key) for key, (path, _) in found.items() if key[0] <= most]
         if fitting:
             stages = tables.sorted(found[min(fitting)[1]][1])
