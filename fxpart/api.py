@@ -27,6 +27,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, solve_exactly
 from fxpart.front import Asked, Front, make_front
 from fxpart.plan import Plan
+from fxpart.plan_io.runnable import require
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import (
@@ -99,11 +100,7 @@ def compile(
         {"loss": loss, "batch_dims": batch_dims},
     )
     if chosen is not None:
-        if chosen.runnable:
-            raise FxpartError(
-                Problem("FXP306", f"plan for {chosen.model.name}", why, _RUNNABLE)
-                for why in chosen.runnable
-            )
+        require(chosen, f"plan for {chosen.model.name}")
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request)
@@ -153,9 +150,6 @@ class Proposed:
 
     plan: Plan
     problem: JointProblem
-
-
-_RUNNABLE = "plan without --space all (fxpart.compile instead of propose), or change this decision"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,6 +84,8 @@ def costed(
     space: by default all that can be trained: the same degrees for every stage, no recompute.
     """
     allowed = space or trainable(captured)
+    if levels := _wished_levels(request):
+        allowed = replace(allowed, zero=levels)  # one that another rules out may be wished for
     schedule = str(request.constraints.get("schedule", "1f1b"))
     return joint_problem(
         graph,
@@ -98,6 +100,12 @@ def costed(
     )
 
 
+def _wished_levels(request: Request) -> tuple[int, ...]:
+    """ZeRO's levels that the user fixed."""
+    wishes = read_wishes(request.constraints)
+    return tuple(n for w in wishes if (w.kind, w.key) == ("fix", "zero") for n in w.numbers)
+
+
 def trainable(captured: Captured) -> Space:
     """Every stage with the same degrees, replicas that share the batch evenly, no recompute."""
     batch = captured.batch_size
@@ -106,7 +114,7 @@ def trainable(captured: Captured) -> Space:
         data=tuple(d for d in range(1, batch + 1) if batch % d == 0) if free else (1,),
         tensor=None if free else (1,),
         expert=(1,),
-        zero=(0, 1, 2),
+        zero=(0, 1, 2, 3),
         recompute=("none",),
         uniform=True,
     )
@@ -265,16 +273,9 @@ def others(
     over what its proposal was thought to take.
     """
     scorer = JointScorer(chosen.problem)
-    comparison = Comparison(scorer, one.choice, scorer.evaluate(one.choice))
     factor = plan.prediction.step_seconds / one.seconds if one.seconds > 0 else 1.0
-
-    def scaled(row: Alternative) -> Alternative:
-        times = {name: getattr(row, name) for name in ("step_seconds", "unfit_seconds")}
-        known = {name: factor * value for name, value in times.items() if value is not None}
-        return msgspec.structs.replace(row, **known)
-
-    best = tuple(map(scaled, comparison.candidates(chosen.solution)))
-    return best, tuple(map(scaled, comparison.changes()))
+    comparison = Comparison(scorer, one.choice, scorer.evaluate(one.choice), scale=factor)
+    return comparison.candidates(chosen.solution), comparison.changes()
 
 
 def best_of_all(

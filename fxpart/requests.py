@@ -81,7 +81,7 @@ def make_request(
             mesh = Mesh.parse(text)
         except FxpartError as fault:
             problems += fault.problems
-    free = text == "auto"
+    free = text in ("", "auto")
     zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
@@ -249,7 +249,7 @@ def _stages(
             f"a cluster of {lanes} devices or more, or a smaller mesh",
         ))  # fmt: skip
         return 1, 1
-    if constraints.get("mesh") == "auto":
+    if constraints.get("mesh") in (None, "", "auto"):
         return (wish, wish) if wish is not None else (1, devices)
     if ranks is not None and wish is None:
         if ranks % lanes:

@@ -60,7 +60,7 @@ def program() -> Program:
 
 
 def planned(where: Cluster, **constraints: int | str) -> Program:
-    return program().replan(where, constraints={"mesh": "auto", **constraints})
+    return program().replan(where, constraints=constraints)
 
 
 MESHES = ["none", "dp=2", "dp=4", "dp=2,tp=2", "tp=2", "tp=4"]
@@ -96,6 +96,8 @@ def test_slow_links_bring_a_pipeline_and_fast_ones_replicas() -> None:
         ({"forbid": "dp;tp", "ranks": 4}, 4, 4),
         ({"dp": "2,4", "ranks": 4, "tp": 1}, None, 4),
         ({"layout": "tt|ttt|tttL"}, 3, None),
+        ({"zero": 1, "dp": 2, "stages": 2}, 2, 4),
+        ({"zero": 3, "dp": 4, "tp": 1}, 1, 4),
     ],
 )
 def test_wishes_are_kept(
@@ -106,6 +108,8 @@ def test_wishes_are_kept(
     for key, axis in (("dp", "dp"), ("tp", "tp")):
         if key in wishes:
             assert str(plan.mesh.get(axis, 1)) in str(wishes[key]).split(",")
+    if "zero" in wishes:
+        assert plan.sharding is not None and plan.sharding.zero == wishes["zero"]
     if "layout" in wishes:
         assert [stage.first for stage in plan.stages] == [0, 3, 6]  # layer 0 has two blocks
 
@@ -134,7 +138,7 @@ def test_a_slow_device_gets_less_and_the_numbers_stay() -> None:
     assert made.verify(steps=2).passed
 
 
-@pytest.mark.parametrize("wish", ["tp=3", "dp=5", "zero=3"])
+@pytest.mark.parametrize("wish", ["tp=3", "dp=5"])
 def test_what_cannot_be_is_one_clear_error(wish: str) -> None:
     key, _, value = wish.partition("=")
     with pytest.raises(FxpartError, match="FXP202") as caught:

@@ -19,6 +19,7 @@ from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY, PassManager
 from fxpart.plan import Plan, PlanInput, PlanModel
 from fxpart.planning import make_plan
 from fxpart.price import price
+from fxpart.requests import make_request
 from fxpart.runtime.links import chained, edges
 from fxpart.runtime.ties import summed_in_order
 from fxpart.schedule.make import make
@@ -66,7 +67,8 @@ def cut_at(model: RandomModel, choose: Any) -> Program:
         batch_size=4, optimizer="adamw", provenance=provenance, constraints={},
     )  # fmt: skip
     sources = tuple(emit(stage) for stage in stages)
-    return Program(plan, spec, sources, captured, graph, assigned, "adamw")
+    request = make_request(cluster, None, "auto", {}, 5)
+    return Program(plan, spec, sources, captured, graph, assigned, request)
 
 
 def info(captured: Captured, graph: Any) -> PlanModel:

@@ -68,7 +68,7 @@ class Request:
         """The same for this many ranks; FXP502 where the mesh does not fit."""
         from fxpart.sharding.mesh import Mesh
 
-        text = str(self.constraints.get("mesh", ""))
+        text = str(self.constraints.get("mesh", "auto"))
         lanes = 1 if text in ("auto", "none") else Mesh.parse(text).size
         if ranks % lanes:
             raise error(
