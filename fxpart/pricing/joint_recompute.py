@@ -22,7 +22,7 @@ from torch import fx
 from fxpart.pricing.joint_kinds import Block, Storage
 from fxpart.pricing.specs import tensors_of
 
-WORTH = 4.0
+WORTH = 2.0
 
 
 @dataclass(frozen=True)

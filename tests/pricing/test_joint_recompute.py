@@ -1,0 +1,137 @@
+"""What recomputation frees and runs again, on small graphs whose figures are known by formula."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from stage_runs import prepared
+from torch import fx, nn
+
+from fxpart.capture import Captured, capture
+from fxpart.cluster import Cluster
+from fxpart.pricing.joint import joint_problem
+from fxpart.pricing.joint_recompute import WORTH
+from fxpart.pricing.joint_space import Space
+from fxpart.solver.joint.problem import JointProblem, Work
+
+ROWS, LENGTH, WIDTH, HEADS = 4, 1024, 1024, 16
+
+
+class Layer(nn.Module):
+    """Attention whose scores are a tensor, and a feed-forward part of four times the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = torch.softmax(q @ k.transpose(-1, -2), -1)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@cache
+def stack() -> tuple[fx.GraphModule, Captured]:
+    with torch.device("meta"):
+        model = Stack(3).bfloat16().train()
+        x = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16)
+    captured = capture(model, (x, x), loss=torch.nn.functional.mse_loss, batch_size=ROWS)
+    return prepared(captured), captured
+
+
+def problem(**options: object) -> JointProblem:
+    graph, captured = stack()
+    space = Space(tensor=(1,), data=(1,), **options)  # type: ignore[arg-type]
+    return joint_problem(graph, captured, Cluster.parse("8xh100"), batch_size=ROWS, space=space)[0]
+
+
+def works(found: JointProblem) -> dict[str, Work]:
+    return {w.recompute: w for w in found.works if w.rows == ROWS}
+
+
+@pytest.mark.slow
+def test_scores_and_activation_functions_are_made_again_products_are_not() -> None:
+    """What stays of each layer: inputs of products over long sums; scores [B, h, L, L] go."""
+    found = problem()
+    none, some = works(found)["none"], works(found)["selective"]
+    value = ROWS * LENGTH * WIDTH * 2
+    scores = ROWS * HEADS * LENGTH * LENGTH * 2
+    attention, feed = (found.kinds[found.blocks.index(n)] for n in ("layers.1", "layers.1#2"))
+    assert none.activation[attention] - some.activation[attention] == scores
+    assert none.activation[feed] - some.activation[feed] == 4 * value
+    for k, cost in ((attention, scores), (feed, 4 * value)):
+        again = some.backward[k] - none.backward[k]
+        assert 0 < again < 0.35 * none.forward[k]
+        assert again == pytest.approx(2 * cost / 3.35e12 + 5e-6, rel=0.01), "read and written"
+    full = works(found)["full"]
+    assert sum(full.activation[k] for k in found.kinds) < sum(
+        some.activation[k] for k in found.kinds
+    )
+
+
+@pytest.mark.slow
+def test_each_value_made_again_is_worth_its_time() -> None:
+    """By block: bytes freed for a second against full recomputation's, as the rule says."""
+    found = problem()
+    none, some, full = (works(found)[mode] for mode in ("none", "selective", "full"))
+    for k in range(len(none.forward)):
+        again = some.backward[k] - none.backward[k]
+        freed = none.activation[k] - some.activation[k]
+        assert some.forward[k] == none.forward[k]
+        assert some.workspace[k] == none.workspace[k] + freed
+        if again > 0:
+            whole = (none.activation[k] - full.activation[k]) / none.forward[k]
+            # decided at another size, where launches weigh more
+            assert freed / again >= 0.9 * WORTH * whole
+
+
+@pytest.mark.slow
+def test_full_keeps_what_is_handed_on() -> None:
+    found = problem()
+    full = works(found)["full"]
+    value = ROWS * LENGTH * WIDTH * 2
+    for name in ("layers.0", "layers.0#2", "layers.1", "layers.1#2"):
+        assert full.activation[found.kinds[found.blocks.index(name)]] == value
+
+
+def test_modes_that_are_not_allowed_are_not_priced() -> None:
+    assert {w.recompute for w in problem(recompute=("none",)).works} == {"none"}
+    assert {o.recompute for o in problem(recompute=("full",)).options} == {"full"}
+
+
+@pytest.mark.slow
+def test_a_block_without_backward_is_not_made_again() -> None:
+    """Frozen layers in front keep nothing, so nothing is gained."""
+    with torch.device("meta"):
+        model = Stack(2).bfloat16().train()
+        for part in (model.first, model.layers[0]):
+            part.requires_grad_(False)
+        x = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16)
+    captured = capture(model, (x, x), loss=torch.nn.functional.mse_loss, batch_size=ROWS)
+    space = Space(tensor=(1,), data=(1,))
+    found, _ = joint_problem(
+        prepared(captured), captured, Cluster.parse("8xh100"), batch_size=ROWS, space=space
+    )
+    none, full = works(found)["none"], works(found)["full"]
+    frozen = found.kinds[0]
+    assert none.backward[frozen] == full.backward[frozen]
+    assert sum(full.backward) > sum(none.backward)
