@@ -25,7 +25,7 @@ from fxpart.solver.joint.problem import ScheduleName
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.runs import Runs
 from fxpart.solver.joint.stacked import Floats, Ints, Stacked
-from fxpart.solver.joint.tables import Tables
+from fxpart.solver.joint.tables import Entries, Tables
 from fxpart.solver.layers import OutOfTime
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
@@ -34,6 +34,7 @@ _FIRST_LOOKS = 2  # thresholds under which plans are looked for before anything 
 _LOOKS = 12  # and while spans are halved
 _SKETCH = 300  # states of each number of stages kept in that
 _MOST = 50_000  # and in a proof
+_SHARPER = 0.01  # share by which a plan is faster that makes it worth to filter tables
 _CEILINGS = (2.0, 8.0)  # of the bound, while no plan is known
 _WORK = 20_000_000  # stages put before states in proofs, all in all
 
@@ -52,11 +53,17 @@ class Scope:
 class Opened:
     """A scope with its tables."""
 
-    def __init__(self, scope: Scope, branch: Branch, prices: Multipliers, counted: Counted) -> None:
-        """prices, counted: the two ways to bound its fillings."""
-        self.scope, self.branch, self.prices, self.counted = scope, branch, prices, counted
+    def __init__(
+        self, scope: Scope, branch: Branch, prices: Multipliers, counted: Counted, best: float
+    ) -> None:
+        """prices, counted: the two ways to bound its fillings. best: what its entries may reach."""
+        self.scope, self.looks = scope, _LOOKS
+        self.equip(branch, prices, counted, best)
+
+    def equip(self, branch: Branch, prices: Multipliers, counted: Counted, best: float) -> None:
+        """Take these tables from now on."""
+        self.branch, self.prices, self.counted, self.best = branch, prices, counted, best
         self.loads: Floats = np.unique(branch.entries.load)
-        self.looks = _LOOKS
 
     def first(self, low: float) -> float:
         """The least load from ``low``."""
@@ -227,18 +234,40 @@ class JointSearch:
         entries = self.tables.entries(scope.microbatches, scope.schedule, scope.options, best)
         if not len(entries):
             return None
+        return Opened(scope, *self._tools(scope, entries), best)
+
+    def _tools(self, scope: Scope, entries: Entries) -> tuple[Branch, Multipliers, Counted]:
         branch = Branch(
             self.runs, entries, scope.microbatches, scope.schedule, scope.low, scope.high
         )
         # without any plan yet: seconds of one stage after the other on the slowest entries
-        scale = best if best < inf else float((entries.filling + entries.load).max()) * branch.high
+        scale = self._best
+        if scale == inf:
+            scale = float((entries.filling + entries.load).max()) * branch.high
 
         def found(stages: Stages) -> float:
             return self.record.add(branch.choice(stages))
 
         devices = self.stacked.devices
         counted = Counted(branch, devices, self.deadline)
-        return Opened(scope, branch, Multipliers(branch, devices, found, scale), counted)
+        return branch, Multipliers(branch, devices, found, scale), counted
+
+    def _sharpened(self, span: _Span) -> Opened:
+        """The span's tables, without what a much faster plan has ruled out meanwhile."""
+        opened = span.opened
+        assert opened is not None
+        if self._best < opened.best * (1 - _SHARPER):
+            scope, best = opened.scope, self._best
+            entries = self.tables.sharper(
+                opened.branch.entries, scope.microbatches, scope.schedule, scope.options, best
+            )
+            opened.best = best
+            if len(entries):
+                branch, prices, counted = self._tools(scope, entries)
+                prices.prices = opened.prices.prices
+                opened.equip(branch, prices, counted, best)
+        span.first = opened.first(span.first)
+        return opened
 
     def _sketch(self, opened: Opened, total: float) -> None:
         """A first look for plans, at few states: the threshold halved a few times."""
@@ -260,8 +289,7 @@ class JointSearch:
 
     def _halve(self, span: _Span) -> bool:
         """Bound the lower half by prices and keep what may still win; False: it has no halves."""
-        opened = span.opened
-        assert opened is not None
+        opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
             self._settled = min(self._settled, self._target(0.0))
@@ -317,8 +345,7 @@ class JointSearch:
 
     def _settle(self, span: _Span) -> bool:
         """The best plan of a span, or of its lower half; False: too much work."""
-        opened = span.opened
-        assert opened is not None
+        opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
             self._settled = min(self._settled, self._target(0.0))

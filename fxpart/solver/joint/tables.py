@@ -97,6 +97,39 @@ class Tables:
             found.append(self._chunk(microbatches, schedule, pairs, prices, best))
         return self._sorted(found)
 
+    def sharper(
+        self,
+        entries: Entries,
+        microbatches: int,
+        schedule: ScheduleName,
+        options: Ints,
+        best: float,
+    ) -> Entries:
+        """What is left of entries once a faster plan is known."""
+        prices = self.bounds.prices(microbatches, schedule, options)
+        paid = (prices.pools[entries.pool] * entries.size)[entries.group]
+        sums = entries.filling, entries.load, paid
+        keep = self._hopeful(prices, entries.cls, *sums, best)
+        return Entries(
+            entries.option[keep], entries.cls[keep], entries.group[keep], entries.filling[keep],
+            entries.load[keep], entries.flights[keep], entries.pool, entries.size,
+        )  # fmt: skip
+
+    def _hopeful(
+        self,
+        prices: Prices,
+        cls: Ints,
+        filling: Floats,
+        load: Floats,
+        paid: Floats,
+        best: float,
+    ) -> Mask:
+        """Whether each may be a stage of a plan of ``best`` seconds; paid: for its devices."""
+        held, alone = self._floors(prices)
+        limit = best * (1 + 1e-9)
+        keep = filling + paid * load + (prices.total - held[cls]) <= limit
+        return np.asarray(keep & (load + filling + (prices.least - alone[cls]) <= limit))
+
     def _pairs(
         self,
         microbatches: int,
@@ -157,15 +190,12 @@ class Tables:
         best: float,
     ) -> tuple[Ints, Ints, Floats, Floats, Ints]:
         """Rows of some pairs: option, class, filling, load, flights; hopeless ones left out."""
-        share, limit = fill(schedule), best * (1 + 1e-9)
+        share = fill(schedule)
         t, once = self._seconds(microbatches, pairs)
         load, filling = (microbatches - share) * t + once, share * t
         flights = self._flights(schedule, pairs)
-        held, alone = self._floors(prices)
         paid = prices.pools[self.stacked.pool[pairs.option]] * self.stacked.size[pairs.option]
-        keep = filling + paid * load + (prices.total - held[pairs.cls]) <= limit
-        keep &= load + filling + (prices.least - alone[pairs.cls]) <= limit
-        keep &= flights >= 1
+        keep = self._hopeful(prices, pairs.cls, filling, load, paid, best) & (flights >= 1)
         return pairs.option[keep], pairs.cls[keep], filling[keep], load[keep], flights[keep]
 
     def _seconds(self, microbatches: int, pairs: _Pairs) -> tuple[Floats, Floats]:
