@@ -12,7 +12,7 @@ from torch import fx
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
-from fxpart.planning import Shared, as_stages, difference, make_plan
+from fxpart.planning import Shared, difference, make_plan
 from fxpart.price import price, step_sums
 from fxpart.pricing.orders import best_order
 from fxpart.program import ProgramSpec
@@ -25,11 +25,10 @@ from fxpart.sharded.decide import shard
 from fxpart.sharded.graphs import Sharded
 from fxpart.sharded.programs import Lanes, assign, generate
 from fxpart.sharded.record import plan_sharding, restore
-from fxpart.solver.branches.portfolio import solve_branches
-from fxpart.solver.branches.problem import BranchSolution
+from fxpart.solver.branches.staged import Staged, staged
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.portfolio import explain_infeasible, solve
-from fxpart.solver.problem import PartitionProblem, Solution
+from fxpart.solver.problem import PartitionProblem
 
 _BRANCHES = 10.0  # seconds at most for graphs of stages
 
@@ -84,13 +83,17 @@ def solve_exactly(
     )
     problem = limited(problem, request, places.starts)
     problem, places = _in_best_order(problem, places, request)
-    solution, branched = _solution(problem, places, request)
-    choice, order = as_stages(solution, branched)
-    parts = make_parts(captured, graph, sharded, choice.starts, request.seed, order)
+    made = _stages(problem, places, request)
+    problem, solution, blocks = made.problem, made.solution, made.order
+    choice = solution.choice
+    assert choice is not None, "otherwise that is told"
+    parts = make_parts(captured, graph, sharded, choice.starts, request.seed, blocks)
     count = problem.variants[choice.variant].microbatches
     shared = None
     if sharded is not None and sharing is not None:
         sums = step_sums(local, captured, cluster, request.cost_model, sharing)
+        if blocks:
+            sums = replace(sums, by_block=tuple(sums.by_block[b] for b in blocks))
         shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
         provenance = {**provenance, "placements": sharded.provenance}
     plan = make_plan(
@@ -106,7 +109,7 @@ def solve_exactly(
         constraints=request.constraints,
         shared=shared,
         order=places.order or (),
-        branched=branched,
+        made=made,
     )
     return plan, parts
 
@@ -130,21 +133,17 @@ def _in_best_order(
     return moved, replace(places, order=order)
 
 
-def _solution(
-    problem: PartitionProblem, places: Seats, request: Request
-) -> tuple[Solution, BranchSolution | None]:
-    """The best chain of stages, and the graph of stages with branches where that is better."""
+def _stages(problem: PartitionProblem, places: Seats, request: Request) -> Staged:
+    """The best chain of stages, or the graph of stages with branches where that is better."""
     limit = _limit(request)
     solver = str(request.constraints.get("solver", "auto"))
     solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
-    branched = None
-    if places.starts is None and solver == "auto":
-        branched = solve_branches(
-            problem, solution.choice, time_limit=min(limit, _BRANCHES), seed=request.seed
-        )
-    if solution.choice is None and branched is None:
+    made = Staged(problem, solution)
+    if solver == "auto" and places.starts is None:
+        made = staged(problem, solution, time_limit=min(limit, _BRANCHES), seed=request.seed)
+    if made.solution.choice is None:
         raise FxpartError(explain_infeasible(problem))
-    return solution, branched
+    return made
 
 
 def _limit(request: Request) -> float:

@@ -33,8 +33,7 @@ from fxpart.runtime.links import edges as edges_of
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.simulate import simulate
 from fxpart.sharding import Mesh
-from fxpart.solver.branches.objective import evaluate as evaluate_branches
-from fxpart.solver.branches.problem import BranchSolution
+from fxpart.solver.branches.staged import Staged
 from fxpart.solver.joint.schedules import fill
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
@@ -76,20 +75,18 @@ def make_plan(
     constraints: Mapping[str, int | float | str | bool],
     shared: Shared | None = None,
     order: Sequence[int] = (),
-    branched: BranchSolution | None = None,
+    made: Staged | None = None,
 ) -> Plan:
     """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
 
     shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
     order: devices of the cluster, as indices, in the order in which stages take them; by default
-    the cluster's own. branched: where the stages form a graph with branches; ``solution`` then is
-    the best chain, which lost.
+    the cluster's own. made: where stages form a graph with branches; then ``problem`` has its
+    blocks in the order of the stages.
     """
-    choice, blocks = as_stages(solution, branched)
-    if branched is None:
-        evaluation = evaluate(problem, choice)
-    else:
-        evaluation = evaluate_branches(problem, branched.choice)
+    choice = solution.choice
+    assert choice is not None, "a plan needs a choice"
+    evaluation = (made and made.evaluation) or evaluate(problem, choice)
     edges = edges_of(spec)
     mesh = Mesh() if shared is None else shared.mesh
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
@@ -97,13 +94,12 @@ def make_plan(
     taken = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(taken, mesh.size)
     kinds = [cluster.devices[device].model for device in sorted(taken)]
-    names = [problem.blocks[b] for b in blocks or range(len(problem.blocks))]
     return Plan(
         model=model,
         cluster=cluster,
         cluster_hash=cluster.hash,
         mesh={"pipeline": len(choice.starts), **axes},
-        stages=_stages(evaluation, names, ranks, kinds, shared, spec),
+        stages=_stages(evaluation, problem.blocks, ranks, kinds, shared, spec),
         ties=_ties(spec),
         batch_size=batch_size,
         microbatches=problem.variants[choice.variant].microbatches,
@@ -112,13 +108,15 @@ def make_plan(
         seed=spec.seed,
         prediction=_prediction(evaluation, schedule, edges, ranks, shared),
         provenance=dict(provenance),
-        certificate=_certificate(problem, branched or solution, evaluation, provenance, mesh.size),
-        alternatives=_alternatives(problem, solution, evaluation, shared, branched is not None),
+        certificate=_certificate(
+            problem, solution, evaluation, provenance, mesh.size, made.over if made else ""
+        ),
+        alternatives=_alternatives(problem, solution, evaluation, shared),
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
         devices=() if max(taken) < count else tuple(sorted(taken)),
-        order=blocks,
+        order=made.order if made else (),
     )
 
 
@@ -147,22 +145,6 @@ def _stages(
         )
         for k, cost in enumerate(evaluation.stages)
     )
-
-
-def as_stages(
-    solution: Solution, branched: BranchSolution | None
-) -> tuple[Choice, tuple[int, ...]]:
-    """What is planned as stages without gaps, and the order in which blocks then stand.
-
-    () for their own order: the stages are a chain.
-    """
-    if branched is None:
-        assert solution.choice is not None, "a plan needs a choice"
-        return solution.choice, ()
-    choice = Choice(
-        variant=branched.choice.variant, schedule=branched.choice.schedule, starts=branched.starts
-    )
-    return choice, branched.order
 
 
 def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
@@ -273,19 +255,23 @@ def _ranks(
 
 def _certificate(
     problem: PartitionProblem,
-    solution: Solution | BranchSolution,
+    solution: Solution,
     evaluation: Evaluation,
     provenance: Mapping[str, str],
     lanes: int,
+    over: str,
 ) -> Certificate:
+    """over: in words, what the bound is over; by default contiguous stages."""
     objective = evaluation.seconds
     bound = min(solution.bound, objective)
     status = solution.status
     assert status in ("optimal", "within gap", "best found")
     counts = sorted({v.microbatches for v in problem.variants})
     places = "devices" if lanes == 1 else f"groups of {lanes} devices"
-    chain = isinstance(solution, Solution)
-    sort = "contiguous stages" if chain else "acyclic graphs of stages"
+    what = over or (
+        f"contiguous stages of these {len(problem.blocks)} blocks on at most "
+        f"{problem.max_stages} of {len(problem.devices)} {places} in their order"
+    )
     return Certificate(
         status=status,
         objective=objective,
@@ -293,8 +279,7 @@ def _certificate(
         gap=(objective - bound) / objective if objective > 0 else 0.0,
         solver=solution.solver,
         over=(
-            f"{sort} of these {len(problem.blocks)} blocks on at most "
-            f"{problem.max_stages} of {len(problem.devices)} {places} in their order, "
+            f"{what}, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
             f"{', '.join(problem.schedules)}, costs by "
             f"{provenance.get('compute', 'the cost model')}"
@@ -303,20 +288,14 @@ def _certificate(
 
 
 def _alternatives(
-    problem: PartitionProblem,
-    solution: Solution,
-    best: Evaluation,
-    shared: Shared | None,
-    branched: bool,
+    problem: PartitionProblem, solution: Solution, best: Evaluation, shared: Shared | None
 ) -> tuple[Alternative, ...]:
-    """The best five of the solver's other candidates; all of them where branches won."""
-    if solution.choice is None:
-        return ()
-    plain = evaluate(problem, solution.choice) if branched else best
-    was = _parts(problem, solution.choice, plain, shared)[0]
+    """The best five of the solver's other candidates."""
+    assert solution.choice is not None, "a plan needs a choice"
+    was = _parts(problem, solution.choice, best, shared)[0]
     rows = []
     for candidate in solution.candidates:
-        if candidate == solution.choice and not branched:
+        if candidate == solution.choice:
             continue
         found = evaluate(problem, candidate)
         parts, stages = _parts(problem, candidate, found, shared)
