@@ -21,63 +21,21 @@ from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.dp import Branch, Costs, Stages
 from fxpart.solver.joint.exact import Counted
 from fxpart.solver.joint.multipliers import Multipliers
-from fxpart.solver.joint.problem import ScheduleName
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.stacked import Floats, Ints, Stacked
+from fxpart.solver.joint.scopes import Opened, Scope
+from fxpart.solver.joint.stacked import Stacked
 from fxpart.solver.joint.tables import Entries, Tables
 from fxpart.solver.layers import OutOfTime
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
 _QUICK = 2e-3  # gap that is left to the counting of devices
 _FIRST_LOOKS = 2  # thresholds under which plans are looked for before anything is proven
-_LOOKS = 12  # and while spans are halved
 _SKETCH = 300  # states of each number of stages kept in that
 _MOST = 50_000  # and in a proof
 _SHARPER = 0.01  # share by which a plan is faster that makes it worth to filter tables
 _CEILINGS = (2.0, 8.0)  # of the bound, while no plan is known
 _WORK = 20_000_000  # stages put before states in proofs, all in all
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Plans of one count of microbatches, schedule, set of options, and range of stages."""
-
-    microbatches: int
-    schedule: ScheduleName
-    options: Ints
-    low: int
-    high: int
-
-
-class Opened:
-    """A scope with its tables."""
-
-    def __init__(
-        self, scope: Scope, branch: Branch, prices: Multipliers, counted: Counted, best: float
-    ) -> None:
-        """prices, counted: the two ways to bound its fillings. best: what its entries may reach."""
-        self.scope, self.looks = scope, _LOOKS
-        self.equip(branch, prices, counted, best)
-
-    def equip(self, branch: Branch, prices: Multipliers, counted: Counted, best: float) -> None:
-        """Take these tables from now on."""
-        self.branch, self.prices, self.counted, self.best = branch, prices, counted, best
-        self.loads: Floats = np.unique(branch.entries.load)
-
-    def first(self, low: float) -> float:
-        """The least load from ``low``."""
-        place = int(np.searchsorted(self.loads, low, side="left"))
-        return float(self.loads[place]) if place < len(self.loads) else inf
-
-    def after(self, low: float) -> float:
-        """The least load above ``low``."""
-        return self.first(float(np.nextafter(low, inf)))
-
-    def last(self, high: float) -> float:
-        """The greatest load up to ``high``."""
-        place = int(np.searchsorted(self.loads, high, side="right")) - 1
-        return float(self.loads[place]) if place >= 0 else -inf
 
 
 @dataclass(order=True)
