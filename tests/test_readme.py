@@ -48,7 +48,7 @@ def benchmark() -> Any:
 
     yield load
     sys.path[:] = path
-    for name in {"record"} & set(sys.modules) - known:
+    for name in {"record", "readme_planner"} & set(sys.modules) - known:
         del sys.modules[name]
 
 
@@ -86,7 +86,7 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
     assert run(text) == pytest.approx(run(quickstart("-")), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["zoo", "figures"])
+@pytest.mark.parametrize("name", ["zoo", "figures", "planner", "others", "maxload"])
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
     written = readme.blocks(README)[name]

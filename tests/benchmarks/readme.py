@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import readme_planner
 from record import HERE, ROOT, parser, read
 
 README = ROOT / "README.md"
@@ -40,10 +42,15 @@ def replaced(text: str, contents: Mapping[str, str]) -> str:
 def outputs() -> dict[str, str]:
     """The blocks that show commands: explain and verify."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = str(Path(folder) / "plan.json")
-        fxpart("plan", TARGET, "--cluster", "local:4", "--constraint", "stages=4", "-o", plan)
+        plan, chosen = str(Path(folder) / "plan.json"), str(Path(folder) / "chosen.json")
+        fxpart("plan", TARGET, "--cluster", "local:4", "--fix", "stages=4", "-o", plan)
+        fxpart("plan", TARGET, "--cluster", "local:4", "-o", chosen)
+        question = ("--without", "3", "--bandwidth", "0.5x")
         return {
-            "explain": shown("explain plan.json", fxpart("explain", plan)),
+            "explain": shown("explain plan.json", fxpart("explain", chosen)),
+            "whatif": shown(
+                f"whatif plan.json {' '.join(question)}", fxpart("whatif", chosen, *question)
+            ),
             "verify": shown(
                 f"verify {TARGET} --plan plan.json", fxpart("verify", TARGET, "--plan", plan)
             ),
@@ -248,7 +255,20 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "large_models": large_models,
     "startup": startup,
 }
-TABLES: dict[str, Callable[[], str]] = {"zoo": zoo, "figures": figures}
+PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
+
+
+def planning(name: str) -> str:
+    """One of the tables about planning."""
+    text: str = getattr(readme_planner, name)(made_by(read(PLANNING[name])))
+    return text
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "zoo": zoo,
+    "figures": figures,
+    **{name: partial(planning, name) for name in PLANNING},
+}
 
 
 def made_by(result: Mapping[str, Any]) -> str:
@@ -277,6 +297,7 @@ def main() -> None:
         contents["zoo"] = zoo()
     if have >= set(FIGURES):
         contents["figures"] = figures()
+    contents |= {name: planning(name) for name, result in PLANNING.items() if result in have}
     text = replaced(README.read_text(encoding="utf-8"), contents)
     if options.dry:
         sys.stdout.write(text)
