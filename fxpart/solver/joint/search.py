@@ -260,9 +260,11 @@ class JointSearch:
         if total < goal and opened.looks > 0:
             opened.looks -= 1
             self._look(opened, middle)
-        self._push(span.first + total, span.scope, opened, span.first, middle, total)
+        self._push(
+            max(span.bound, span.first + total), span.scope, opened, span.first, middle, total
+        )
         after = opened.after(middle)
-        self._push(after + span.total, span.scope, opened, after, last, span.total)
+        self._push(max(span.bound, after + span.total), span.scope, opened, after, last, span.total)
         return True
 
     def _push(
@@ -333,8 +335,18 @@ class JointSearch:
             return span.bound >= self._target(0.0)
         scope, first = span.scope, span.first
         if below >= first:
-            self._push(first + total, scope, opened, first, below, total, counted=True)
+            self._push(
+                max(span.bound, first + total), scope, opened, first, below, total, counted=True
+            )
         if threshold < last:
             after = opened.after(threshold)
-            self._push(after + span.total, scope, opened, after, last, span.total, counted=True)
+            self._push(
+                max(span.bound, after + span.total),
+                scope,
+                opened,
+                after,
+                last,
+                span.total,
+                counted=True,
+            )
         return True
