@@ -85,8 +85,8 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The whole problem.
 
     no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
-    would cross). step: optimizer seconds, [device type][block]; once: seconds that every stage takes
-    beside that, once a step. schedules: those to choose from.
+    would cross). step: optimizer seconds, [device type][block]; once: seconds that every stage
+    takes beside that, once a step. schedules: those to choose from.
     min_stages, max_stages bound the number of stages (max_stages <= len(devices)).
     """
 
