@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 from torch import fx
@@ -32,6 +32,7 @@ from fxpart.solver.joint.problem import (
     JointProblem,
     JointSolution,
     Option,
+    ScheduleName,
     Status,
     ranks,
 )
@@ -86,7 +87,8 @@ def costed(
     allowed = space or trainable(captured)
     if levels := _wished_levels(request):
         allowed = replace(allowed, zero=levels)  # one that another rules out may be wished for
-    schedule = str(request.constraints.get("schedule", "1f1b"))
+    wanted = str(request.constraints.get("schedule", "1f1b")).split(",")
+    schedules = tuple(name for word in wanted for name in get_args(ScheduleName) if name == word)
     return joint_problem(
         graph,
         captured,
@@ -95,7 +97,7 @@ def costed(
         batch_size=captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=tuple(schedule.split(",")),
+        schedules=schedules,
         space=allowed,
     )
 
@@ -196,7 +198,7 @@ def _apart(problem: JointProblem, world: int | None) -> Iterable[JointProblem]:
         yield problem
         return
     if len(groups) > _GROUPS:
-        widths = {width: [] for width in range(1, (world or 0) + 1)}
+        widths: dict[int, list[Option]] = {width: [] for width in range(1, (world or 0) + 1)}
         for option in problem.options:
             widths.get(ranks(problem, option), []).append(option)
         groups = {width: kept for width, kept in widths.items() if kept}

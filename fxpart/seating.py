@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.pricing.topology import Placement, Traffic, place_stages, pools_of, topology_of
-from fxpart.solver.joint.objective import JointScorer, tie_messages
+from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import JointChoice, JointProblem, rows_of
 from fxpart.solver.joint.schedules import fill
+from fxpart.solver.objective import tie_messages
 from fxpart.solver.topology.problem import Flow
 
 if TYPE_CHECKING:

@@ -68,7 +68,8 @@ def starts_of(text: str, blocks: Sequence[str]) -> tuple[int, ...]:
     if wanted != len(layers):
         raise _wrong(text, f"it has {wanted} layers (t and m), the model has {len(layers)}")
     first = [layers[0][0], *(layer[0] for layer in layers[1:]), layers[-1][1] + 1]
-    starts, done = [], 0
+    starts: list[int] = []
+    done = 0
     for number, stage in enumerate(stages):
         own = stage.count("t") + stage.count("m")
         begins = 0 if not number else first[done]

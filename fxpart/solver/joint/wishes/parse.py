@@ -90,7 +90,8 @@ def read_wishes(constraints: Mapping[str, object]) -> tuple[Wish, ...]:
         elif key in ("forbid", "stage", "layout"):
             kind: Kind = key  # type: ignore[assignment]
             texts += [(kind, text) for text in str(value).split(LIST) if text.strip()]
-    found, problems = [], []
+    found: list[Wish] = []
+    problems: list[Problem] = []
     for kind, text in texts:
         try:
             found.append(read_wish(kind, text))
