@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from partition_problems import random_problem, transformer
 
 from fxpart.solver.objective import Scorer
@@ -11,7 +12,7 @@ from fxpart.solver.tables import Tables
 
 
 def check(seed: int) -> int:
-    problem = random_problem(seed)
+    problem = replace(random_problem(seed), once=0.0)  # solve() adds what is the same for all
     tables, scorer = Tables(problem), Scorer(problem)
     entries = 0
     for v, one in enumerate(problem.variants):
