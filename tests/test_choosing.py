@@ -80,6 +80,7 @@ def test_no_mesh_given_by_hand_is_faster(latency: float, bandwidth: float) -> No
     assert chosen.degrees is not None and chosen.degrees.lower_bound <= least * 1.02
 
 
+@pytest.mark.slow
 def test_slow_links_bring_a_pipeline_and_fast_ones_replicas() -> None:
     """Replicas sum every gradient, a pipeline sends rows: the planner sees the difference."""
     fast = planned(cluster(1, 1, 1, 1), tp=1).plan

@@ -240,6 +240,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert codes(Cluster.local(1).dump, tmp_path / "no" / "such.toml") == ["FXP603"]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_changed_files_raise_only_our_errors(data: st.DataObject) -> None:

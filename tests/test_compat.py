@@ -70,6 +70,7 @@ def test_own_backward() -> None:
     assert compat.own_backward((x * 2).grad_fn) is None
 
 
+@pytest.mark.slow
 def test_unwrapped() -> None:
     module = nn.Linear(2, 2)
     assert compat.unwrapped(torch.compile(module)) is module

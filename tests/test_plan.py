@@ -222,6 +222,7 @@ def test_each_fault_of_content(name: str) -> None:
     assert {p.code for p in caught.value.problems} == {"FXP303"}
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(FAULTS)), min_size=2, max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_faults_do_not_hide_each_other(names: set[str]) -> None:

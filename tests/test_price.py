@@ -293,6 +293,7 @@ def test_limits_against_all_pairs() -> None:
             assert limit.memory == int(80e9 * (1 - RESERVE))
 
 
+@pytest.mark.slow
 def test_limits_of_many_devices_are_quick() -> None:
     cluster = Cluster.parse("512x8xh100")
     assert len(limits(cluster, find("auto"))) == 4096

@@ -101,6 +101,7 @@ def test_random_programs(model: RandomModel, data: Any) -> None:
     hold(programmed(data, model))
 
 
+@pytest.mark.slow
 def test_owner_of_a_tie_without_gradients_of_its_own() -> None:
     """Found by search: no path from the owner's stage to the loss, so it has no backward."""
     steps = (

@@ -31,6 +31,7 @@ def test_dropout() -> None:
     assert not found.in_place and not found.regions
 
 
+@pytest.mark.slow
 def test_frozen_parameters_ties_and_inputs() -> None:
     found = examine("frozen")
     assert 0 < found.frozen < found.parameters and found.unused == ()

@@ -45,6 +45,7 @@ class Custom(nn.Module):
         return {"y": self.last(y).view(x.shape[0], 2, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("operator")
 @pytest.mark.parametrize("training", [True, False])
 def test_an_operator_without_a_fake_kernel(training: bool) -> None:

@@ -19,6 +19,7 @@ def ops(captured: Any) -> list[str]:
     return [str(n.target) for n in captured.graph.graph.nodes if n.op == "call_function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "unet", "side_mask"])
 def test_a_meta_model_gives_the_graph_of_a_real_one(name: str) -> None:
     built = ZOO[name].build()

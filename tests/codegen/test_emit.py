@@ -152,6 +152,7 @@ def test_tracebacks_show_the_line(built: Stages) -> None:
     assert linecache.getline(ours.filename, ours.lineno or 0).strip() == ours.line
 
 
+@pytest.mark.slow
 def test_user_outputs_are_kept_on_demand() -> None:
     model = everything(EXACT)
     with_outputs, without = build(model, keep_outputs=True), build(model)

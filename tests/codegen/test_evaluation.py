@@ -72,6 +72,7 @@ def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
         torch.testing.assert_close(values[name], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_norm_tie_and_mask() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 9, (4, 3))

@@ -27,6 +27,7 @@ def split_anyhow(data: Any, model: RandomModel) -> tuple[Any, Any, Any]:
     return captured, assigned(graph, starts), tensors(captured, batch)
 
 
+@pytest.mark.slow
 @FEW
 @given(random_models(exact=True, longest=6), st.data())
 def test_exact_models_are_bit_equal(model: RandomModel, data: Any) -> None:

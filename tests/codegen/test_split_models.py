@@ -34,6 +34,7 @@ def equal_on_random_splits(name: str) -> None:
         check_equal(captured, assigned(graph, starts), tensors(captured, built.batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_small_models(name: str) -> None:
     equal_on_random_splits(name)

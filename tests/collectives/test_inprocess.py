@@ -53,6 +53,7 @@ def test_a_lane_may_end_before_the_others_have_their_result() -> None:
     assert C.InProcessHub(MESH, timeout=20).run(lane) == [0.0, 6.0, 6.0]
 
 
+@pytest.mark.slow
 def test_a_wait_is_bounded() -> None:
     def lane(comm: C.Communicator) -> None:
         if comm.lane == 2:

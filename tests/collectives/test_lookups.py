@@ -17,6 +17,7 @@ from fxpart.sharding import Mesh
 ATEN = torch.ops.aten
 
 
+@pytest.mark.slow
 @given(st.integers(1, 11), st.integers(0, 8), st.booleans(), st.sampled_from(["a=2", "a=2,b=2"]))
 def test_embedding(rows: int, count: int, padded: bool, text: str) -> None:
     mesh = Mesh.parse(text)

@@ -130,6 +130,7 @@ def test_reduce(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: boo
         torch.testing.assert_close(g, gradients[0])
 
 
+@pytest.mark.slow
 @given(cases(), st.booleans())
 def test_turn(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], within: bool) -> None:
     mesh, axis, whole, source, target = case

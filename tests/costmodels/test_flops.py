@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equals_torchs_counter(name: str) -> None:
     function, tensors = CASES[name]

@@ -213,6 +213,7 @@ def test_a_parameter_of_whole_and_cut_users() -> None:
     assert outcome.gradients.keys() == {"scale", "big"}
 
 
+@pytest.mark.slow
 def test_blocks_and_names_stay() -> None:
     """Inserted nodes belong to the block of the op that they serve; no name is lost."""
     _, graph = model()

@@ -46,6 +46,7 @@ def moved(
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12)])
 @pytest.mark.parametrize("text", ["a=2", "a=3", "a=2,b=2"])
 def test_every_pair(text: str, shape: tuple[int, int]) -> None:

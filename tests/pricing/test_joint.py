@@ -99,6 +99,7 @@ def test_one_rank_for_a_stage_costs_what_price_says(name: str, cluster: str) -> 
             assert b.tie_seconds == pytest.approx(a.sync_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_replicas_take_parts_of_the_batch_and_sum_gradients() -> None:
     problem = joint("gpt2", "8xh100", batch_size=16, space=ALONE)
     for index in (option(problem, data=4, zero=0), option(problem, data=4, zero=2)):

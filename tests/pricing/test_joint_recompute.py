@@ -113,6 +113,7 @@ def test_full_keeps_what_is_handed_on() -> None:
         assert full.activation[found.kinds[found.blocks.index(name)]] == value
 
 
+@pytest.mark.slow
 def test_modes_that_are_not_allowed_are_not_priced() -> None:
     assert {w.recompute for w in problem(recompute=("none",)).works} == {"none"}
     assert {o.recompute for o in problem(recompute=("full",)).options} == {"full"}

@@ -361,6 +361,7 @@ def test_certificates_hold_for_the_settled_choice() -> None:
     assert cut == any("S" in str(p) for p in built.placements(settled)["x"])
 
 
+@pytest.mark.slow
 def test_points_hold_what_lives_together() -> None:
     """The logits and what is made of them are not kept, but are there all at once."""
     captured, graph = gpt()

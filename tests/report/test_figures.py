@@ -222,6 +222,7 @@ def agree(found: Any, wanted: Any, path: str = "") -> None:
         assert found == wanted, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_json_from_the_plan_file(name: str) -> None:
     plan = PLANS[name]()
@@ -381,6 +382,7 @@ def check_certificate(text: str, wanted: dict[str, Any]) -> None:
             shows(value, given[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_text_from_the_plan_file(name: str) -> None:
     plan = PLANS[name]()

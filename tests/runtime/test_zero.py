@@ -259,6 +259,7 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
     return max(sizes), calls[0]
 
 
+@pytest.mark.slow
 def test_zero_3_keeps_no_gathered_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward only the lane's parts stay; each is gathered once more."""
     with monkeypatch.context() as context:

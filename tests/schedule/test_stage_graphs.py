@@ -61,6 +61,7 @@ def test_a_chain_given_as_a_graph_is_scheduled_as_ever(stages: int, microbatches
     assert one_f_one_b(stages, microbatches, skips) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatches", "memory", "wanted"),
     [(4, 10**9, 14), (8, 10**9, 22), (64, 10**9, 134), (8, 8, 22), (64, 8, 134)],
@@ -93,6 +94,7 @@ def test_eight_branches_take_what_was_predicted() -> None:
     assert simulated(problem, choice) == pytest.approx(138)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_balanced_stages_take_what_was_predicted(data: st.DataObject) -> None:
     """Any branches of whole stages into a trunk of stages, all of one length, branches unequal."""

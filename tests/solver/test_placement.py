@@ -47,6 +47,7 @@ def close(a: float, b: float) -> bool:
     return a == b or abs(a - b) <= 1e-6 * max(1.0, abs(b))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.integers(0, 10**6), FORMS, TIGHT, st.booleans(), st.integers(1, 6))
 def test_every_solver_agrees_with_brute_force(
@@ -67,6 +68,7 @@ def test_every_solver_agrees_with_brute_force(
         assert found.least > given_.budget
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.integers(0, 10**6), FORMS, TIGHT, st.booleans())
 def test_elimination_is_a_bound_and_its_choices_fit(
@@ -159,6 +161,7 @@ def test_elimination_around_kept_and_fixed_nodes(seed: int, form: Form) -> None:
         assert close(best - own, float(table[strategy]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "tight"), [(2, 0.05), (3, 0.2), (4, 0.05)])
 def test_layers_may_differ_under_a_limit(seed: int, tight: float) -> None:
     """96 equal layers: one price leaves memory unused, the dynamic programme does not."""

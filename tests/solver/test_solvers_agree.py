@@ -44,6 +44,7 @@ def _least(problem: PartitionProblem, variant: int) -> float:
     return min(times, default=inf)
 
 
+@pytest.mark.slow
 def test_forty_random_problems() -> None:
     best = [check(random_problem(seed)) for seed in range(40)]
     assert sum(b.choice is None for b in best) >= 2
@@ -57,6 +58,7 @@ def test_five_hundred_random_problems(start: int) -> None:
     assert len({len(b.choice.starts) for b in best if b.choice is not None}) == 4
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(min_value=10_000, max_value=2**40), st.integers(min_value=4, max_value=10))
 def test_dp_is_optimal_on_any_problem(seed: int, largest: int) -> None:

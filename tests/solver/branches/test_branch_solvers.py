@@ -168,6 +168,7 @@ def test_branches_fit_where_no_chain_does() -> None:
     assert found is not None and found.objective == 9
 
 
+@pytest.mark.slow
 def test_many_blocks_are_merged_first() -> None:
     problem = branches_and_trunk(4, 20, 20, stages=10, microbatches=8)
     groups = coarsened(problem, 32)
@@ -224,6 +225,7 @@ def test_a_choice_as_contiguous_stages() -> None:
     assert same == evaluate(problem, found.choice)
 
 
+@pytest.mark.slow
 def test_plans_are_made_of_the_better_one() -> None:
     """A chain where nothing branches; graphs of stages in their order; nothing if nothing fits."""
     line = branches_and_trunk(1, 5, 5, stages=4, microbatches=8)

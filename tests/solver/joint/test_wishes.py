@@ -111,6 +111,7 @@ def test_a_layout_that_cannot_be(text: str) -> None:
         starts_of(text, GPT)
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="EtmL|*()0123456789, ", max_size=30))
 def test_any_text_is_a_layout_or_one_clear_error(text: str) -> None:
     try:

@@ -73,6 +73,7 @@ def test_whoever_stops_gets_the_best_so_far(mode: Mode, solver: str) -> None:
     assert "optimal" in statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode,solver", [("chain", "dp"), ("chain", "cp-sat"), ("any", "cp-sat")])
 def test_equal_runs_give_equal_bytes(mode: Mode, solver: str) -> None:
     for instance in (random_instance(3), random_instance(11), branches()):
@@ -84,6 +85,7 @@ def test_equal_runs_give_equal_bytes(mode: Mode, solver: str) -> None:
         assert first == second
 
 
+@pytest.mark.slow
 def test_progress_closes_in() -> None:
     told: list[tuple[float, float]] = []
     found = solve(branches(), progress=lambda best, bound: told.append((best, bound)))

@@ -69,6 +69,7 @@ def features(instance: Instance) -> Counter[str]:
     )
 
 
+@pytest.mark.slow
 def test_forty_random_instances() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):
