@@ -126,7 +126,7 @@ def same(a: Segment, b: Segment) -> bool:
         mine = fx.node.map_arg((x.args, dict(x.kwargs)), lambda n: env.get(n, n))
         if x.target is not y.target or not _equal(mine, (y.args, dict(y.kwargs))):
             return False
-        if _described(x.meta.get("val")) != _described(y.meta.get("val")):
+        if not _alike(x, y):
             return False
         if x.meta.get("stack_trace") != y.meta.get("stack_trace"):
             return False
@@ -134,7 +134,7 @@ def same(a: Segment, b: Segment) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equality of arguments with types; nodes by identity."""
+    """Equality of arguments with types; nodes by identity, those of sizes by what they say."""
     if isinstance(a, (list, tuple)):  # torch.fx has list and dict types of its own
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict):
@@ -143,8 +143,14 @@ def _equal(a: Any, b: Any) -> bool:
         parts = (a.start, a.stop, a.step)
         return isinstance(b, slice) and _equal(parts, (b.start, b.stop, b.step))
     if isinstance(a, fx.Node):
-        return a is b
+        # Which op a size is read from depends on what was traced before; export makes them one.
+        return a is b or (isinstance(b, fx.Node) and _is_size(a) and _is_size(b) and _alike(a, b))
     return type(a) is type(b) and bool(a == b or repr(a) == repr(b))
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes have values of one description."""
+    return bool(_described(a.meta.get("val")) == _described(b.meta.get("val")))
 
 
 def _described(known: Any) -> Any:

@@ -122,6 +122,7 @@ class Asks(Layer):
             return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Odd, Scaled, Asks])
 def test_a_layer_that_looks_at_its_number(
     monkeypatch: pytest.MonkeyPatch, layer: type[nn.Module]
@@ -304,6 +305,7 @@ class Tied(Stack):
         self.layers[6] = self.layers[4]
 
 
+@pytest.mark.slow
 def test_ties_and_a_layer_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repeated(monkeypatch, Tied()) == REPEATED
 
@@ -357,6 +359,29 @@ def test_untouchable_refuses_everything() -> None:
         with pytest.raises(TouchedError):
             use()
     assert number is not None
+
+
+@pytest.mark.slow
+def test_rows_and_lengths_free_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer reads its sizes from another op than the last; that is no difference."""
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(n_layer=LAYERS, n_embd=32, n_head=2, n_positions=32, attn_pdrop=0.0)
+    with torch.device("meta"):
+        model = hf.GPT2LMHeadModel(config).bfloat16().train()
+        ids = torch.zeros(4, 32, dtype=torch.int64)
+    made: list[Repeats] = []
+
+    def take(least: int) -> Captured:
+        def make(root: nn.Module) -> Repeats:
+            made.append(Repeats(root, least=least))
+            return made[-1]
+
+        monkeypatch.setattr(request, "Repeats", make)
+        return capture(model, None, {"input_ids": ids, "labels": ids}, batch_size=4)
+
+    plain, quick = take(10**6), take(LAYERS)
+    assert made[-1].repeated == LAYERS - REAL - 1
+    assert text(quick) == text(plain)
 
 
 @pytest.mark.slow
