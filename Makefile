@@ -56,7 +56,7 @@ DEMO := examples/gpt2_text.py:workload
 OUT := demo-out
 demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 	mkdir -p $(OUT)
-	$(BIN)/fxpart plan $(DEMO) --cluster local:4 --constraint stages=4 -o $(OUT)/plan.json
+	$(BIN)/fxpart plan $(DEMO) --cluster local:4 --fix stages=4 -o $(OUT)/plan.json
 	$(BIN)/fxpart train $(DEMO) --plan $(OUT)/plan.json --nproc 4 --steps 40 --lr 0.001
 	$(BIN)/fxpart verify $(DEMO) --plan $(OUT)/plan.json
 	$(BIN)/fxpart export $(DEMO) --plan $(OUT)/plan.json -o $(OUT)/program
@@ -67,7 +67,7 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 # The last one writes the README's tables and outputs from what the others kept.
-BENCHMARKS := overhead tensor_overhead zero propagation_speed placement pipeline_speed large_models maxload baselines startup compatibility readme
+BENCHMARKS := overhead tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done

@@ -24,10 +24,10 @@ def planner(note: str) -> str:
             f"`{row['cluster']}`",
             f"{row['price_cpu_seconds']:.1f}",
             f"{row['solve_cpu_seconds']:.1f}",
-            gap(row["gap"]),
-            seconds(row["step_seconds"]),
-            str(row["stages"]),
-            str(row["microbatches"]),
+            gap(row["gap"]) if "gap" in row else row["status"],
+            seconds(row.get("step_seconds")),
+            str(row.get("stages", "-")),
+            str(row.get("microbatches", "-")),
         ]
         for row in found["solved"]
     ]
