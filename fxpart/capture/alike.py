@@ -7,6 +7,7 @@ in the way if the layer's code never looks at them, which :data:`Untouchable` fi
 from __future__ import annotations
 
 import enum
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from fxpart.compat import storage_address
 
 Slot = tuple[str, str]  # the path of a submodule, "" for the layer itself, and an attribute's name
 
+_SINGLE = (type, types.FunctionType, types.ModuleType, nn.Module, torch.Tensor)
+_NOT_THE_MODELS = {"torch", *sys.stdlib_module_names}
 _PLAIN = (bool, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
@@ -159,15 +162,57 @@ def contents(module: nn.Module) -> list[object]:
     """
     found: list[object] = []
     for inner in module.modules():
-        for held in vars(inner).values():
-            found.append(held)
-            if isinstance(held, Mapping):
-                found += [*held.keys(), *held.values()]
-            elif isinstance(held, (list, tuple, set)):
-                found += held
-            elif not isinstance(held, (type, types.FunctionType, nn.Module, torch.Tensor)):
-                found += getattr(held, "__dict__", {}).values()
+        _take(vars(inner), found)
     return found
+
+
+def surroundings(module: nn.Module) -> list[object]:
+    """What the globals of the module's code hold: one that counts calls makes two calls differ.
+
+    Those of the files that its classes are in, and of the files that these import from, but torch's
+    and Python's own. To be compared item by item with ``is``.
+    """
+    kinds = dict.fromkeys(base for inner in module.modules() for base in type(inner).__mro__)
+    near = _files(kinds)
+    far = _files(held for file in near for held in vars(file).values())
+    found: list[object] = []
+    for file in dict.fromkeys((*near, *far)):
+        _take(vars(file), found)
+    return found
+
+
+def _files(held: Iterable[object]) -> list[types.ModuleType]:
+    """The Python modules among these, and those in which the classes and functions are written."""
+    found: dict[types.ModuleType, None] = {}
+    for item in held:
+        if isinstance(item, (type, types.FunctionType)):
+            file = sys.modules.get(str(item.__module__))
+        else:
+            file = item if isinstance(item, types.ModuleType) else None
+        if file is not None and file.__name__.partition(".")[0] not in _NOT_THE_MODELS:
+            found[file] = None
+    return list(found)
+
+
+def _inside(held: object) -> Iterable[object]:
+    """The attributes of an object, without any code of its own."""
+    try:
+        own = object.__getattribute__(held, "__dict__")
+    except AttributeError:
+        return ()
+    return tuple(own.values()) if isinstance(own, dict) else ()
+
+
+def _take(attributes: Mapping[str, object], found: list[object]) -> None:
+    """Add what the attributes are, and what is in those that hold more."""
+    for held in tuple(attributes.values()):
+        found.append(held)
+        if isinstance(held, dict):  # some have a values() of their own, which imports things
+            found += [*dict.keys(held), *dict.values(held)]
+        elif type(held) in (list, tuple, set):
+            found += held  # type: ignore[arg-type]
+        elif not isinstance(held, _SINGLE):
+            found += _inside(held)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 Tracing a model of 96 equal layers costs 96 times one layer. Here the model's own code runs as ever
 under the tracer, but a call of a layer that is the same program as layers before it, on arguments
-of the same description, only records the same operations again with its own inputs and state. The
-graph is that of the plain way, node for node.
+of the same description and with the same globals around, only records the same operations again
+with its own inputs and state. The graph is that of the plain way, node for node.
 
 What is the same program is decided by :mod:`fxpart.capture.alike`: class, every attribute, shapes
 and ties of tensors; numbers that only count layers must stay unlooked at. Three layers are really
@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpart.capture.alike import TouchedError, UnfitError, counters
+from fxpart.capture.alike import TouchedError, UnfitError, counters, surroundings
 from fxpart.capture.calls import Member, Watch, describe
 from fxpart.capture.segments import Segment, ends_of, renewed, results, same
 from fxpart.compat import active_tracer, has_module_hooks, traced_node, watched_calls
@@ -40,7 +41,8 @@ class DifferentError(Exception):
 class _Kind:
     """Calls alike: how many were traced, the segment to repeat, another that equals it.
 
-    ready: calls may be repeated. unfit: they are to be traced, each of them.
+    ready: calls may be repeated. unfit: they are to be traced, each of them. around: what globals
+    held at the last traced call; a call that finds others is traced.
     """
 
     traced: int = 0
@@ -49,6 +51,7 @@ class _Kind:
     unfit: bool = False
     template: Segment | None = None
     other: Segment | None = None
+    around: list[object] = field(default_factory=list)
 
 
 @dataclass
@@ -133,7 +136,9 @@ class Repeats:
         assert described is not None
         tensors = described[1]
         ends = ends_of(member.module, tensors, tracer)
-        if ends is not None and kind.ready and not member.last:
+        around = surroundings(member.module)
+        undisturbed = len(around) == len(kind.around) and all(map(is_, around, kind.around))
+        if ends is not None and kind.ready and undisturbed and not member.last:
             assert kind.template is not None and kind.other is not None
             made = renewed(kind.template, kind.other, ends, tracer)
             if made is not None:
@@ -149,6 +154,7 @@ class Repeats:
                 watch.result = call(module, *args, **kwargs)
         finally:
             self.inside = False
+        kind.around = around
         _learn(kind, watch.segment(ends), self.real)
         return watch.result
 
