@@ -257,12 +257,14 @@ def certificate(chosen: Chosen) -> Certificate:
 
 
 def seats_of(chosen: Chosen, one: Proposal, request: Request) -> Seats:
-    """Which devices the proposal's stages take, and where they begin if the user said so."""
+    """Which devices the proposal's stages take, where they begin if the user said so, and sizes."""
     fixed = any(request.constraints.get(key) for key in CUTS)
     placement = seat(request.cluster, chosen.problem, one.choice)
     return Seats(
         order=None if placement is None else order_of(request.cluster, placement),
         starts=one.choice.starts if fixed else None,
+        microbatches=one.choice.microbatches,
+        stages=len(one.choice.options),
     )
 
 

@@ -21,7 +21,7 @@ from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
 from fxpart.seating import Seats
-from fxpart.sharded.decide import shard
+from fxpart.sharded.decide import Expected, shard
 from fxpart.sharded.graphs import Sharded
 from fxpart.sharded.programs import Lanes, assign, generate
 from fxpart.sharded.record import plan_sharding, restore
@@ -63,7 +63,9 @@ def solve_exactly(
     """
     places = seats or Seats()
     sharded = (
-        shard(graph, captured, request, annotations, microbatches) if request.sharded else None
+        shard(graph, captured, request, annotations, _expected(request, microbatches, places))
+        if request.sharded
+        else None
     )
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else sharded.sharing()
@@ -112,6 +114,16 @@ def solve_exactly(
         made=made,
     )
     return plan, parts
+
+
+def _expected(request: Request, microbatches: int | None, places: Seats) -> Expected:
+    """What placements are chosen for: as asked, or else as proposed."""
+    stages = places.stages or request.stages[1]
+    if microbatches is None and places.microbatches is not None:
+        # The first of 1F1B's stages keeps one microbatch for each stage, the last keeps one.
+        flying = min(places.microbatches, (stages + 1) // 2)
+        return Expected(places.microbatches, stages, flying)
+    return Expected(microbatches, stages)
 
 
 def _in_best_order(

@@ -23,11 +23,14 @@ class Seats:
     """Where stages are to run, and where they have to begin.
 
     order: every device of the cluster, as indices, in the order in which stages take them; None as
-    they stand. starts: the first block of each stage, None for the solver's choice.
+    they stand. starts: the first block of each stage, None for the solver's choice. microbatches,
+    stages: how many are expected, which placements over the mesh are chosen for; None: unknown.
     """
 
     order: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
+    microbatches: int | None = None
+    stages: int | None = None
 
     def ordered(self, cluster: Cluster) -> Cluster:
         """The cluster with its devices in this order."""

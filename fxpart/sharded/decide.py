@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,12 +45,25 @@ def given_annotations(request: Request) -> dict[str, str]:
     return parse_annotations(given, ".json" if given.lstrip().startswith("{") else ".toml")
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What placements are chosen for, before the cuts are known.
+
+    microbatches: of a step, None where nothing is known. in_flight: how many of them a stage keeps
+    for its backward, on average.
+    """
+
+    microbatches: int | None
+    stages: int
+    in_flight: int = 1
+
+
 def shard(
     graph: fx.GraphModule,
     captured: Captured,
     request: Request,
     given: Mapping[str, str],
-    microbatches: int | None = None,
+    expected: Expected,
 ) -> Sharded:
     """Annotate, propagate and choose. given: the user's annotations, from all sources.
 
@@ -61,9 +75,9 @@ def shard(
     whole = propagated(graph, request.mesh, seeds, _names(graph, captured), close=close)
     certificate = None
     if left := _open(whole):
-        chosen, certificate = _chosen(whole, captured, request, microbatches, left)
+        chosen, certificate = _chosen(whole, captured, request, expected, left)
         rows = Sharded(chosen, captured).multiple()
-        if captured.batch_size % (rows * (microbatches or 1)):
+        if captured.batch_size % (rows * (expected.microbatches or 1)):
             # More parts than the batch has: what is open is replicated instead.
             chosen = propagated(graph, request.mesh, seeds, _names(graph, captured), close=True)
             certificate = None
@@ -113,7 +127,7 @@ def _chosen(
     graph: fx.GraphModule,
     captured: Captured,
     request: Request,
-    microbatches: int | None,
+    expected: Expected,
     left: int,
 ) -> tuple[fx.GraphModule, Certificate]:
     """The solver's choice of what is open, and its certificate for the plan."""
@@ -122,9 +136,10 @@ def _chosen(
         captured,
         request.cluster,
         cost_model=request.cost_model,
-        microbatches=microbatches or 1,
+        microbatches=expected.microbatches or 1,
         optimizer=request.optimizer,
-        stages=request.stages[1],
+        in_flight=expected.in_flight,
+        stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
     )
     whole = PassManager().run(f"place{{choice={json.dumps(found.text())}}}", graph)

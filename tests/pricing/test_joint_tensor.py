@@ -10,7 +10,7 @@ from fxpart.price import price
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
 from fxpart.requests import make_request
-from fxpart.sharded.decide import shard
+from fxpart.sharded.decide import Expected, shard
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem, Work
 from fxpart.solver.objective import evaluate as evaluate_partition
@@ -44,7 +44,7 @@ def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, ten
     graph, captured = large(name)
     cluster = Cluster.parse(CLUSTER)
     request = make_request(cluster, "adamw", "auto", {"mesh": f"tp={tensor}"}, 0)
-    sharded = shard(graph, captured, request, {}, 1)
+    sharded = shard(graph, captured, request, {}, Expected(1, request.stages[1]))
     exact, _ = price(
         sharded.local(0), captured, cluster, batch_size=ROWS, microbatches=1,
         sharing=sharded.sharing(),
