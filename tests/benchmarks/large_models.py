@@ -3,8 +3,9 @@
     python tests/benchmarks/large_models.py
 
 GPT-3 175B, a Llama of 70 billion parameters and a mixture of experts of 10^12 (DeepSeek-V3's 61
-layers and 256 experts, with wider ones) on the meta device, in bfloat16, 32 sequences of 2048
-tokens, for 128 H100 in 16 hosts. Each model has a process of its own, so that its peak memory is
+layers and 256 experts, with wider ones) on the meta device, in bfloat16, for 1,024 H100 in 128
+hosts; 1536 sequences of 2048 tokens, captured with 8 of them. The planner chooses the mesh. Each
+model has a process of its own, so that its peak memory is
 its own: capture and passes by themselves, then one compile() from the start. CPU seconds, not wall
 time.
 """
@@ -21,7 +22,7 @@ from typing import Any
 from record import parser, write
 
 MODELS = ("gpt3-175b", "llama-70b", "moe-1t")
-CLUSTER, ROWS, LENGTH = "16x8xh100", 32, 2048
+CLUSTER, ROWS, BATCH, LENGTH = "128x8xh100", 8, 1536, 2048
 
 
 def model(name: str, layers: int = 96) -> Any:
@@ -71,7 +72,7 @@ def measure(name: str) -> dict[str, Any]:
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     imported = cpu()
-    captured = capture(whole, None, batch, batch_size=ROWS)
+    captured = capture(whole, None, batch, batch_size=BATCH)
     traced = cpu()
     PassManager().run(PREPARE, captured.graph)
     start = cpu()
@@ -83,7 +84,7 @@ def measure(name: str) -> dict[str, Any]:
         "passes_cpu_seconds": round(start - traced, 1),
     }
     try:
-        program = fxpart.compile(whole, CLUSTER, example_kwargs=batch, batch_size=ROWS)
+        program = fxpart.compile(whole, CLUSTER, example_kwargs=batch, batch_size=BATCH)
     except fxpart.FxpartError as none:
         plan = None
         figures["refused"] = none.code
@@ -95,6 +96,8 @@ def measure(name: str) -> dict[str, Any]:
         return figures
     return {
         **figures,
+        "devices": len(plan.cluster.devices),
+        "mesh": plan.mesh,
         "ops": plan.model.nodes,
         "blocks": plan.model.blocks,
         "stages": len(plan.stages),

@@ -202,7 +202,7 @@ def large_models(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             f"planning {row['model']} ({row['parameters'] / 1e9:.1f} G parameters, {row['ops']:,}"
-            " ops) for 128 H100, without its weights",
+            f" ops) for {row.get('devices', 128):,} H100, without its weights",
             f"**{row['compile_cpu_seconds']:.0f} CPU s** (capture"
             f" {row['capture_cpu_seconds']:.0f}), peak {row['peak_rss_gib']:.2f} GiB;"
             f" {row['stages']} stages, {row['microbatches']} microbatches, {row['certificate']}",
