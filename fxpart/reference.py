@@ -6,7 +6,7 @@ graph, torch's autograd differentiates it and one torch optimizer updates all pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,13 +48,15 @@ class OneProcess:
         microbatches: int,
         seed: int,
         multiple: int = 1,
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """optimizer: callable that takes the parameter list and returns a torch optimizer.
 
         multiple: the rows of each microbatch are a multiple of it, as ranks that share them need.
+        convert: what the run starts from in place of each tensor of the state, in another dtype.
         """
         self.captured = captured
-        self.state = clone_state(captured)
+        self.state = clone_state(captured, convert)
         self.microbatches = microbatches
         self.multiple = multiple
         self.seed = seed
@@ -90,11 +92,19 @@ class OneProcess:
         return {n: g.clone() for n in names if (g := self.state[n].grad) is not None}
 
 
-def clone_state(captured: Captured) -> dict[str, torch.Tensor]:
-    """Fresh copies of all state by main name, trainable where the model's was."""
+def clone_state(
+    captured: Captured, convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Fresh copies of all state by main name, trainable where the model's was.
+
+    convert: makes another tensor of each copy.
+    """
+    found = {name: tensor.detach().clone() for name, tensor in captured.state.items()}
     return {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in captured.state.items()
+        name: (tensor if convert is None else convert(tensor)).requires_grad_(
+            captured.state[name].requires_grad
+        )
+        for name, tensor in found.items()
     }
 
 

@@ -1,24 +1,35 @@
-"""How far one process is from itself: what the last bit of its weights changes in a run.
+"""How far one process is from itself: what rounding makes of a run that has no fault.
 
 Where ranks share an op, or branches that run side by side read one value, sums are made in another
-order, so that results differ in their last bits.
-A model may make much of that: the gradient of a fused bias whose keys' part is zero but for
-rounding, which AdamW scales to a full step; batch statistics over few rows. What one process itself
-changes by when each weight moves to a neighbouring float is then no fault of a partition.
+order, so that results differ in their last bits. What of that is no fault of a partition is
+measured on one process, in two ways; a difference passes where either covers it:
+
+* nudged: how much it changes when each weight moves to a neighbouring float. Some models make much
+  of the last bit: the gradient of a fused bias whose keys' part is zero but for rounding, which
+  AdamW scales to a full step; batch statistics over few rows.
+* in double precision: how far its float32 numbers are from its float64 numbers. A sum of many terms
+  that cancel (the gradient of a bias, over all rows) is wrong in more than its last bits, and
+  differently so in another order, which need not show when weights move. A distance above LIMIT
+  does not count: then the two runs have parted for other reasons, and a fault could hide there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fxpart.double import InDouble, widened
 from fxpart.reference import OneProcess
 
 RUNS = 2  # nudged runs; the largest change of them counts
 FACTOR = 4.0  # by which another sample of the same rounding may be larger
+LIMIT = 1e-4  # a larger distance from double precision says nothing
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -36,31 +47,71 @@ class Rounding:
         )
 
 
-def rounding(
-    make: Callable[[], OneProcess],
+def measures(
+    make: Callable[[Convert | None], OneProcess],
     leaves: Callable[[], list[Any]],
     steps: int,
     relative: Callable[[torch.Tensor | None, torch.Tensor | None], float],
-) -> Rounding:
-    """Train one process as it is and nudged, and compare.
+) -> Iterator[Rounding]:
+    """Train one process nudged, then in double precision, and compare with it as it is.
 
-    make: a fresh process. leaves: the batch's tensors. relative: the measure of a difference.
+    make: a fresh process, its state converted. leaves: the batch's tensors. relative: the measure
+    of a difference. Gives what is known after each; the second run is made only when asked for.
+    Nothing more comes where double precision says nothing: a model with values of fewer bits than
+    float32 or all of them in float64, or one that cannot run so.
     """
     found = Rounding()
-    plain = _run(make(), leaves, steps)
+    plain = _run(make(None), leaves, steps)
     for seed in range(1, RUNS + 1):
-        process = make()
+        process = make(None)
         nudge(process, seed)
-        other = _run(process, leaves, steps)
-        for (loss, gradients), (loss2, gradients2) in zip(plain[0], other[0], strict=True):
-            found.loss = max(found.loss, FACTOR * relative(loss2, loss))
-            for name, gradient in gradients.items():
-                change = FACTOR * relative(gradients2.get(name), gradient)
-                found.gradient[name] = max(found.gradient.get(name, 0.0), change)
-        for name, tensor in plain[1].items():
-            change = FACTOR * relative(other[1][name], tensor)
-            found.state[name] = max(found.state.get(name, 0.0), change)
-    return found
+        _widen(found, plain, _run(process, leaves, steps), relative, float("inf"))
+    yield found
+    exact = _in_double(make, leaves, steps)
+    if exact is not None:
+        _widen(found, plain, exact, relative, LIMIT)
+        yield found
+
+
+def _widen(
+    known: Rounding,
+    plain: Trained,
+    other: Trained,
+    relative: Callable[[torch.Tensor | None, torch.Tensor | None], float],
+    limit: float,
+) -> None:
+    """Add what tells the other run from the plain one; not what is above limit."""
+
+    def add(table: dict[str, float], changes: dict[str, float]) -> None:
+        for name, change in changes.items():
+            if change <= limit:
+                table[name] = max(table.get(name, 0.0), FACTOR * change)
+
+    gradients: dict[str, float] = {}
+    losses = {"": 0.0}
+    for (loss, mine), (loss2, theirs) in zip(plain.steps, other.steps, strict=True):
+        losses[""] = max(losses[""], relative(loss2, loss))
+        for name, gradient in mine.items():
+            change = relative(theirs.get(name), gradient)
+            gradients[name] = max(gradients.get(name, 0.0), change)
+    largest = {"": known.loss}
+    add(largest, losses)
+    known.loss = largest[""]
+    add(known.gradient, gradients)
+    add(known.state, {n: relative(other.state[n], t) for n, t in plain.state.items()})
+
+
+def _in_double(
+    make: Callable[[Convert | None], OneProcess], leaves: Callable[[], list[Any]], steps: int
+) -> Trained | None:
+    """The process in double precision, None where that says nothing or cannot be."""
+    try:
+        process = make(widened)
+        if all(process.state[n].dtype == t.dtype for n, t in process.captured.state.items()):
+            return None
+        return _run(process, lambda: [widened(leaf) for leaf in leaves()], steps, InDouble)
+    except Exception:  # ops of the user's may raise anything on dtypes they never saw
+        return None
 
 
 def nudge(process: OneProcess, seed: int) -> None:
@@ -73,16 +124,25 @@ def nudge(process: OneProcess, seed: int) -> None:
             tensor.copy_(torch.nextafter(tensor, tensor + (2 * ups - 1) * (1 + tensor.abs())))
 
 
-Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+@dataclass(frozen=True)
+class Trained:
+    """A run. steps: loss and gradients of each. state: what it ended with."""
+
+    steps: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    state: dict[str, torch.Tensor]
 
 
 def _run(
-    process: OneProcess, leaves: Callable[[], Iterable[Any]], steps: int
-) -> tuple[Steps, dict[str, torch.Tensor]]:
-    """Loss and gradients of each step, and the state at the end."""
+    process: OneProcess,
+    leaves: Callable[[], list[Any]],
+    steps: int,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trained:
+    """Train. within: what forward and backward run in."""
     found = []
     for _ in range(steps):
-        loss = process.backward(list(leaves()))
+        with within():
+            loss = process.backward(leaves())
         found.append((loss, process.gradients()))
         process.update()
-    return found, process.state
+    return Trained(found, process.state)

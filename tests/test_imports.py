@@ -20,6 +20,7 @@ LAYERS = (
     ("report", "api"),
     ("verify", "running", "front", "exact", "choosing", "whatif"),
     ("sharded", "rounding"),
+    ("double",),
     ("planning", "price", "seating"),
     ("planning_joint",),
     ("requests",),
