@@ -15,6 +15,7 @@ from fxpart.plan import Plan, PlanModel
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.price import price, step_sums
 from fxpart.pricing.orders import best_order
+from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request
 from fxpart.runtime.links import edges
@@ -69,11 +70,10 @@ def solve_exactly(
     )
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else sharded.sharing()
-    cluster = places.ordered(request.cluster)
     problem, provenance = price(
         local,
         captured,
-        cluster,
+        places.ordered(request.cluster),
         cost_model=request.cost_model,
         batch_size=captured.batch_size,
         microbatches=microbatches,
@@ -93,10 +93,9 @@ def solve_exactly(
     count = problem.variants[choice.variant].microbatches
     shared = None
     if sharded is not None and sharing is not None:
-        sums = step_sums(local, captured, cluster, request.cost_model, sharing)
-        if blocks:
-            sums = replace(sums, by_block=tuple(sums.by_block[b] for b in blocks))
-        shared = Shared(plan_sharding(sharded), sharded.degrees(), sums)
+        ordered = places.ordered(request.cluster)
+        sums = step_sums(local, captured, ordered, request.cost_model, sharing)
+        shared = _shared(sharded, sums, blocks)
         provenance = {**provenance, "placements": sharded.provenance}
     plan = make_plan(
         info,
@@ -114,6 +113,13 @@ def solve_exactly(
         made=made,
     )
     return plan, parts
+
+
+def _shared(sharded: Sharded, sums: StepSums, blocks: Sequence[int]) -> Shared:
+    """How the ranks of a stage share it. blocks: where they stand in another order."""
+    if blocks:
+        sums = replace(sums, by_block=tuple(sums.by_block[b] for b in blocks))
+    return Shared(plan_sharding(sharded), sharded.degrees(), sums)
 
 
 def _expected(request: Request, microbatches: int | None, places: Seats) -> Expected:

@@ -39,7 +39,7 @@ def program(name: str, dropout: bool = True) -> Program:
         without_dropout(built.model)
     return fxpart.compile(
         built.model, "local:4", example_inputs=built.batch, loss=built.loss,
-        batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1},
+        batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1, "mesh": "none"},
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def partitioned(name: str, stages: int, dropout: bool = True) -> Program:
     """The same model on a number of stages (fewer where it has fewer blocks)."""
     whole = program(name, dropout)
     count = min(stages, whole.plan.model.blocks)
-    constraints: dict[str, Any] = {"stages": count}
+    constraints: dict[str, Any] = {"stages": count, "mesh": "none"}
     rows = whole.plan.batch_size
     return whole.replan("local:4", microbatches=rows, constraints=constraints)
 

@@ -29,7 +29,7 @@ def measure(name: str) -> dict[str, Any]:
     try:
         whole = fxpart.compile(
             built.model, "local:4", example_inputs=built.batch, loss=built.loss,
-            batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1},
+            batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1, "mesh": "none"},
         )  # fmt: skip
         found = {stages: cut(whole, stages) for stages in STAGES}
     except fxpart.FxpartError as problem:
@@ -58,7 +58,7 @@ def cut(whole: Any, stages: int) -> tuple[Any, Any]:
     """The verification on a number of stages (fewer where there are fewer blocks), the program."""
     count = min(stages, whole.plan.model.blocks)
     program = whole.replan(
-        "local:4", microbatches=whole.plan.batch_size, constraints={"stages": count}
+        "local:4", microbatches=whole.plan.batch_size, constraints={"stages": count, "mesh": "none"}
     )
     return program.verify(steps=3), program
 

@@ -46,7 +46,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any] | None:
 
     torch.set_num_threads(1)
     batch = next(gpt2_text.batches())
-    program = fxpart.compile(gpt2_text.model(), "local:2", example_kwargs=batch)
+    program = fxpart.compile(
+        gpt2_text.model(), "local:2", example_kwargs=batch, constraints={"mesh": "none"}
+    )
     trainer = program.trainer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     model = gpt2_text.model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
