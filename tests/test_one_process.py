@@ -39,7 +39,8 @@ def program(name: str, dropout: bool = True) -> Program:
         without_dropout(built.model)
     return fxpart.compile(
         built.model, "local:4", example_inputs=built.batch, loss=built.loss,
-        batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1, "mesh": "none"},
+        batch_dims=built.batch_dims, microbatches=built.batch_size,
+        constraints={"stages": 1, "mesh": "none"},
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def measure(name: str) -> dict[str, Any]:
     try:
         whole = fxpart.compile(
             built.model, "local:4", example_inputs=built.batch, loss=built.loss,
-            batch_dims=built.batch_dims, microbatches=built.batch_size, constraints={"stages": 1, "mesh": "none"},
+            batch_dims=built.batch_dims, microbatches=built.batch_size,
+            constraints={"stages": 1, "mesh": "none"},
         )  # fmt: skip
         found = {stages: cut(whole, stages) for stages in STAGES}
     except fxpart.FxpartError as problem:
