@@ -31,7 +31,7 @@ from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.portfolio import explain_infeasible, solve
 from fxpart.solver.problem import PartitionProblem
 
-_BRANCHES = 10.0  # seconds at most for graphs of stages
+_BRANCHES = 3.0  # seconds at most for graphs of stages, whose search takes the longest
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
