@@ -26,7 +26,7 @@ from fxpart.requests import CUTS
 from fxpart.seating import Seats, order_of, seat
 from fxpart.solver.joint.choices import Translation
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
-from fxpart.solver.joint.portfolio import solve
+from fxpart.solver.joint.portfolio import solve, status_of
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -160,7 +160,7 @@ def choose_degrees(
         problem=wished,
         provenance=provenance,
         solution=JointSolution(
-            status=_status(found[0].seconds, bound),
+            status=status_of(found[0].seconds, bound),
             choice=found[0].choice,
             objective=found[0].seconds,
             bound=bound,
@@ -181,12 +181,6 @@ def _solved(
     for number, one in enumerate(problems):
         left = max(0.0, deadline - time.monotonic()) / (len(problems) - number)
         yield solve(one, time_limit=left, seed=request.seed, progress=progress)
-
-
-def _status(objective: float, bound: float) -> Status:
-    near = bound >= objective * (1 - 0.01)
-    exact = bound >= objective * (1 - 1e-6)
-    return "optimal" if exact else "within gap" if near else "best found"
 
 
 def _apart(problem: JointProblem, world: int | None) -> Iterable[JointProblem]:

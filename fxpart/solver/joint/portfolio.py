@@ -140,7 +140,7 @@ def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:
     """What ``record`` and a proven lower bound in seconds amount to."""
     bound = min(bound, record.seconds)
     return JointSolution(
-        status=_status(record.seconds, bound),
+        status=status_of(record.seconds, bound),
         choice=record.choice,
         objective=record.seconds,
         bound=bound,
@@ -149,7 +149,8 @@ def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:
     )
 
 
-def _status(objective: float, bound: float) -> Status:
+def status_of(objective: float, bound: float) -> Status:
+    """What an objective and a bound in seconds amount to."""
     if objective == inf:
         return "infeasible" if bound == inf else "unknown"
     if bound >= objective * (1 - PROVEN):
