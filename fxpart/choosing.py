@@ -33,7 +33,6 @@ from fxpart.solver.joint.problem import (
     JointSolution,
     Option,
     ScheduleName,
-    Status,
     ranks,
 )
 from fxpart.solver.joint.wishes.apply import apply_wishes, with_options
