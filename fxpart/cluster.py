@@ -6,6 +6,7 @@ Reading, writing, presets, detection and checks live in ``fxpart.cluster_io``.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: unique, e.g. "host0/gpu:3". kind: "cpu" or "gpu". model: e.g. "h100-sxm". memory: bytes.
     flops: peak FLOP/s by dtype ("float32", "bfloat16"). bandwidth: memory bytes/s. launch: seconds
-    each op costs at least. source: where the figures come from.
+    each op costs at least. source: where the figures come from. Ranks of one host may share its
+    cores and memory: then these are the rates that each has while all of them compute.
+    threads: of computation, on a CPU. price: money an hour, in any one currency. domain: what
+    fails together (a rack, a zone). measured: rates that were measured here, beside the nominal
+    ones above, by dtype (FLOP/s) and "bandwidth" (bytes/s). extra: keys of a file that fxpart does
+    not know, kept as they are. These five are left out of files and of the hash where not given.
     """
 
     name: str
@@ -29,6 +35,28 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bandwidth: float
     launch: float = 0.0
     source: str = ""
+    threads: int | msgspec.UnsetType = msgspec.UNSET
+    price: float | msgspec.UnsetType = msgspec.UNSET
+    domain: str | msgspec.UnsetType = msgspec.UNSET
+    measured: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A machine, as far as its devices share it.
+
+    name: what devices call their ``host``. cores: that ranks on it share; 0 where not known.
+    slowdown: how many times longer a computation takes while 1, 2, ... of its ranks compute at the
+    same time, as measured; empty where it was not. address: by which others reach it. source: where
+    the figures come from. extra: keys of a file that fxpart does not know, kept as they are.
+    """
+
+    name: str
+    cores: int = 0
+    slowdown: tuple[float, ...] = ()
+    address: str = ""
+    source: str = ""
+    extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +66,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bytes/s; kind: "shm", "nvlink", "net", ... ("net" means between hosts). origin: where the
     figures come from. shared: between hosts, whether all devices of a host share that bandwidth
     (one network card), so that bytes of stages on one host add up; else each device has its own.
+    segment: the name of something that links share (a PCIe switch, a network card): transfers over
+    links of one segment share its bandwidth. curve: measured (bytes, seconds), bytes rising, which
+    replace latency and bandwidth from the first to the last. extra: unknown keys of a file.
     """
 
     source: str
@@ -46,15 +77,45 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: float
     kind: str = ""
     origin: str = ""
-    shared: bool | msgspec.UnsetType = msgspec.UNSET  # left out of files and of the hash
+    # What is not given is left out of files and of the hash.
+    shared: bool | msgspec.UnsetType = msgspec.UNSET
+    segment: str | msgspec.UnsetType = msgspec.UNSET
+    curve: tuple[tuple[float, float], ...] | msgspec.UnsetType = msgspec.UNSET
+    extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured seconds of one collective over a group of ranks, by size.
+
+    operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast". ranks: of
+    the group; hosts: machines that they are on. points: (bytes, median seconds), bytes rising;
+    the bytes are those of the whole tensor, as the formulas of alphabeta.py count them. latency
+    (seconds), inverse_bandwidth (seconds a byte): the fitted line; residual: its median relative
+    error over the points. source: backend, threads, date.
+    """
+
+    operation: str
+    ranks: int
+    hosts: int = 1
+    points: tuple[tuple[float, float], ...]
+    latency: float
+    inverse_bandwidth: float
+    residual: float = 0.0
+    source: str = ""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices, in rank order, and links."""
+    """Devices, in rank order, links, and what is known of hosts.
+
+    collectives: measured seconds of collectives, see :mod:`fxpart.costmodels.communication`.
+    """
 
     name: str
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
+    hosts: tuple[Host, ...] | msgspec.UnsetType = msgspec.UNSET
+    collectives: tuple[Curve, ...] | msgspec.UnsetType = msgspec.UNSET
+    extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
     @staticmethod
     def local(ranks: int) -> Cluster:

@@ -48,6 +48,9 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP402": ("the cluster is not valid", EXIT_INPUT),
     "FXP403": ("a link is missing", EXIT_INPUT),
     "FXP404": ("the cluster preset is not known", EXIT_INPUT),
+    "FXP405": ("the profile cannot be read", EXIT_INPUT),
+    "FXP406": ("the profile was made elsewhere", EXIT_INPUT),
+    "FXP407": ("another tool's file cannot be imported", EXIT_INPUT),
     # 5xx: the run
     "FXP501": ("the ranks disagree", EXIT_RUN),
     "FXP502": ("the number of processes does not match the plan", EXIT_INPUT),

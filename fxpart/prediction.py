@@ -38,9 +38,9 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Seconds per microbatch: forward and backward (with recomputation and collectives inside a
     stage, whose share is collective), transfer (between stages), gather (ZeRO 3's weights).
     Seconds per step: sync (gradient sums over replicas, and ZeRO's other gathering), tie (messages
-    about shared parameters), optimizer. Bytes at the peak; workspace: those of
-    ``memory.activations`` that live only while a block runs. in_flight: microbatches whose
-    activations are held at once.
+    about shared parameters), optimizer, overhead (the runtime's own, where measured). Bytes at the
+    peak; workspace: those of ``memory.activations`` that live only while a block runs. in_flight:
+    microbatches whose activations are held at once.
     """
 
     ranks: tuple[int, ...]
@@ -50,6 +50,7 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer_seconds: float
     sync_seconds: float
     optimizer_seconds: float
+    overhead_seconds: float = 0.0
     collective_seconds: float = 0.0
     gather_seconds: float = 0.0
     tie_seconds: float = 0.0
@@ -71,7 +72,21 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def step_only_seconds(self) -> float:
         """beta: seconds once a step."""
-        return fsum((self.sync_seconds, self.tie_seconds, self.optimizer_seconds))
+        once = (self.sync_seconds, self.tie_seconds, self.optimizer_seconds, self.overhead_seconds)
+        return fsum(once)
+
+
+class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ranks that share a host, as far as it changes their pace.
+
+    slowdown: how many times longer a computation takes while 1, 2, ... of these ranks compute; the
+    seconds of :class:`RankPrediction` are for all of them. transfer: how many computing ranks a
+    transfer of the host counts as.
+    """
+
+    ranks: tuple[int, ...]
+    slowdown: tuple[float, ...]
+    transfer: float = 0.0
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +101,7 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     simulated_seconds: float
     bubble: float
     ranks: tuple[RankPrediction, ...]
+    hosts: tuple[HostLoad, ...] = ()
     method: Literal["simulation", "closed form"] = "simulation"
 
 

@@ -18,7 +18,9 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("report", "api"),
+    ("measuring",),
     ("verify", "running", "front", "exact", "choosing", "whatif"),
+    ("reranking",),
     ("sharded", "rounding"),
     ("double",),
     ("planning", "price", "seating"),
@@ -27,7 +29,7 @@ LAYERS = (
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),
     ("passes", "costmodels", "optimizers"),
     ("annotations",),
-    ("pipeline", "plan", "program", "costs"),
+    ("pipeline", "plan", "program", "costs", "profile"),
     ("collectives",),
     ("compat", "rng", "solver", "schedule"),
     ("sharding",),
@@ -63,7 +65,7 @@ TABLES = ("fxpart.passes", "fxpart.costmodels")
 
 TORCH_FREE = (
     "errors", "cluster", "cluster_io", "plan", "plan_io", "program", "costs", "schedule", "solver",
-    "report", "sharding", "planning_joint",
+    "report", "sharding", "planning_joint", "profile",
 )  # fmt: skip
 MODULES_OF_DANGER = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
 LONGEST_FUNCTION = 60

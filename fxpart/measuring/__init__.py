@@ -1,0 +1,1 @@
+"""Measure on the devices at hand: ops, stages, links, crowding, memory. Fills profiles."""

@@ -1,0 +1,210 @@
+"""A profile: what was measured of ops and stages on devices, in one SQLite file. No torch.
+
+Every measurement says where it was made (:class:`Setting`); nothing that was measured elsewhere is
+used silently. :mod:`fxpart.measuring` fills profiles; :mod:`fxpart.costmodels.measured` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from fxpart.errors import FxpartError, error
+
+FORMAT = 1
+T = TypeVar("T")
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Where a measurement was made, and what it holds for.
+
+    device: the model as the cluster says it ("cpu", "h100-sxm"). chip: the hardware's own name,
+    with cores for a CPU ("AMD EPYC x 2"). threads: of computation (0 on a GPU). torch: its version.
+    """
+
+    device: str
+    chip: str
+    threads: int
+    torch: str
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds: the median of ``runs`` runs without outliers, and its lower and upper quartile."""
+
+    seconds: float
+    low: float
+    high: float
+    runs: int
+
+
+class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage measured whole, alone on its device, per microbatch (optimizer: per step).
+
+    rows: of the microbatch. parts: predicted seconds of the stage by op class and direction
+    ("matmul forward"), without calibration, so that factors can be fitted to the timings.
+    """
+
+    forward: Timing
+    backward: Timing
+    optimizer: Timing
+    rows: int
+    label: str = ""
+    parts: dict[str, float] = {}
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What measured stages say about predictions made op by op, in one setting.
+
+    factors: by op class and direction ("matmul forward", "pointwise backward", "optimizer"): how
+    many times longer it takes within a stage than alone. action: seconds that the runtime needs for
+    an action beside the computation itself; step: the same once a step. residuals: by stage label,
+    (predicted with these factors, measured) seconds of a microbatch.
+    """
+
+    factors: dict[str, float] = {}
+    action: float = 0.0
+    step: float = 0.0
+    residuals: tuple[tuple[str, float, float], ...] = ()
+
+
+class Crowding(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks of one host slow each other down, in one setting, for one model.
+
+    slowdown: how many times longer forward and backward take while 1, 2, ... ranks compute.
+    transfer: how many computing ranks a transfer between two ranks of the host counts as, 0 to 2.
+    baseline: bytes that a rank's process has before it holds a model; overhead: the share by which
+    a process's peak is larger than the tensors it holds (allocator), 0 where not measured.
+    """
+
+    slowdown: tuple[float, ...] = ()
+    transfer: float = 0.0
+    baseline: int = 0
+    overhead: float = 0.0
+
+
+_TABLES = {
+    "ops": Timing,
+    "stages": StageTiming,
+    "calibrations": Calibration,
+    "crowding": Crowding,
+}
+
+
+class Profile:
+    """Measurements by kind, setting and key; a context manager over one SQLite file.
+
+    Kinds and their keys: "ops": :func:`fxpart.costmodels.measured.op_key` + " forward"/" backward";
+    "stages": the digest of the stage's program and its microbatch's rows; "calibrations" and
+    "crowding": the model's fingerprint, or "" for any model.
+    """
+
+    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        """Open a profile; create: make it where there is none. Raises FXP405 otherwise."""
+        self.path = Path(path)
+        if not create and not self.path.is_file():
+            raise _unreadable(self.path, "there is no such file", "fxpart profile TARGET -o FILE")
+        try:
+            self._base = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
+            self._prepare(create)
+        except sqlite3.Error as why:
+            raise _unreadable(self.path, str(why), "give a file that fxpart profile wrote") from why
+
+    def _prepare(self, create: bool) -> None:
+        (version,) = self._base.execute("PRAGMA user_version").fetchone()
+        known = {row[0] for row in self._base.execute("SELECT name FROM sqlite_master")}
+        if version == FORMAT and set(_TABLES) <= known:
+            return
+        if version or known or not create:
+            why = f"it has the format {version}, and this version reads {FORMAT}"
+            raise _unreadable(self.path, why, "profile again into another file")
+        for kind in _TABLES:
+            self._base.execute(
+                f"CREATE TABLE {kind} (setting TEXT, key TEXT, value TEXT, date TEXT, "
+                "PRIMARY KEY (setting, key)) WITHOUT ROWID"
+            )
+        self._base.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def put(
+        self, kind: str, setting: Setting, values: Mapping[str, object], date: str = ""
+    ) -> None:
+        """Keep measurements by key, over older ones, in one transaction. date: YYYY-MM-DD."""
+        rows = [
+            (_text(setting), key, msgspec.json.encode(value).decode(), date)
+            for key, value in values.items()
+        ]
+        assert all(isinstance(value, _TABLES[kind]) for value in values.values()), "of its kind"
+        with self._base:
+            self._base.executemany(f"INSERT OR REPLACE INTO {kind} VALUES (?, ?, ?, ?)", rows)
+
+    def get(self, kind: str, setting: Setting, of: type[T]) -> dict[str, T]:
+        """Everything of a kind in a setting, by key. ``of``: the kind's type."""
+        assert _TABLES[kind] is of
+        found = self._base.execute(
+            f"SELECT key, value FROM {kind} WHERE setting = ? ORDER BY key", (_text(setting),)
+        )
+        try:
+            return {key: msgspec.json.decode(value, type=of) for key, value in found}
+        except msgspec.MsgspecError as why:
+            raise _unreadable(self.path, f"{kind}: {why}", "profile again") from why
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Every setting that something was measured in, in order."""
+        found: set[Setting] = set()
+        for kind in _TABLES:
+            for (text,) in self._base.execute(f"SELECT DISTINCT setting FROM {kind}"):
+                found.add(msgspec.json.decode(text, type=Setting))
+        return tuple(sorted(found))
+
+    def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
+        """Everything as text: kind, setting, key, value, date."""
+        for kind in _TABLES:
+            for row in self._base.execute(f"SELECT * FROM {kind} ORDER BY setting, key"):
+                yield (kind, *row)
+
+    def merge(self, other: Profile) -> int:
+        """Take another profile's measurements, the later date where both have one; how many."""
+        taken = 0
+        with self._base:
+            for kind, setting, key, value, date in other.rows():
+                done = self._base.execute(
+                    f"INSERT INTO {kind} VALUES (?, ?, ?, ?) ON CONFLICT (setting, key) DO UPDATE "
+                    "SET value = excluded.value, date = excluded.date "
+                    "WHERE excluded.date > date",
+                    (setting, key, value, date),
+                )
+                taken += done.rowcount
+        return taken
+
+    def __enter__(self) -> Profile:
+        """The profile itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        with closing(self._base):
+            pass
+
+
+def _text(setting: Setting) -> str:
+    """Canonical, so that equal settings are one row."""
+    return json.dumps(msgspec.to_builtins(setting), sort_keys=True)
+
+
+def _unreadable(path: Path, why: str, fix: str) -> FxpartError:
+    return error("FXP405", where=str(path), why=why, fix=fix)
