@@ -1,0 +1,76 @@
+"""Footprints of this process: against tensors whose bytes are known."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from fxpart.runtime import footprint
+from fxpart.runtime.footprint import Footprint
+
+MIB = 2**20
+
+
+def test_the_peak_is_that_since_the_start() -> None:
+    footprint_ = Footprint()
+    large = torch.ones(64 * MIB // 4)
+    del large
+    footprint_.start()
+    first = footprint_.peaks()
+    assert first.peak >= first.baseline > 0
+    kept = torch.ones(32 * MIB // 4)
+    second = footprint_.peaks()
+    assert not second.exact or 31 * MIB <= second.peak - second.baseline <= 48 * MIB
+    del kept
+    assert footprint_.peaks().peak >= second.peak - MIB, "a peak does not fall (Linux rounds)"
+    footprint_.start()
+    assert not second.exact or footprint_.peaks().peak < second.peak, "unless it is forgotten"
+    footprint_.stop()
+
+
+def test_where_linux_says_nothing(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    nowhere = footprint._STATUS.with_name("no such file")
+    monkeypatch.setattr(footprint, "_STATUS", nowhere)
+    monkeypatch.setattr(footprint, "_CLEAR", nowhere / "below")
+    footprint_ = Footprint()
+    footprint_.start()
+    peaks = footprint_.peaks()
+    assert peaks.peak >= peaks.baseline > 0 and not peaks.exact
+
+
+def test_live_tensors_count_each_storage_once_until_it_is_freed() -> None:
+    footprint_ = Footprint(tensors=True)
+    footprint_.start()
+    try:
+        x = torch.ones(1000)
+        y = x * 2
+        views = y.view(10, 100), y[3:], x.detach()
+        x.mul_(3)
+        assert footprint_.peaks().live == 8000
+        del y, views
+        gc.collect()
+        z = torch.ones(500)
+        assert footprint_.peaks().live == 8000, "4,000 and 2,000 bytes"
+        footprint_.start()
+        assert footprint_.peaks().live == 6000
+        w = z + 1
+        assert footprint_.peaks().live == 8000
+        del w
+    finally:
+        footprint_.stop()
+    assert torch.ones(10_000).sum() == 10_000
+    assert footprint_.peaks().live == 8000
+
+
+def test_live_tensors_see_the_backward() -> None:
+    weight = torch.ones(100, 100, requires_grad=True)
+    footprint_ = Footprint(tensors=True)
+    footprint_.start()
+    try:
+        (weight * weight).sum().backward()
+    finally:
+        footprint_.stop()
+    product = expanded = 40_000
+    assert footprint_.peaks().live >= product + expanded
+    assert weight.grad is not None
