@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
@@ -100,3 +101,38 @@ def limit_threads(processes: int) -> None:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+
+
+# What a launcher may have left for its own processes, and must not reach others.
+_OF_LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+def for_rank(
+    rank: int, world: int, port: int, threads: int, path: Sequence[str] = ()
+) -> dict[str, str]:
+    """The environment of one of ``world`` processes on this machine, as torchrun would set it.
+
+    This process's own without what another launcher left in it. port: where the job's store listens
+    on 127.0.0.1. threads: of computation. path: folders to import from.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_LAUNCHERS and not name.startswith("TORCHELASTIC_")
+    }
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return {
+        **kept,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
