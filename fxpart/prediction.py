@@ -79,14 +79,16 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranks that share a host, as far as it changes their pace.
 
-    slowdown: how many times longer a computation takes while 1, 2, ... of these ranks compute; the
-    seconds of :class:`RankPrediction` are for all of them. transfer: how many computing ranks a
-    transfer of the host counts as.
+    slowdown: how many times longer a computation takes while 1, 2, ... ranks of the host compute.
+    full: for how many computing ranks the seconds of :class:`RankPrediction` are, which may be more
+    than the plan has there; 0: for all of ``ranks``. transfer: how many computing ranks a transfer
+    of the host counts as.
     """
 
     ranks: tuple[int, ...]
     slowdown: tuple[float, ...]
     transfer: float = 0.0
+    full: int = 0
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,6 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Load(Protocol):
+    """What a plan says of a host (:class:`fxpart.prediction.HostLoad`)."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks on it."""
+
+    @property
+    def slowdown(self) -> tuple[float, ...]:
+        """How many times longer a computation takes while 1, 2, ... ranks compute."""
+
+    @property
+    def transfer(self) -> float:
+        """How many computing ranks a transfer counts as."""
+
+    @property
+    def full(self) -> int:
+        """How many computing ranks the given seconds are for; 0: all of ``ranks``."""
 
 
 @dataclass(frozen=True)
@@ -12,20 +33,25 @@ class Crowd:
 
     host: by rank, the number of its host. slowdown: by host, how many times longer a computation
     takes while 1, 2, ... of its ranks are busy; past the end it grows in proportion; empty: never.
-    transfer: by host, how many busy ranks a transfer counts as while it is under way there.
+    transfer: by host, how many busy ranks a transfer counts as while it is under way there; empty:
+    none. loaded: by host, how many computing ranks the seconds that are given are for; 0, or where
+    it is empty, all of the host's ranks.
     """
 
     host: tuple[int, ...]
     slowdown: tuple[tuple[float, ...], ...]
     transfer: tuple[float, ...] = ()
+    loaded: tuple[int, ...] = ()
 
     def factor(self, host: int, busy: float) -> float:
         """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
         return factor(self.slowdown[host], busy)
 
     def full(self, rank: int) -> float:
-        """The factor of a rank's host while all of its ranks compute."""
-        return self.factor(self.host[rank], self.host.count(self.host[rank]))
+        """The factor of a rank's host while all compute for which its seconds are given."""
+        host = self.host[rank]
+        loaded = self.loaded[host] if self.loaded else 0
+        return self.factor(host, loaded or self.host.count(host))
 
 
 def factor(slowdown: Sequence[float], busy: float) -> float:
@@ -40,3 +66,16 @@ def factor(slowdown: Sequence[float], busy: float) -> float:
     below = int(busy)
     share = busy - below
     return slowdown[below - 1] * (1 - share) + slowdown[below] * share
+
+
+def crowd_of(hosts: Sequence[Load], ranks: int) -> Crowd:
+    """The crowd of ``ranks`` ranks; one that stands on none of the hosts is never slowed down."""
+    of = dict.fromkeys(range(ranks), len(hosts))
+    for index, host in enumerate(hosts):
+        of |= {rank: index for rank in host.ranks if rank in of}
+    return Crowd(
+        tuple(of.values()),
+        (*(tuple(host.slowdown) for host in hosts), ()),
+        (*(host.transfer for host in hosts), 0.0),
+        (*(host.full or len(host.ranks) for host in hosts), 0),
+    )

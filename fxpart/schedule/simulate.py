@@ -12,6 +12,7 @@ from typing import Literal
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.dependence import Dependence, partner, sending
 from fxpart.schedule.flight import in_flight
 from fxpart.schedule.order import earliest
@@ -30,6 +31,7 @@ def simulate(
     transfer: Transfer | None = None,
     *,
     sends: Sends = "overlapped",
+    crowd: Crowd | None = None,
 ) -> Timeline:
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
@@ -42,6 +44,8 @@ def simulate(
       are posted ahead, and only the computation that needs them waits.
     * "buffered": sends return at once, but a receive holds its rank until the data is there.
     * "rendezvous": both ranks stop for a transfer, from when both have come to it until its end.
+
+    crowd: ranks that share hosts; the seconds given are then for all of a host's ranks computing.
 
     A schedule without transfers is taken as if its links carried any number of them at once.
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
