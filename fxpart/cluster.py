@@ -91,7 +91,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     the group; hosts: machines that they are on. points: (bytes, median seconds), bytes rising;
     the bytes are those of the whole tensor, as the formulas of alphabeta.py count them. latency
     (seconds), inverse_bandwidth (seconds a byte): the fitted line; residual: its median relative
-    error over the points. source: backend, threads, date.
+    error over the points. source: backend, threads, date. extra: unknown keys of a file.
     """
 
     operation: str
@@ -102,12 +102,14 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inverse_bandwidth: float
     residual: float = 0.0
     source: str = ""
+    extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices, in rank order, links, and what is known of hosts.
 
     collectives: measured seconds of collectives, see :mod:`fxpart.costmodels.communication`.
+    extra: unknown keys of a file.
     """
 
     name: str

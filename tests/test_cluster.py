@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster, Device, Link
+from fxpart.cluster import Cluster, Device, Host, Link
 from fxpart.cluster_io import detect
 from fxpart.cluster_io.check import MAX_DEVICES
 from fxpart.cluster_io.files import decode, to_json, to_toml
@@ -131,6 +131,10 @@ def test_local_shares_the_host() -> None:
         assert rank.flops["float32"] == pytest.approx(one.devices[0].flops["float32"] / 4)
         assert rank.bandwidth == pytest.approx(one.devices[0].bandwidth / 4)
         assert "estimate" in rank.source
+        assert rank.threads == max(1, detect.cores() // 4)
+    assert four.hosts == (
+        Host(name="local", cores=detect.cores(), source="the cores that this process may use"),
+    )
     assert four.hash == Cluster.parse("local:4").hash
     assert one.devices[0].memory <= detect.memory()
 
@@ -225,7 +229,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         "deep.toml": "a = " + "[" * 100_000,
         "huge.json": '{"name": "a", "devices": [], "links": [], "n": 1e999}',
         "wrong.toml": 'name = "a"\ndevices = 3\nlinks = []',
-        "extra.json": '{"name": "a", "devices": [], "links": [], "more": 1}',
+        "hosts.json": '{"name": "a", "devices": [], "links": [], "hosts": [{"cores": 1}]}',
+        "null.json": '{"name": "a", "devices": [], "links": [], "collectives": null}',
         "digits.toml": 'name = "a"\nlinks = []\ndevices = [{memory = ' + "9" * 10_000 + "}]",
         "binary.json": "\x00\x01",
     }

@@ -1,10 +1,12 @@
-"""Find every fault of a cluster, not the first."""
+"""Find every fault of a cluster, not the first: its devices, links and what they name."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
+
+from msgspec import UNSET
 
 from fxpart.errors import Problem
 
@@ -20,16 +22,18 @@ KINDS = ("cpu", "gpu")
 
 
 def problems(cluster: Cluster) -> tuple[Problem, ...]:
-    """Every FXP402 of the cluster: devices, links and what they name."""
+    """Every FXP402 of the cluster: devices, links, hosts, measured curves, unknown keys."""
+    from fxpart.cluster_io import check_parts
+
     found: list[Problem] = []
     if not cluster.devices:
-        found.append(_problem("the cluster", "it has no devices", "add at least one device"))
+        found.append(problem("the cluster", "it has no devices", "add at least one device"))
     for count, limit, what in (
         (len(cluster.devices), MAX_DEVICES, "devices"),
         (len(cluster.links), MAX_LINKS, "links"),
     ):
         if count > limit:
-            found.append(_problem("the cluster", f"it has {count} {what}, more than {limit}"))
+            found.append(problem("the cluster", f"it has {count} {what}, more than {limit}"))
     if found:
         return tuple(found)
     found += _names(cluster)
@@ -41,11 +45,15 @@ def problems(cluster: Cluster) -> tuple[Problem, ...]:
     for (source, target), count in Counter((x.source, x.target) for x in cluster.links).items():
         if count > 1:
             why = f"it stands there {count} times, so it is unclear which one holds"
-            found.append(_problem(f"link {source!r} -> {target!r}", why, "keep one of them"))
+            found.append(problem(f"link {source!r} -> {target!r}", why, "keep one of them"))
+    found += check_parts.hosts(cluster)
+    found += check_parts.collectives(cluster)
+    found += check_parts.unknown_keys("the cluster", cluster)
     return tuple(found)
 
 
-def _problem(where: str, why: str, fix: str = "") -> Problem:
+def problem(where: str, why: str, fix: str = "") -> Problem:
+    """An FXP402."""
     return Problem("FXP402", where, why, fix or "correct the cluster file")
 
 
@@ -56,10 +64,10 @@ def _names(cluster: Cluster) -> list[Problem]:
     for name, count in Counter(d.name for d in cluster.devices).items():
         if count > 1:
             why = f"{count} devices have this name"
-            found.append(_problem(f"device {name!r}", why, "give each device its own name"))
+            found.append(problem(f"device {name!r}", why, "give each device its own name"))
         if name in hosts:
             why = "a host has the same name, so a link that names it is unclear"
-            found.append(_problem(f"device {name!r}", why, "rename one of them"))
+            found.append(problem(f"device {name!r}", why, "rename one of them"))
     return found
 
 
@@ -67,43 +75,74 @@ def _device(device: Device) -> list[Problem]:
     where = f"device {device.name[:MAX_NAME]!r}"
     found = []
     for label, name in (("name", device.name), ("host", device.host)):
-        if not name or name == ANY or len(name) > MAX_NAME or not name.isprintable():
-            why = f"the {label} {name[:MAX_NAME]!r} is empty, '*', too long or not printable"
-            found.append(_problem(where, why, f"give it a plain {label}"))
+        found += plain_name(where, label, name)
     if device.kind not in KINDS:
-        found.append(_problem(where, f"kind {device.kind!r}", f"use one of {', '.join(KINDS)}"))
+        found.append(problem(where, f"kind {device.kind!r}", f"use one of {', '.join(KINDS)}"))
     if not 0 < device.memory <= MAX_MEMORY:
         why = f"memory is {device.memory} bytes"
-        found.append(_problem(where, why, "give the bytes that the device has, above 0"))
+        found.append(problem(where, why, "give the bytes that the device has, above 0"))
     if not device.flops:
         why = "flops is empty: no rate for any dtype"
-        found.append(_problem(where, why, "give at least flops = { float32 = 1.0e12 }"))
+        found.append(problem(where, why, "give at least flops = { float32 = 1.0e12 }"))
     for dtype, rate in device.flops.items():
-        found += _positive(where, f"flops of {dtype}", rate)
-    found += _positive(where, "bandwidth", device.bandwidth)
-    found += _not_negative(where, "launch", device.launch)
-    return found
+        found += positive(where, f"flops of {dtype}", rate)
+    found += positive(where, "bandwidth", device.bandwidth)
+    found += not_negative(where, "launch", device.launch)
+    return found + _given(where, device)
+
+
+def _given(where: str, device: Device) -> list[Problem]:
+    """What is wrong with the fields of a device that may be left out."""
+    from fxpart.cluster_io import check_parts
+
+    found = []
+    if device.threads is not UNSET and device.threads < 1:
+        found.append(problem(where, f"threads is {device.threads}", "give 1 or more"))
+    if device.price is not UNSET:
+        found += not_negative(where, "price", device.price)
+    if device.domain is not UNSET:
+        found += plain_name(where, "domain", device.domain)
+    if device.measured is not UNSET:
+        for what, rate in device.measured.items():
+            found += positive(where, f"measured {what}", rate)
+    return found + check_parts.unknown_keys(where, device)
 
 
 def _link(link: Link, known: set[str]) -> list[Problem]:
+    from fxpart.cluster_io import check_parts
+
     where = f"link {link.source[:MAX_NAME]!r} -> {link.target[:MAX_NAME]!r}"
     found = []
     for label, name in (("source", link.source), ("target", link.target)):
         if name not in known:
             why = f"its {label} {name[:MAX_NAME]!r} is neither a device nor a host of the cluster"
-            found.append(_problem(where, why, "name a device, a host or '*'"))
-    found += _positive(where, "bandwidth", link.bandwidth)
-    found += _not_negative(where, "latency", link.latency)
-    return found
+            found.append(problem(where, why, "name a device, a host or '*'"))
+    found += positive(where, "bandwidth", link.bandwidth)
+    found += not_negative(where, "latency", link.latency)
+    if link.segment is not UNSET:
+        found += plain_name(where, "segment", link.segment)
+    if link.curve is not UNSET:
+        found += check_parts.points(where, "curve", link.curve)
+    return found + check_parts.unknown_keys(where, link)
 
 
-def _positive(where: str, what: str, value: float) -> list[Problem]:
+def plain_name(where: str, label: str, name: str) -> list[Problem]:
+    """What is wrong with a name that others refer to."""
+    if name and name != ANY and len(name) <= MAX_NAME and name.isprintable():
+        return []
+    why = f"the {label} {name[:MAX_NAME]!r} is empty, '*', too long or not printable"
+    return [problem(where, why, f"give it a plain {label}")]
+
+
+def positive(where: str, what: str, value: float) -> list[Problem]:
+    """What is wrong with a number that has to be finite and above 0."""
     if math.isfinite(value) and value > 0:
         return []
-    return [_problem(where, f"{what} is {value}", "give a finite number above 0")]
+    return [problem(where, f"{what} is {value}", "give a finite number above 0")]
 
 
-def _not_negative(where: str, what: str, value: float) -> list[Problem]:
+def not_negative(where: str, what: str, value: float) -> list[Problem]:
+    """What is wrong with a number that has to be finite and 0 or above."""
     if math.isfinite(value) and value >= 0:
         return []
-    return [_problem(where, f"{what} is {value}", "give a finite number, 0 or above")]
+    return [problem(where, f"{what} is {value}", "give a finite number, 0 or above")]

@@ -37,10 +37,12 @@ def detect() -> Cluster:
 def local(ranks: int) -> Cluster:
     """This host as ``ranks`` CPU devices, each with an even share of its cores and memory.
 
+    A rank computes with as many threads as it has cores, at least one.
+
     FLOP/s = cores x FLOP per cycle (instruction set) x clock x efficiency / ranks, from the data
     file "cpu"; the clock is nominal, so that the same host gives the same cluster every time.
     """
-    from fxpart.cluster import Cluster, Device, Link
+    from fxpart.cluster import Cluster, Device, Host, Link
 
     if not 1 <= ranks <= MAX_DEVICES:
         raise unknown(f"local:{ranks}", f"{ranks} ranks is not between 1 and {MAX_DEVICES}")
@@ -63,6 +65,7 @@ def local(ranks: int) -> Cluster:
             bandwidth=bandwidth / ranks,
             launch=data["launch"],
             source=source,
+            threads=max(1, count // ranks),
         )
         for rank in range(ranks)
     )
@@ -77,7 +80,8 @@ def local(ranks: int) -> Cluster:
             origin=link["source"],
         )
     ]
-    return Cluster(name=f"local:{ranks}", devices=devices, links=tuple(links))
+    here = Host(name="local", cores=count, source="the cores that this process may use")
+    return Cluster(name=f"local:{ranks}", devices=devices, links=tuple(links), hosts=(here,))
 
 
 def cores() -> int:

@@ -1,9 +1,15 @@
-"""Cluster files: TOML for people, JSON for machines, both ways; and the canonical digest."""
+"""Cluster files: TOML for people, JSON for machines, both ways; and the canonical digest.
+
+A file may hold keys that fxpart does not know, at every level. They are kept in ``extra`` and
+written back among the others, where they came from.
+"""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,17 +42,35 @@ def load(path: Path) -> Cluster:
 
 def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
     """The checked cluster in the text ``data`` of the kind ".toml" or ".json"."""
-    from fxpart.cluster import Cluster
-
     try:
         if suffix == ".json":
-            cluster = msgspec.json.decode(data, type=Cluster)
+            raw = msgspec.json.decode(data)
         else:
-            cluster = msgspec.convert(tomllib.loads(data.decode("utf-8")), Cluster)
+            raw = tomllib.loads(data.decode("utf-8"))
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         # Both parsers raise subclasses of ValueError; deep nesting and huge integers do not.
         raise _unreadable(where, str(why) or type(why).__name__) from why
+    return from_builtins(raw, where)
+
+
+def from_builtins(raw: Any, where: str = "cluster") -> Cluster:
+    """The checked cluster in what a JSON or TOML parser gave; FXP401 or FXP402."""
+    from fxpart.cluster import Cluster
+
+    try:
+        cluster = msgspec.convert(_gathered(raw, Cluster), Cluster)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
+        raise _unreadable(where, str(why) or type(why).__name__) from why
     return cluster.validate()
+
+
+def to_builtins(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as a file holds it: dicts, lists, numbers; unknown keys where they came from."""
+    made = _flat(cluster)
+    for kind in _parts():
+        if kind in made:
+            made[kind] = [_flat(item) for item in made[kind]]
+    return made
 
 
 def dump(cluster: Cluster, path: Path) -> None:
@@ -62,23 +86,22 @@ def dump(cluster: Cluster, path: Path) -> None:
 
 def to_json(cluster: Cluster) -> str:
     """The cluster as indented JSON with sorted keys and a final newline."""
-    text = msgspec.json.encode(cluster, order="sorted")
+    text = msgspec.json.encode(to_builtins(cluster), order="sorted")
     return msgspec.json.format(text, indent=2).decode() + "\n"
 
 
 def to_toml(cluster: Cluster) -> str:
-    """The cluster as TOML: the name, then one table per device and link in order."""
-    lines = [f"name = {_toml(cluster.name)}"]
-    for kind, items in (("devices", cluster.devices), ("links", cluster.links)):
+    """The cluster as TOML: what holds for all of it, then one table per host, device, link.
+
+    Raises FXP603 where an unknown key holds null, which TOML cannot say.
+    """
+    made = to_builtins(cluster)
+    tables = {kind: made.pop(kind) for kind in _parts() if made.get(kind)}
+    lines = [f"{_key(key)} = {_toml(value)}" for key, value in made.items()]
+    for kind, items in tables.items():
         for item in items:
             lines += ["", f"[[{kind}]]"]
-            fields = msgspec.structs.asdict(item)
-            given = {k: v for k, v in fields.items() if v is not msgspec.UNSET}
-            lines += [f"{key} = {_toml(value)}" for key, value in given.items()]
-    if not cluster.devices:
-        lines.insert(1, "devices = []")
-    if not cluster.links:
-        lines.insert(1, "links = []")
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in item.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -87,14 +110,59 @@ def digest(cluster: Cluster) -> str:
     return hashlib.sha256(msgspec.json.encode(cluster, order="sorted")).hexdigest()
 
 
+def _parts() -> dict[str, type[msgspec.Struct]]:
+    """The lists of a cluster, in the order in which a file has them, and what is in them."""
+    from fxpart.cluster import Curve, Device, Host, Link
+
+    return {"hosts": Host, "devices": Device, "links": Link, "collectives": Curve}
+
+
+def _gathered(raw: Any, kind: type[msgspec.Struct]) -> Any:
+    """What a parser gave, with the keys that ``kind`` does not have under ``extra``."""
+    if not isinstance(raw, dict):
+        return raw  # the conversion says what is wrong with it
+    known = set(kind.__struct_fields__) - {"extra"}
+    made = {key: value for key, value in raw.items() if key in known}
+    if len(made) < len(raw):
+        made["extra"] = {key: value for key, value in raw.items() if key not in known}
+    if "links" in known:
+        for name, part in _parts().items():
+            if isinstance(made.get(name), list):
+                made[name] = [_gathered(item, part) for item in made[name]]
+    return made
+
+
+def _flat(item: msgspec.Struct) -> dict[str, Any]:
+    """The given fields of a struct by name, unknown keys after them."""
+    fields = {k: getattr(item, k) for k in item.__struct_fields__}
+    extra = fields.pop("extra", msgspec.UNSET)
+    given = {key: value for key, value in fields.items() if value is not msgspec.UNSET}
+    return given if extra is msgspec.UNSET else {**extra, **given}
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _key(key: str) -> str:
+    """A TOML key: bare where it may be."""
+    return key if _BARE.fullmatch(key) else _toml(key)
+
+
 def _toml(value: Any) -> str:
-    """A TOML value: string, number, boolean or inline table of numbers."""
+    """A TOML value: string, number, boolean, date, or array or inline table of these."""
     if isinstance(value, str):
         # JSON's escapes of control characters are TOML's too; DEL alone needs one more.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         inner = ", ".join(f"{_toml(key)} = {_toml(entry)}" for key, entry in value.items())
         return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if value is None:
+        why = "a key that fxpart does not know holds null, which TOML cannot say"
+        raise error("FXP603", where="TOML", why=why, fix="write the cluster as .json")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
