@@ -87,6 +87,7 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
         min_stages=r.randint(1, count) if r.random() < 0.3 else 1,
         max_stages=count,
         once=r.choice((0.0, 0.0, 0.25)),
+        action=r.choice((0.0, 0.0, 0.375)),
     )
 
 

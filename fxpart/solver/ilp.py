@@ -130,7 +130,8 @@ class _Programme:
         sent = 2 * self.stages * sum(latency + size * inverse for size in one.value_bytes)
         tied = self.stages * sum(latency + w.gradient * inverse for w in problem.weights)
         m = one.microbatches
-        return m * (work + sent) + step + tie_messages(m) * tied
+        own = 2 * self.stages * problem.action
+        return m * (work + sent + own) + step + tie_messages(m) * tied
 
     def _new(self, hint: bool) -> cp_model.IntVar:
         variable = self.model.new_bool_var("")
@@ -230,6 +231,8 @@ class _Programme:
             for value, size, held in zip(problem.values, one.value_bytes, got, strict=True):
                 trips = 2 if value.gradient else 1
                 costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
+            used = 1 - self._y(len(self.blocks) - 1, p - 1)
+            costs.append((2 * problem.action, used))
             latency, inverse = tie_link(problem, p)
             fixed = [(problem.step[device.type][b], self._x(b, p)) for b in self.blocks]
             messages = tie_messages(one.microbatches)

@@ -173,8 +173,12 @@ class Scorer:
             first=first,
             last=last,
             device=k,
-            forward_seconds=fsum(variant.forward[device.type][first : last + 1]),
-            backward_seconds=fsum(variant.backward[device.type][first : last + 1]),
+            forward_seconds=fsum(
+                (problem.action, *variant.forward[device.type][first : last + 1])
+            ),
+            backward_seconds=fsum(
+                (problem.action, *variant.backward[device.type][first : last + 1])
+            ),
             transfer_seconds=fsum(
                 (2 if problem.values[v].gradient else 1)
                 * (device.latency + variant.value_bytes[v] * device.inverse_bandwidth)

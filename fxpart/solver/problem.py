@@ -86,7 +86,8 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
     would cross). step: optimizer seconds, [device type][block]; once: seconds that every stage
-    takes beside that, once a step. schedules: those to choose from.
+    takes beside that, once a step; action: that it takes beside its blocks for each forward and
+    for each backward of a microbatch (the runtime's own). schedules: those to choose from.
     min_stages, max_stages bound the number of stages (max_stages <= len(devices)).
     """
 
@@ -97,6 +98,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     variants: tuple[Variant, ...]
     step: tuple[tuple[float, ...], ...]
     once: float = 0.0
+    action: float = 0.0
     no_cut_after: tuple[int, ...] = ()
     schedules: tuple[Literal["gpipe", "1f1b"], ...] = ("1f1b",)
     min_stages: int = 1

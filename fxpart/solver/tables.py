@@ -196,6 +196,7 @@ class VariantTables:
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
+        seconds += 2 * tables.problem.action
         m = self.variant.microbatches
         sync = tie_messages(m) * (tie_latency * tables.syncs + tie_inverse * tables.sync_bytes)
         load = (m - 1) * seconds + sync + tables.step[type_]

@@ -38,8 +38,9 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
             f"{problem.min_stages} and {problem.max_stages} are not within 1 and "
             f"{len(problem.devices)} devices",
         )
-    if not _number(problem.once):
-        yield "once", "not a number from 0 to 2**60"
+    for name in ("once", "action"):
+        if not _number(getattr(problem, name)):
+            yield name, "not a number from 0 to 2**60"
     if any(not 0 <= b < n for b in problem.no_cut_after):
         yield "no_cut_after", f"a block is not one of 0 to {n - 1}"
     for index, device in enumerate(problem.devices):

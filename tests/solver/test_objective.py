@@ -30,7 +30,7 @@ def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
     one, n = problem.variants[choice.variant], len(problem.blocks)
     stage_of = {b: sum(s <= b for s in choice.starts) - 1 for b in range(n)}
     count, m = len(choice.starts), one.microbatches
-    time, load, fits = [0.0] * count, [problem.once] * count, True
+    time, load, fits = [2 * problem.action] * count, [problem.once] * count, True
     for b in range(n):
         kind = problem.devices[stage_of[b]].type
         time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]

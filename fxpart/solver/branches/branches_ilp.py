@@ -124,7 +124,8 @@ class _Model:
         inverse = max(d.inverse_bandwidth for d in problem.devices)
         sent = 2 * self.count * sum(latency + size * inverse for size in one.value_bytes)
         tied = self.count * sum(latency + w.gradient * inverse for w in problem.weights)
-        return m * (work + sent) + step + problem.once + tie_messages(m) * tied
+        own = 2 * self.count * problem.action
+        return m * (work + sent + own) + step + problem.once + tie_messages(m) * tied
 
     def _quantum(self) -> float:
         """Seconds of which all costs are whole multiples, 0 if there is nothing so coarse.
@@ -133,7 +134,7 @@ class _Model:
         """
         one, problem = self.one, self.problem
         costs = [c for rows in (one.forward, one.backward, problem.step) for r in rows for c in r]
-        costs.append(problem.once)
+        costs += [problem.once, 2 * problem.action]
         for device in problem.devices:
             costs += [device.latency, *(s * device.inverse_bandwidth for s in one.value_bytes)]
             costs += [w.gradient * device.inverse_bandwidth for w in problem.weights]
@@ -236,6 +237,8 @@ class _Model:
             for value, size, held in zip(self.problem.values, one.value_bytes, got, strict=True):
                 trips = 2 if value.gradient else 1
                 costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
+            if self.problem.action:
+                costs.append((2 * self.problem.action, self._any(range(self.n), p)))
             load = [self._int((self.tables.m - 1) * c) * held for c, held in costs]
             load += self._once(p)
             model.add(sum(load) <= longest)

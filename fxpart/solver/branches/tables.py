@@ -81,6 +81,7 @@ class Tables:
         held = sorted({w for b in inside for w in self._held[b]})
         lag, slow = self._links[stage]
         seconds = sum(one.forward[kind][b] + one.backward[kind][b] for b in inside)
+        seconds += 2 * problem.action
         seconds += sum(
             (2 if values[v].gradient else 1) * (latency + one.value_bytes[v] * inverse)
             for v in sorted(received)
