@@ -13,13 +13,16 @@ if __name__ != "fxpart.costmodels":
     )
 
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpart.errors import error
 
+from .measured import Measured
 from .roofline import Roofline
 
 if TYPE_CHECKING:
+    from fxpart.cluster import Cluster
     from fxpart.costs import CostModel
 
 COST_MODELS: dict[str, type[CostModel]] = {
@@ -27,27 +30,39 @@ COST_MODELS: dict[str, type[CostModel]] = {
 }
 
 AUTO = "roofline"
+SUFFIXES = (".profile", ".db")
 
 
-def find(name: str) -> CostModel:
-    """The cost model of that name; "auto" is the best that needs no measurement.
+def find(name: str | Path, cluster: Cluster | None = None, *, torch: str = "") -> CostModel:
+    """The cost model of that name, or the profile at that path, for a cluster.
 
-    Looks in the table, then among the entry points "fxpart.costmodels". Raises FXP109 where there
-    is none of that name.
+    "auto" is the best that needs no measurement. A file that exists, or a name that ends in
+    ".profile" or ".db", is a profile. Others are looked up in the table, then among the entry
+    points "fxpart.costmodels". torch: the version that a profile has to be of; "" for any. Raises
+    FXP109 where there is none of that name, FXP405 and FXP406 for a profile that cannot be used.
     """
-    wanted = AUTO if name == "auto" else name
+    path = Path(name)
+    if path.suffix in SUFFIXES or path.is_file():
+        return Measured.load(path, cluster, _made(COST_MODELS[AUTO], cluster), torch)
+    wanted = AUTO if name == "auto" else str(name)
     if wanted in COST_MODELS:
-        return COST_MODELS[wanted]()
+        return _made(COST_MODELS[wanted], cluster)
     found = {entry.name: entry for entry in entry_points(group="fxpart.costmodels")}
     if wanted in found:
         model: CostModel = found[wanted].load()()
         return model
     raise error(
         "FXP109",
-        where=f"cost_model={name!r}",
-        why="there is no cost model of this name",
-        fix=f"one of auto, {', '.join(sorted({*COST_MODELS, *found}))}",
+        where=f"cost_model={str(name)!r}",
+        why="there is no cost model of this name, and no such profile",
+        fix=f"one of auto, {', '.join(sorted({*COST_MODELS, *found}))}, or the file that "
+        "fxpart profile wrote",
     )
 
 
-__all__ = ["AUTO", "COST_MODELS", "find"]
+def _made(kind: type[CostModel], cluster: Cluster | None) -> CostModel:
+    del cluster  # the models of the table know links alone
+    return kind()
+
+
+__all__ = ["AUTO", "COST_MODELS", "Measured", "find"]

@@ -37,7 +37,7 @@ _NOTHING = frozenset(
     sym_constrain_range sym_constrain_range_for_size scalar_tensor _local_scalar_dense item
     """.split()
 )
-_FILLS = frozenset(
+FILLS = frozenset(
     """arange zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full linspace
     eye rand randn randint rand_like randn_like randint_like randperm tril_indices triu_indices
     fill zero bernoulli""".split()
@@ -78,7 +78,7 @@ def _forward(op: OpSpec) -> Size:
     if is_free(op):
         return 0
     written = _total(op.outputs)
-    if op.key in _FILLS:
+    if op.key in FILLS:
         return written
     if op.key in _GATHERS:
         rows = _total(t for t in op.inputs if not is_floating(t.dtype))
@@ -107,7 +107,7 @@ def _backward(op: OpSpec) -> Size:
     if op.key in _ADDITIONS:
         # a gradient of the result's own shape and dtype is passed on as it is
         out = op.outputs[0]
-        changed = [t for t in gradients if t != out]
+        changed = [t for t in gradients if (t.shape, t.dtype) != (out.shape, out.dtype)]
         return _total(changed) + incoming if changed else 0
     if op.key in _GATHERS:
         rows = _total(t for t in op.inputs if not is_floating(t.dtype))

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's shape (numbers or expressions in the graph's symbols) and dtype ("float32")."""
+    """A tensor's shape (numbers or expressions in the graph's symbols) and dtype ("float32").
+
+    layout: "" where it is row-major. Otherwise the dims from the outermost to the innermost in
+    memory, without those of size 1: "0.2.1" is a transposed tensor, "0x3.1" a piece of rows that
+    are 3 times as long, "~0.1" a tensor that is broadcast along dim 0. It holds at any size.
+    """
 
     shape: tuple[Size, ...]
     dtype: str
+    layout: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ used silently. :mod:`fxpart.measuring` fills profiles; :mod:`fxpart.costmodels.m
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -33,6 +35,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
     chip: str
     threads: int
     torch: str
+
+
+def chip() -> str:
+    """This host's processor as Linux names it, with the cores that this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return f"{name} x {len(affinity(0)) if affinity else os.cpu_count() or 1}"
 
 
 class Timing(msgspec.Struct, frozen=True):

@@ -161,7 +161,7 @@ class Cut(Whole):
             shape[place.dim] = _divided(shape[place.dim], self.parts)
         else:
             shape[place.dim] = place.outer * _divided(shape[place.dim], self.parts * place.outer)
-        return TensorSpec(tuple(shape), tensor.dtype)
+        return TensorSpec(tuple(shape), tensor.dtype, tensor.layout)
 
 
 class Cutter:

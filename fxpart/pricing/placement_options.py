@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -273,7 +273,7 @@ class Families:
                 found.append(tensor)
             else:
                 shape = tuple(int(d) for d in tensor.shape)
-                found.append(TensorSpec(local(shape, ports[position][0], self.mesh), tensor.dtype))
+                found.append(replace(tensor, shape=local(shape, ports[position][0], self.mesh)))
         return tuple(found)
 
     def _share(self, placements: Placements) -> float:

@@ -10,9 +10,10 @@ import sympy
 import torch
 from torch import fx
 
+from fxpart.compat import has_unbacked_symbols, size_hint
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pipeline import KEY, Annotation
-from fxpart.pipeline.collective import keyed
+from fxpart.pipeline.collective import RANDOM, is_random_shard, keyed
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
@@ -61,12 +62,21 @@ class Specs:
         self._trained = frozenset(trained)
         self._tensors: dict[fx.Node, tuple[TensorSpec, ...]] = {}
         self._known: dict[OpSpec, OpSpec] = {}
+        self._layouts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], str] = {}
 
     def tensors(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """The tensors that the node's value consists of."""
         if node not in self._tensors:
-            self._tensors[node] = tuple(_tensor(t) for t in tensors_of(node.meta.get("val")))
+            self._tensors[node] = tuple(map(self._tensor, tensors_of(node.meta.get("val"))))
         return self._tensors[node]
+
+    def _tensor(self, tensor: torch.Tensor) -> TensorSpec:
+        shape = tuple(map(expression, tensor.shape))
+        strides = tuple(map(expression, tensor.stride()))
+        if (shape, strides) not in self._layouts:
+            hints = tuple(map(size_hint, tensor.stride())) if _hinted(tensor) else ()
+            self._layouts[shape, strides] = layout(shape, strides, hints)
+        return TensorSpec(shape, dtype_name(tensor.dtype), self._layouts[shape, strides])
 
     def requires_grad(self, node: fx.Node) -> bool:
         """Whether the node's value, or the parameter it names, takes a gradient."""
@@ -95,7 +105,11 @@ class Specs:
             name=op_name(target),
             inputs=tuple(specs),
             outputs=outputs,
-            attributes=(*_attributes(args, kwargs), *self._copies(target, nodes, node)),
+            attributes=(
+                *_attributes(args, kwargs),
+                *self._copies(target, nodes, node),
+                *_drawn(node),
+            ),
             gradients=len(wanted),
             gradient_inputs=tuple(wanted),
         )
@@ -133,17 +147,40 @@ def op_name(target: object) -> str:
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
     """Whether the strides are those of a row-major tensor, told from the expressions alone."""
+    return _row_major(map(expression, tensor.shape), map(expression, tensor.stride()))
+
+
+def _row_major(shape: Iterable[Size], strides: Iterable[Size]) -> bool:
     step: Size = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        length, have = expression(size), expression(stride)
+    for length, have in zip(reversed(tuple(shape)), reversed(tuple(strides)), strict=True):
         if length != 1 and have != step and sympy.expand(have - step) != 0:
             return False
         step = step * length
     return True
 
 
-def _tensor(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(expression(d) for d in tensor.shape), dtype_name(tensor.dtype))
+def layout(shape: tuple[Size, ...], strides: tuple[Size, ...], hints: tuple[int, ...]) -> str:
+    """How a tensor lies in memory, as :class:`fxpart.costs.TensorSpec` writes it.
+
+    hints: the strides as numbers, to order dims by; empty where they are not known, and then the
+    tensor counts as row-major.
+    """
+    if len(hints) != len(shape) or _row_major(shape, strides):
+        return ""
+    dims = [d for d, size in enumerate(shape) if size != 1]
+    parts = [f"~{d}" for d in dims if strides[d] == 0]
+    step: Size = 1
+    inner = []
+    for d in sorted((d for d in dims if strides[d] != 0), key=lambda d: (hints[d], -d)):
+        longer = 1 if strides[d] == step else sympy.cancel(sympy.sympify(strides[d]) / step)
+        inner.append(str(d) if longer == 1 else f"{d}x{longer if longer.is_number else '*'}")
+        step = strides[d] * shape[d]
+    return ".".join([*parts, *reversed(inner)])
+
+
+def _hinted(tensor: torch.Tensor) -> bool:
+    """Whether every stride has a number behind it: sizes that data decide have none."""
+    return not has_unbacked_symbols(tensor)
 
 
 def _floats(tensor: TensorSpec) -> bool:
@@ -171,6 +208,13 @@ def _attributes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[st
         if value is not _TENSOR and value is not None:
             found.append((name, value))
     return tuple(found)
+
+
+def _drawn(node: fx.Node) -> tuple[tuple[str, object], ...]:
+    """For a lane's part of random numbers the shape of the whole, all of which is drawn."""
+    if not is_random_shard(node.target):
+        return ()
+    return ((RANDOM, _plain(node.args[0])),)
 
 
 _TENSOR = object()

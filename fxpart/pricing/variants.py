@@ -133,14 +133,22 @@ class Sizes:
                 op.name,
                 self._tensors(op.inputs),
                 self._tensors(op.outputs),
-                op.attributes,
+                tuple((name, self._plain(value)) for name, value in op.attributes),
                 op.gradients,
                 op.gradient_inputs,
             )
         return self._ops[op]
 
     def _tensors(self, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(tuple(map(self.number, t.shape)), t.dtype) for t in tensors)
+        return tuple(
+            TensorSpec(tuple(map(self.number, t.shape)), t.dtype, t.layout) for t in tensors
+        )
+
+    def _plain(self, value: object) -> object:
+        """An attribute with its sizes as numbers."""
+        if isinstance(value, tuple):
+            return tuple(map(self._plain, value))
+        return self.number(value) if isinstance(value, sympy.Expr) else value
 
     def _evaluate(self, size: sympy.Expr) -> int:
         given: Mapping[sympy.Symbol, sympy.Integer] = {

@@ -1,0 +1,120 @@
+"""Ops that were not measured, from those that were: the same op at other sizes, or its class."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from math import fsum
+from typing import TYPE_CHECKING
+
+from .classes import op_class
+from .opkeys import Family, family, parse_key, scale
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
+    from fxpart.costs import CostModel, OpSpec
+    from fxpart.profile import Timing
+
+BETWEEN = "measured (interpolated)"
+BEYOND = "measured (extrapolated)"
+_Sizes = tuple[int, ...]
+
+
+class Estimates:
+    """Seconds alone of ops that a profile does not hold, for one setting."""
+
+    def __init__(self, timings: Mapping[str, Timing]) -> None:
+        """timings: by op key and direction. Entries that no version wrote are passed over."""
+        self._families: dict[tuple[Family, bool], list[tuple[_Sizes, float]]] = defaultdict(list)
+        self._ops: list[tuple[OpSpec, bool, float]] = []
+        for name, timing in timings.items():
+            key, _, direction = name.rpartition(" ")
+            try:
+                spec = parse_key(key)
+            except (ValueError, TypeError, KeyError, AssertionError):
+                continue
+            kind, sizes = family(spec)
+            back = direction == "backward"
+            self._families[kind, back].append((sizes, timing.seconds))
+            self._ops.append((spec, back, timing.seconds))
+        self._rates: dict[tuple[str, str, bool], float | None] = {}
+
+    def __call__(
+        self, op: OpSpec, backward: bool, base: CostModel, device: Device
+    ) -> tuple[float, str] | None:
+        """Seconds alone, and how they were found; None where nothing like it was measured.
+
+        Between and beyond measured sizes that differ from the op's by one factor: along a line.
+        From a single one: as the formula of ``base`` grows.
+        """
+        points, one = self._points(op, backward)
+        if len(points) > 1:
+            low, high = points[0][0], points[-1][0]
+            return along(points, Fraction(1)), BETWEEN if low <= 1 <= high else BEYOND
+        if one is not None:
+            sizes, seconds = one
+            there = base.op(_resized(op, sizes), device, backward).seconds
+            here = base.op(op, device, backward).seconds
+            return seconds * (here / there if there > 0 else 1.0), BEYOND
+        return None
+
+    def rate(self, op: OpSpec, backward: bool, base: CostModel, device: Device) -> float | None:
+        """How many times longer ops of the class took, all together, than ``base`` says.
+
+        None where none was measured, or the formula says that they are free.
+        """
+        kind = op_class(op)
+        key = (kind, device.name, backward)
+        if key not in self._rates:
+            pairs = [
+                (seconds, base.op(spec, device, backward).seconds)
+                for spec, back, seconds in self._ops
+                if back is backward and op_class(spec) == kind
+            ]
+            pairs = [pair for pair in pairs if pair[1] > 0]
+            below = fsum(formula for _, formula in pairs)
+            self._rates[key] = fsum(took for took, _ in pairs) / below if below else None
+        return self._rates[key]
+
+    def _points(
+        self, op: OpSpec, backward: bool
+    ) -> tuple[list[tuple[Fraction, float]], tuple[_Sizes, float] | None]:
+        """Measured (factor to the op's sizes, seconds), by rising factor; where one only, which."""
+        kind, sizes = family(op)
+        groups: dict[frozenset[int], list[tuple[Fraction, float, _Sizes]]] = defaultdict(list)
+        for known, seconds in self._families.get((kind, backward), ()):
+            found = scale(known, sizes)
+            if found is not None:
+                groups[found[0]].append((found[1], seconds, known))
+        if not groups:
+            return [], None
+        # Of equally many the one that changes the most sizes: the batch stands in all of them.
+        best = max(groups.values(), key=lambda g: (len(g), max(e[0] for e in g)))
+        best.sort()
+        return [(f, s) for f, s, _ in best], (best[0][2], best[0][1])
+
+
+def along(points: Iterable[tuple[Fraction, float]], at: Fraction) -> float:
+    """The line through the two points next to ``at``, never falling and never below 0.
+
+    points: at least two, by rising place.
+    """
+    row = list(points)
+    above = next((i for i, (x, _) in enumerate(row) if x >= at), len(row) - 1)
+    (x0, y0), (x1, y1) = row[max(above, 1) - 1 : max(above, 1) + 1]
+    if y1 < y0:  # noise: a larger op is not faster
+        return (y0 + y1) / 2
+    return max(0.0, y0 + (y1 - y0) * float((at - x0) / (x1 - x0)))
+
+
+def _resized(op: OpSpec, sizes: _Sizes) -> OpSpec:
+    """The op at other sizes, given as one row."""
+    from dataclasses import replace
+
+    row = iter(sizes)
+    inputs, outputs = (
+        tuple(replace(t, shape=tuple(next(row) for _ in t.shape)) for t in tensors)
+        for tensors in (op.inputs, op.outputs)
+    )
+    return replace(op, inputs=inputs, outputs=outputs)

@@ -1,0 +1,255 @@
+"""Costs from a profile: what was measured on the devices at hand, and by formula what was not.
+
+Seconds of an op are those measured alone x the calibration's factor of its class and direction x
+how much longer computations take while all ranks of the device's host compute. All of them come
+from the profile; nothing is known beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import msgspec
+
+from fxpart.costs import Cost
+from fxpart.errors import FxpartError, error
+from fxpart.profile import (
+    Calibration,
+    Crowding,
+    Profile,
+    Setting,
+    StageTiming,
+    Timing,
+    chip,
+)
+from fxpart.schedule.crowd import factor
+
+from .classes import op_class
+from .estimates import Estimates
+from .opkeys import op_key
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster, Device, Link
+    from fxpart.costs import CostModel, OpSpec
+
+SOURCE = "measured"
+HERE = "local"  # the host of devices that are this machine's
+_AGAIN = "fxpart profile TARGET -o FILE"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a profile holds of one setting, by kind and key."""
+
+    ops: Mapping[str, Timing]
+    stages: Mapping[str, StageTiming]
+    calibrations: Mapping[str, Calibration]
+    crowding: Mapping[str, Crowding]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile bound to a cluster. base: what answers where nothing was measured, and for links.
+
+    settings: by device model. model: the fingerprint of the model whose calibration and crowding
+    count; see :meth:`of`.
+    """
+
+    name: ClassVar[str] = SOURCE
+    path: str
+    cluster: Cluster | None
+    base: CostModel
+    settings: Mapping[str, Setting]
+    measurements: Mapping[Setting, Measurements]
+    model: str = ""
+    _known: dict[tuple[OpSpec, str, bool], Cost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _estimates: dict[Setting, Estimates] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @staticmethod
+    def load(
+        path: str | Path, cluster: Cluster | None, base: CostModel, torch: str = ""
+    ) -> Measured:
+        """The profile at ``path`` for a cluster; read once, whole.
+
+        torch: the version that its numbers have to be of; "" for any. Raises FXP405 where it
+        cannot be read, FXP406 where it holds nothing of a device's model, threads, chip (of this
+        host's own devices) and torch. Without a cluster it answers for every setting's model.
+        """
+        with Profile(path) as profile:
+            chosen = _matching(Path(path), profile.settings(), cluster, torch)
+            return Measured(
+                str(path),
+                cluster,
+                base,
+                chosen,
+                {setting: _read(profile, setting) for setting in chosen.values()},
+            )
+
+    def of(self, model: str) -> Measured:
+        """The same with the calibration and crowding of the model with this fingerprint."""
+        return replace(self, model=model)
+
+    def setting_of(self, device: Device) -> Setting:
+        """Where the device's measurements were made. Raises FXP406 where there are none."""
+        found = self.settings.get(device.model)
+        if found is None or not _fits(found, device):
+            raise _elsewhere(Path(self.path), device, tuple(self.settings.values()))
+        return found
+
+    @property
+    def calibration(self) -> Calibration:
+        """That of the cluster's first device; without factors where there is none."""
+        return self.calibration_of(next(iter(self.settings.values())))
+
+    def calibration_of(self, setting: Setting) -> Calibration:
+        """Of the model, or else of any: the only other one there is."""
+        return _chosen(self.measurements[setting].calibrations, self.model) or Calibration()
+
+    def crowding(self, host: str) -> Crowding:
+        """How ranks slow each other down on a host: as measured for the model, or for the host."""
+        devices = [d for d in self._devices() if d.host == host]
+        for device in devices:
+            table = self.measurements[self.setting_of(device)].crowding
+            if (found := _chosen(table, self.model)) is not None:
+                return found
+        hosts = self.cluster.hosts if self.cluster is not None else ()
+        known = () if isinstance(hosts, msgspec.UnsetType) else hosts
+        return next((Crowding(slowdown=h.slowdown) for h in known if h.name == host), Crowding())
+
+    def full(self, device: Device) -> float:
+        """How many times longer the device computes while all ranks of its host do."""
+        ranks = sum(d.host == device.host for d in self._devices())
+        return factor(self.crowding(device.host).slowdown, max(1, ranks))
+
+    def stage(self, key: str) -> StageTiming | None:
+        """A stage that was measured whole, alone on its device; None where it was not."""
+        tables = (m.stages for m in self.measurements.values())
+        return next((table[key] for table in tables if key in table), None)
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers come from, in words, for plans."""
+        return "; ".join(said(setting) for setting in sorted(set(self.settings.values())))
+
+    def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        """The op, its shapes numbers, while all ranks of the device's host compute."""
+        key = (op, device.name, backward)
+        if key not in self._known:
+            self._known[key] = self._op(op, device, backward)
+        return self._known[key]
+
+    def _op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        formula = self.base.op(op, device, backward)
+        if backward and not op.gradients:
+            return formula
+        setting = self.setting_of(device)
+        direction = "backward" if backward else "forward"
+        calibrated = self.calibration_of(setting).factors.get(f"{op_class(op)} {direction}", 1.0)
+        timing = self.measurements[setting].ops.get(f"{op_key(op)} {direction}")
+        if timing is not None:
+            alone, source = timing.seconds, SOURCE
+        else:
+            estimates = self._estimate(setting)
+            found = estimates(op, backward, self.base, device)
+            if found is None:
+                rate = estimates.rate(op, backward, self.base, device)
+                # The formula's rates are those of a device while all ranks compute.
+                times = calibrated if rate is None else calibrated * rate * self.full(device)
+                return replace(formula, seconds=formula.seconds * times)
+            alone, source = found
+        return replace(formula, seconds=alone * calibrated * self.full(device), source=source)
+
+    def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+        """As the base: by what the cluster knows of its links."""
+        return self.base.reshard(source, target, size, links)
+
+    def transfer(self, size: float, link: Link) -> Cost:
+        """As the base: by what the cluster knows of its links."""
+        return self.base.transfer(size, link)
+
+    def _estimate(self, setting: Setting) -> Estimates:
+        if setting not in self._estimates:
+            self._estimates[setting] = Estimates(self.measurements[setting].ops)
+        return self._estimates[setting]
+
+    def _devices(self) -> tuple[Device, ...]:
+        return self.cluster.devices if self.cluster is not None else ()
+
+
+def said(setting: Setting) -> str:
+    """A setting in words."""
+    threads = "" if not setting.threads else f", threads: {setting.threads}"
+    return f"{setting.device} ({setting.chip}{threads}, torch {setting.torch})"
+
+
+def _read(profile: Profile, setting: Setting) -> Measurements:
+    return Measurements(
+        profile.get("ops", setting, Timing),
+        profile.get("stages", setting, StageTiming),
+        profile.get("calibrations", setting, Calibration),
+        profile.get("crowding", setting, Crowding),
+    )
+
+
+def _chosen(table: Mapping[str, T], model: str) -> T | None:
+    """The model's own, that for any model, or the only one."""
+    found = table.get(model) or table.get("")
+    return next(iter(table.values())) if found is None and len(table) == 1 else found
+
+
+def _matching(
+    path: Path, found: tuple[Setting, ...], cluster: Cluster | None, torch: str
+) -> dict[str, Setting]:
+    """By device model the setting that fits; of several that with the newest torch."""
+    if not found:
+        raise error("FXP405", where=str(path), why="it is empty", fix=_AGAIN)
+    if cluster is None:
+        return {setting.device: setting for setting in sorted(found, key=_age)}
+    chosen: dict[str, Setting] = {}
+    for device in cluster.devices:
+        fits = [s for s in found if _fits(s, device)]
+        if not fits:
+            raise _elsewhere(path, device, found)
+        same = [s for s in fits if torch in ("", s.torch)]
+        if not same:
+            why = f"this process has torch {torch}"
+            where = f"{path}: {said(max(fits, key=_age))}"
+            raise error("FXP406", where=where, why=why, fix=_AGAIN)
+        chosen[device.model] = max(same, key=_age)
+    return chosen
+
+
+def _fits(setting: Setting, device: Device) -> bool:
+    """Same model, same threads where the device says them, and this host's chip if it is here."""
+    if setting.device != device.model:
+        return False
+    threads = device.threads
+    if setting.threads and not isinstance(threads, msgspec.UnsetType):
+        if setting.threads != threads:
+            return False
+    return device.kind != "cpu" or device.host != HERE or setting.chip == chip()
+
+
+def _age(setting: Setting) -> tuple[list[int], Setting]:
+    numbers = setting.torch.partition("+")[0].split(".")
+    return [int(n) for n in numbers if n.isdigit()], setting
+
+
+def _elsewhere(path: Path, device: Device, found: tuple[Setting, ...]) -> FxpartError:
+    threads = device.threads
+    with_ = "" if isinstance(threads, msgspec.UnsetType) else f", threads: {threads}"
+    on = f" ({chip()}{with_})" if device.host == HERE and device.kind == "cpu" else with_
+    return error(
+        "FXP406",
+        where=f"{path}: {'; '.join(map(said, found)) or 'nothing'}",
+        why=f"the cluster's device {device.name} is {device.model}{on}",
+        fix=f"profile it there, and merge: {_AGAIN}",
+    )
