@@ -81,6 +81,20 @@ def transfer(size: float, link: Link) -> Cost:
     return Cost(link.latency + size / link.bandwidth, size, source="alpha-beta")
 
 
+def operation(source: str, target: str) -> str | None:
+    """The collective that a change of placement takes; None where it takes no communication."""
+    if source == target or source == "replicate" or target == "partial":
+        return None
+    if source == "partial":
+        return "all_reduce" if target == "replicate" else "reduce_scatter"
+    return "all_gather" if target == "replicate" else "all_to_all"
+
+
+def machines(links: tuple[Link, ...]) -> int:
+    """How many machines a ring of links goes around: its links between hosts, or one."""
+    return max(1, sum(link.kind == "net" for link in links))
+
+
 _SHARD = re.compile(r"shard\((\d+)\)")
 
 
@@ -99,18 +113,18 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
                 why="it is not one of replicate, partial, shard(dim)",
                 fix='write for example "shard(0)"',
             )
-    n = len(links)
-    if source == target or n <= 1 or source == "replicate" or target == "partial":
+    n, kind = len(links), operation(source, target)
+    if kind is None or n <= 1:
         return Cost(0.0, source="alpha-beta")
-    m = max(1, sum(link.kind == "net" for link in links))
+    m = machines(links)
     beta = 1 / min(link.bandwidth for link in links)
     alpha = _latencies(links)
     share = (n - 1) / n * size
-    if source == "partial" and target == "replicate":
+    if kind == "all_reduce":
         return Cost(ring_all_reduce(n, m, size, beta, alpha), 2 * share, source="alpha-beta")
-    if source == "partial":
+    if kind == "reduce_scatter":
         return Cost(reduce_scatter(n, m, size, beta, alpha), share, source="alpha-beta")
-    if target == "replicate":
+    if kind == "all_gather":
         return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
     return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
 

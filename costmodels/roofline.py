@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fxpart.costs import Cost
 
-from . import alphabeta
+from . import communication
 from .sizes import is_floating
 from .symbolic import flops, is_free, is_known, traffic
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Device, Link
+    from fxpart.cluster import Curve, Device, Link
     from fxpart.costs import OpSpec
 
 SOURCE = "roofline"
@@ -23,9 +23,14 @@ SOURCE = "roofline"
 
 @dataclass(frozen=True)
 class Roofline:
-    """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links."""
+    """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links.
+
+    curves: collectives as measured on the cluster, which replace the formulas; so does a link's own
+    curve, see :mod:`fxpart.costmodels.communication`.
+    """
 
     name: ClassVar[str] = SOURCE
+    curves: tuple[Curve, ...] = ()
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op, its shapes numbers, on the device. Views, and backwards of none, are free."""
@@ -41,12 +46,12 @@ class Roofline:
         return Cost(seconds, moved, work, SOURCE + note)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """A change of placement; see :func:`fxpart.costmodels.alphabeta.reshard`."""
-        return alphabeta.reshard(source, target, size, links)
+        """A change of placement; see :func:`fxpart.costmodels.communication.reshard`."""
+        return communication.reshard(source, target, size, links, self.curves)
 
     def transfer(self, size: float, link: Link) -> Cost:
         """``size`` bytes over one link."""
-        return alphabeta.transfer(size, link)
+        return communication.transfer(size, link)
 
 
 def _rate(op: OpSpec, device: Device) -> tuple[float, str]:

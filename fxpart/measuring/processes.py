@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fxpart.environment import for_rank, launch
 from fxpart.errors import FxpartError, Problem, error
@@ -166,7 +167,8 @@ class _Job:
             states = [process.poll() for process in self.processes]
             self._listen()
             if any(states):
-                raise self._first_failure(states)
+                time.sleep(_POLL)  # the one that the others lost may end a moment after them
+                raise self._first_failure([process.poll() for process in self.processes])
             if all(state == 0 for state in states):
                 return [self._outcome(rank)["answer"] for rank in range(self.count)]
             if time.monotonic() > end:
@@ -189,9 +191,9 @@ class _Job:
 
     def _first_failure(self, states: list[int | None]) -> FxpartError:
         """Of the rank that failed first: the others may have failed for want of it."""
-        failed = [rank for rank, state in enumerate(states) if state]
-        told = {rank: self._outcome(rank) for rank in failed if _answer(self.folder, rank).exists()}
-        silent = [rank for rank in failed if rank not in told]
+        ranks = range(self.count)
+        told = {rank: self._outcome(rank) for rank in ranks if _answer(self.folder, rank).exists()}
+        silent = [rank for rank in ranks if states[rank] and rank not in told]
         if silent:  # killed: nothing told it to write down why
             rank = silent[0]
             state = states[rank] or 0
@@ -231,7 +233,7 @@ def _store(count: int) -> Iterator[int]:
     listener.listen()
     port: int = listener.getsockname()[1]
     # A bound descriptor: the store would otherwise listen on every interface.
-    store = dist.TCPStore(
+    store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
@@ -249,7 +251,7 @@ def _group(request: dict[str, Any]) -> Iterator[None]:
     if request["device"] == "cuda":
         torch.cuda.set_device(found.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.TCPStore(found.address, found.port, timeout=limit)
+    store = TCPStore(found.address, found.port, timeout=limit)
     dist.init_process_group(
         backend, store=store, rank=found.rank, world_size=found.world, timeout=limit
     )

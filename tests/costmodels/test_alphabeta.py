@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 from fxpart.costmodels import alphabeta as ab
 from hypothesis import given
@@ -11,6 +14,7 @@ from fxpart.cluster import Link
 from fxpart.errors import FxpartError
 
 MIB = 1 << 20
+Formula = Callable[..., float]
 
 
 def beta(gigabytes: float) -> float:
@@ -39,6 +43,88 @@ def test_other_formulas_by_hand() -> None:
     assert ab.all_to_all(4, 1, size, b) * 1e6 == pytest.approx(8.4 + 3 * 3.4 + 187.5)
     assert ab.send(size, b, inter=False) * 1e6 == pytest.approx(8.4 + 3.4 + 1000)
     assert ab.send(size, b, inter=True, hops=2) * 1e6 == pytest.approx(8.4 + 9.6 + 20 + 1000)
+
+
+# The formulas once more as the literature has them: microseconds, bytes, 1/(GB/s x 1000).
+BASE, INTRA, INTER, TREE_HOP, SWITCH = 8.4, 3.4, 9.6, 28.0, 10.0
+
+
+def ring_text(n: int, m: int, size: float, per: float, h: int) -> float:
+    return (
+        BASE + 2 * (n - m) * INTRA + 2 * (m - 1) * (INTER + h * SWITCH)
+        + 2 * (n - 1) / n * size * per
+    )  # fmt: skip
+
+
+def tree_text(n: int, m: int, size: float, per: float, h: int) -> float:
+    return 2 * (n / m - 1) * TREE_HOP + math.log2(m) * (TREE_HOP + h * SWITCH) + 2 * size * per
+
+
+def gather_text(n: int, m: int, size: float, per: float, h: int) -> float:
+    return BASE + (n - m) * INTRA + (m - 1) * (INTER + h * SWITCH) + (n - 1) / n * size * per
+
+
+@pytest.mark.parametrize(
+    ("ours", "text"),
+    [
+        (ab.ring_all_reduce, ring_text),
+        (ab.tree_all_reduce, tree_text),
+        (ab.all_gather, gather_text),
+        (ab.reduce_scatter, gather_text),
+        (ab.all_to_all, lambda n, m, size, per, h: gather_text(n, m, size / n, per, h)),
+    ],
+)
+@given(
+    m=st.integers(1, 8), each=st.integers(1, 16), size=st.floats(0, 1e11),
+    gigabytes=st.floats(0.1, 1000), hops=st.integers(0, 4),
+)  # fmt: skip
+def test_formulas_against_their_text(
+    ours: Formula, text: Formula, m: int, each: int, size: float, gigabytes: float, hops: int
+) -> None:
+    expected = text(m * each, m, size, 1 / (gigabytes * 1000), hops)
+    found = ours(m * each, m, size, beta(gigabytes), hops=hops)
+    assert found * 1e6 == pytest.approx(expected)
+
+
+@given(size=st.floats(0, 1e11), gigabytes=st.floats(0.1, 1000), hops=st.integers(0, 4))
+def test_sends_against_their_text(size: float, gigabytes: float, hops: int) -> None:
+    moved = size / (gigabytes * 1000)
+    near = ab.send(size, beta(gigabytes), inter=False, hops=hops)
+    far = ab.send(size, beta(gigabytes), inter=True, hops=hops)
+    assert near * 1e6 == pytest.approx(BASE + INTRA + moved)
+    assert far * 1e6 == pytest.approx(BASE + INTER + hops * SWITCH + moved)
+
+
+def test_hops_count_between_machines_alone() -> None:
+    """A switch is paid for once a step between machines: twice for a ring, log2(m) for a tree."""
+    for formula, times in (
+        (ab.ring_all_reduce, 2 * 3),
+        (ab.tree_all_reduce, 2),
+        (ab.all_gather, 3),
+    ):
+        near = formula(16, 1, 1e6, 1e-9, hops=3) - formula(16, 1, 1e6, 1e-9)
+        far = formula(16, 4, 1e6, 1e-9, hops=3) - formula(16, 4, 1e6, 1e-9)
+        assert near == 0 and far * 1e6 == pytest.approx(times * 3 * SWITCH)
+
+
+def test_what_each_change_of_placement_calls() -> None:
+    """Costs' table of placements: nothing for slices, else one collective each."""
+    table = {
+        ("replicate", "shard(0)"): None, ("replicate", "partial"): None,
+        ("shard(0)", "partial"): None, ("shard(0)", "shard(0)"): None,
+        ("shard(0)", "replicate"): "all_gather", ("partial", "replicate"): "all_reduce",
+        ("partial", "shard(1)"): "reduce_scatter", ("shard(0)", "shard(1)"): "all_to_all",
+    }  # fmt: skip
+    for pair, operation in table.items():
+        assert ab.operation(*pair) == operation
+        assert (ab.reshard(*pair, 1e6, ring(4)).seconds > 0) == (operation is not None)
+
+
+def test_an_uneven_cut_costs_its_own_bytes() -> None:
+    """10 rows over 4 ranks: an all-gather brings each what others have, 3/4 of it on average."""
+    rows = [3, 3, 2, 2]
+    missing = sum(10 - mine for mine in rows) / 4
+    assert ab.reshard("shard(0)", "replicate", 10.0, ring(4)).bytes == missing
 
 
 def test_transfer_of_nothing_takes_the_latency() -> None:
