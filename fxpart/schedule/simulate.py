@@ -1,26 +1,30 @@
 """The simulator: when each computation and transfer of a schedule happens, from costs.
 
 Exact where the closed forms are (balanced GPipe and 1F1B), and right where they are not: unequal
-stages, skips, parallel branches, several stages on a rank, transfers that overlap or block.
+stages, skips, parallel branches, several stages on a rank, transfers that overlap or block, ranks
+that share a host's cores, links that share a card.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.causes import Sends, graph
 from fxpart.schedule.crowd import Crowd
-from fxpart.schedule.dependence import Dependence, partner, sending
+from fxpart.schedule.crowded import Segment, Work
+from fxpart.schedule.dependence import Dependence, partner
+from fxpart.schedule.events import Event, Times, Update, is_send, receives
 from fxpart.schedule.flight import in_flight
 from fxpart.schedule.order import earliest
-from fxpart.schedule.timeline import Span, Timeline
+from fxpart.schedule.sharing import shared
+from fxpart.schedule.timeline import Once, Span, Timeline
+
+__all__ = ["Segment", "Sends", "Transfer", "simulate", "simulated"]
 
 Transfer = Callable[[int, int, Kind], float]
-Sends = Literal["overlapped", "buffered", "rendezvous"]
-Times = dict[Action, tuple[float, float]]
 
 
 def simulate(
@@ -32,6 +36,10 @@ def simulate(
     *,
     sends: Sends = "overlapped",
     crowd: Crowd | None = None,
+    places: Sequence[Sequence[int]] | None = None,
+    segment: Segment | None = None,
+    once: Sequence[float] | None = None,
+    join: bool = False,
 ) -> Timeline:
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
@@ -44,43 +52,75 @@ def simulate(
       are posted ahead, and only the computation that needs them waits.
     * "buffered": sends return at once, but a receive holds its rank until the data is there.
     * "rendezvous": both ranks stop for a transfer, from when both have come to it until its end.
+    * "runtime": overlapped, within the limits of fxpart's runtime (see
+      :mod:`fxpart.schedule.window`): so many sends under way, so many receives posted ahead.
 
-    crowd: ranks that share hosts; the seconds given are then for all of a host's ranks computing.
+    crowd: ranks that share hosts. Seconds of computation are then those while all ranks of a host
+    compute, and each computation goes as fast as what computes and moves there at each moment
+    lets it. places: by rank of the schedule the ranks of the crowd that it stands for (its lanes,
+    which do the same at the same time); by default itself. segment(stage, peer, kind): the name of
+    what the link from a stage to a peer shares with others, or None: its transfers divide it.
+
+    once: by stage, seconds that the rank takes after its last computation (sums, optimizer). join:
+    all ranks meet before these, as fxpart's runtime does to agree whether the step has failed.
 
     A schedule without transfers is taken as if its links carried any number of them at once.
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
-    _check_costs(schedule, forward, backward)
+    return simulated(
+        schedule, edges, forward, backward, transfer, sends=sends, crowd=crowd, places=places,
+        segment=segment, once=once, join=join,
+    )  # fmt: skip
+
+
+def simulated(
+    schedule: Schedule,
+    edges: Iterable[StageEdge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Transfer | None,
+    *,
+    sends: Sends,
+    crowd: Crowd | None,
+    places: Sequence[Sequence[int]] | None,
+    segment: Segment | None,
+    once: Sequence[float] | None,
+    join: bool,
+    steps: int = 1,
+) -> Timeline:
+    """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
+    costs = {"forward": forward, "backward": backward, **({} if once is None else {"once": once})}
+    _check_costs(schedule, costs)
     dependence = Dependence.of(schedule, edges)
-    lowered = schedule.is_lowered
+    lanes, after = graph(
+        schedule, dependence, sends, updates=once is not None, join=join, steps=steps
+    )
 
-    def seconds(action: Action) -> float:
-        if action.kind is Kind.F:
-            return forward[action.stage]
-        if action.kind is Kind.B:
-            return backward[action.stage]
-        if action.kind in (Kind.I, Kind.W):
-            return backward[action.stage] / 2
-        if action.kind in (Kind.RECV_F, Kind.RECV_B) or transfer is None:
+    def seconds(event: Event) -> float:
+        if isinstance(event, Update):
+            return 0.0 if once is None else once[event.stage]
+        if not isinstance(event, Action) or receives(event):
             return 0.0
-        assert action.peer is not None
-        return transfer(action.stage, action.peer, action.kind)
+        if event.kind is Kind.F:
+            return forward[event.stage]
+        if event.kind is Kind.B:
+            return backward[event.stage]
+        if event.kind in (Kind.I, Kind.W):
+            return backward[event.stage] / 2
+        assert event.peer is not None
+        return 0.0 if transfer is None else transfer(event.stage, event.peer, event.kind)
 
-    after = _causes(schedule, dependence, lowered)
-    lanes = _lanes(schedule, sends)
-    if lowered:
-        for send, before in _issued(schedule, sends):
-            after[send] = before
-    if sends == "buffered":
-        for actions in schedule.ranks:
-            after |= {a.plain: [partner(a.plain)] for a in actions if _receives(a)}
-    times = earliest(lanes, after, seconds)
+    if crowd is None and segment is None:
+        return _timeline(schedule, earliest(lanes, after, seconds), transfer is not None)
+    stand = _check_places(schedule, crowd, places)
+    work = Work(schedule, seconds, crowd, stand, segment)
+    times = shared(lanes, after, work.task, work.paces, work.counters)
     return _timeline(schedule, times, transfer is not None)
 
 
-def _check_costs(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> None:
-    for name, costs in (("forward", forward), ("backward", backward)):
-        if len(costs) != schedule.stages or not all(math.isfinite(c) and c >= 0 for c in costs):
+def _check_costs(schedule: Schedule, costs: dict[str, Sequence[float]]) -> None:
+    for name, given in costs.items():
+        if len(given) != schedule.stages or not all(math.isfinite(c) and c >= 0 for c in given):
             raise error(
                 "FXP109",
                 where=f"simulate: {name}",
@@ -89,77 +129,51 @@ def _check_costs(schedule: Schedule, forward: Sequence[float], backward: Sequenc
             )
 
 
-def _receives(action: Action) -> bool:
-    return action.kind in (Kind.RECV_F, Kind.RECV_B)
-
-
-def _causes(
-    schedule: Schedule, dependence: Dependence, lowered: bool
-) -> dict[Action, list[Action]]:
-    """What each computation waits for; a transfer is known by its send."""
-    after: dict[Action, list[Action]] = {}
-    for actions in schedule.ranks:
-        for action in actions:
-            if action.kind.is_compute:
-                needs = dependence.requires(action)
-                after[action.plain] = [n if n.kind.is_compute else sending(n) for n in needs]
-                if not lowered:
-                    for send, _ in dependence.transfers(action):
-                        after[send] = [action.plain]
-    return after
-
-
-def _lanes(schedule: Schedule, sends: Sends) -> list[list[Action]]:
-    """What happens one after another: on each rank, and on each link in each direction."""
-    lanes: list[list[Action]] = []
-    links: dict[tuple[int, int], list[Action]] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        lane: list[Action] = []
-        for action in (a.plain for a in actions):
-            if action.kind.is_compute:
-                lane.append(action)
-            elif sends == "rendezvous":
-                lane.append(sending(action))
-            elif not _receives(action):
-                assert action.peer is not None
-                links.setdefault((rank, schedule.stage_rank[action.peer]), []).append(action)
-            elif sends == "buffered":
-                lane.append(action)
-        lanes.append(lane)
-    return lanes + list(links.values())
-
-
-def _issued(schedule: Schedule, sends: Sends) -> list[tuple[Action, list[Action]]]:
-    """For each send what its rank does last before it: a send is not issued earlier."""
-    found: list[tuple[Action, list[Action]]] = []
-    for actions in schedule.ranks:
-        last: list[Action] = []
-        for action in (a.plain for a in actions):
-            if action.kind.is_compute or (sends == "buffered" and _receives(action)):
-                last = [action]
-            elif not _receives(action):
-                found.append((action, last))
+def _check_places(
+    schedule: Schedule, crowd: Crowd | None, places: Sequence[Sequence[int]] | None
+) -> Sequence[Sequence[int]]:
+    """Where each rank stands; nowhere without a crowd. Raises FXP109 for ranks it does not know."""
+    count = len(schedule.ranks)
+    if crowd is None:
+        return [()] * count
+    found = [(rank,) for rank in range(count)] if places is None else places
+    if len(found) != count or any(not 0 <= r < len(crowd.host) for ranks in found for r in ranks):
+        why = f"{len(crowd.host)} ranks have a host, and {count} of the schedule need one"
+        raise error("FXP109", where="simulate: crowd", why=why, fix="")
+    if any(not 0 < factor < math.inf for curve in crowd.slowdown for factor in curve):
+        why = "a slowdown is positive and finite"
+        raise error("FXP109", where="simulate: crowd", why=why, fix="")
     return found
 
 
 def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timeline:
     spans: list[Span] = []
-    for action, (start, end) in times.items():
-        rank = schedule.stage_rank[action.stage]
-        if action.kind.is_compute:
-            spans.append(Span(rank, "compute", action, start, end))
-        elif with_transfers and not _receives(action):
-            other = partner(action)
-            spans.append(Span(rank, "send", action, start, end))
+    updates: list[Once] = []
+    for event, (start, end) in times.items():
+        if isinstance(event, Update):
+            rank = schedule.stage_rank[event.stage]
+            updates.append(Once(rank, event.stage, event.step, start, end))
+        if not isinstance(event, Action):
+            continue
+        rank = schedule.stage_rank[event.stage]
+        if event.kind.is_compute:
+            spans.append(Span(rank, "compute", event, start, end))
+        elif with_transfers and is_send(event):
+            other = partner(event)
+            spans.append(Span(rank, "send", event, start, end))
             spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, end))
     spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, s.action.stage, s.action.microbatch))
+    updates.sort(key=lambda u: (u.rank, u.start, u.stage))
     ranks = len(schedule.ranks)
     busy = [0.0] * ranks
     for span in spans:
         if span.lane == "compute":
             busy[span.rank] += span.end - span.start
+    for update in updates:
+        busy[update.rank] += update.end - update.start
     step = max((end for _, end in times.values()), default=0.0)
     bubble = 1 - sum(busy) / (ranks * step) if step > 0 else 0.0
     return Timeline(
-        schedule.name, ranks, step, max(0.0, bubble), tuple(busy), in_flight(schedule), tuple(spans)
-    )
+        schedule.name, ranks, step, max(0.0, bubble), tuple(busy), in_flight(schedule),
+        tuple(spans), tuple(updates),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from fxpart.schedule.action import Action
@@ -21,13 +21,25 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Once:
+    """What a rank does for a stage once a step (sums, optimizer), from start to end in seconds."""
+
+    rank: int
+    stage: int
+    step: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When everything happens. Seconds from the start of the step.
 
-    spans: sorted by rank, lane, start. step_seconds: end of the last span. bubble: the share of the
-    ranks' time in which they compute nothing. busy: seconds of computation per rank. in_flight: per
-    stage the most microbatches whose activations are held at once.
+    spans: sorted by rank, lane, start. updates: what is done once a step, where it was given, by
+    rank and start. step_seconds: end of the last of all. bubble: the share of the ranks' time in
+    which they compute nothing. busy: seconds of computation per rank, updates included. in_flight:
+    per stage the most microbatches whose activations are held at once.
     """
 
     name: str
@@ -37,6 +49,7 @@ class Timeline:
     busy: tuple[float, ...]
     in_flight: tuple[int, ...]
     spans: tuple[Span, ...]
+    updates: tuple[Once, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
         """The rank's computations in order."""
@@ -52,6 +65,7 @@ class Timeline:
             "busy": list(self.busy),
             "in_flight": list(self.in_flight),
             "spans": [_span_dict(span) for span in self.spans],
+            "updates": [asdict(update) for update in self.updates],
         }
 
     def chrome_trace(self) -> dict[str, object]:
@@ -66,6 +80,7 @@ class Timeline:
             events += [_name("thread_name", rank, tid, lane) for lane, tid in _THREADS.items()]
         for span in self.spans:
             events += _trace_events(span)
+        events += [_update_event(update) for update in self.updates if update.end > update.start]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -82,6 +97,15 @@ def _span_dict(span: Span) -> dict[str, object]:
     if action.peer is not None:
         found["peer"] = action.peer
     return found
+
+
+def _update_event(update: Once) -> dict[str, object]:
+    return {
+        "ph": "X", "name": f"{update.stage}UPDATE{update.step}", "cat": "update",
+        "ts": update.start * 1e6, "dur": (update.end - update.start) * 1e6,
+        "args": {"stage": update.stage, "step": update.step},
+        "pid": update.rank, "tid": _THREADS["compute"],
+    }  # fmt: skip
 
 
 def _name(what: str, rank: int, thread: int, value: str) -> dict[str, object]:

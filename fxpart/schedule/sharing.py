@@ -1,0 +1,120 @@
+"""Earliest times of events that slow each other down: processor sharing, event by event.
+
+The engine under the simulator where ranks share a host's cores, or links a card's bandwidth.
+Events that always go at one pace form a pool: a clock of its own, which runs slower while more is
+under way. On that clock an event ends at a moment that is known when it starts, so that only the
+clocks change speed when something starts or ends, and the first end of each pool is the head of a
+heap. A step costs the number of pools and the logarithm of what is under way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+from fxpart.schedule.order import E, Graph
+
+
+@dataclass(frozen=True)
+class Task:
+    """An event's work: seconds alone, the pool whose pace it goes at, the counters it raises."""
+
+    seconds: float
+    pool: int
+    counters: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many times longer work of a pool takes, by how much is under way.
+
+    counters: those that the pace depends on. slowdown: from all counters' values, positive.
+    """
+
+    counters: frozenset[int] = frozenset()
+    slowdown: Callable[[Sequence[int]], float] = lambda _: 1.0
+
+
+@dataclass
+class _Pool(Generic[E]):
+    """A clock that stood at ``shown`` at the moment ``since``, and what ends when on it."""
+
+    pace: Pace
+    slowdown: float = 1.0
+    since: float = 0.0
+    shown: float = 0.0
+    ends: list[tuple[float, int, E]] = field(default_factory=list)
+
+    def clock(self, now: float) -> float:
+        return self.shown + (now - self.since) / self.slowdown
+
+    def next(self) -> float:
+        """When the first event ends if nothing changes."""
+        return self.since + (self.ends[0][0] - self.shown) * self.slowdown
+
+    def turn(self, now: float, counts: Sequence[int]) -> None:
+        """Go on at the pace of now."""
+        slowdown = self.pace.slowdown(counts)
+        if slowdown != self.slowdown:  # a clock that never changes speed loses no bit
+            self.shown, self.since, self.slowdown = self.clock(now), now, slowdown
+
+
+def shared(
+    lanes: Iterable[Sequence[E]],
+    after: Mapping[E, Sequence[E]],
+    task: Callable[[E], Task],
+    paces: Sequence[Pace],
+    counters: int,
+) -> dict[E, tuple[float, float]]:
+    """Start and end of each event, as early as its lanes, its causes and the others allow.
+
+    lanes, after: as :func:`fxpart.schedule.order.earliest` takes them, whose times these are where
+    every pace is 1. task: of an event; paces: by pool; counters: how many there are, each of which
+    counts the events under way that raise it. Raises FXP901 if the orders contradict each other.
+    """
+    graph = Graph.of(lanes, after)
+    pools: list[_Pool[E]] = [_Pool(pace) for pace in paces]
+    watched: list[list[_Pool[E]]] = [
+        [pool for pool in pools if index in pool.pace.counters] for index in range(counters)
+    ]
+    counts = [0] * counters
+    tasks: dict[E, Task] = {}
+    starts: dict[E, float] = {}
+    times: dict[E, tuple[float, float]] = {}
+    now, ready, changed = 0.0, graph.first(), set[int]()
+    while True:
+        for event in ready:
+            work = tasks[event] = task(event)
+            pool = pools[work.pool]
+            heapq.heappush(pool.ends, (pool.clock(now) + work.seconds, len(starts), event))
+            starts[event] = now
+            for index in work.counters:
+                counts[index] += 1
+            changed.update(work.counters)
+        # Only now: where one event follows another at once, the pace stays as it is.
+        for pool in {id(pool): pool for index in changed for pool in watched[index]}.values():
+            pool.turn(now, counts)
+        active = [pool for pool in pools if pool.ends]
+        if not active:
+            break
+        moments = [pool.next() for pool in active]
+        now = max(now, min(moments))
+        ready, changed = [], set()
+        for pool, moment in zip(active, moments, strict=True):
+            if moment > now:
+                continue
+            # What ends with the first: equal on the pool's clock, hence exactly together.
+            mark = pool.ends[0][0]
+            while pool.ends and pool.ends[0][0] <= mark:
+                event = heapq.heappop(pool.ends)[2]
+                times[event] = (starts[event], now)
+                for index in tasks[event].counters:
+                    counts[index] -= 1
+                changed.update(tasks[event].counters)
+                ready.extend(graph.freed(event))
+    stuck = graph.stuck(times)
+    if stuck is not None:
+        raise stuck
+    return times
