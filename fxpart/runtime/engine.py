@@ -17,10 +17,12 @@ from fxpart.runtime.executor import Executor, Failure, Feed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.lower import lower
+from fxpart.schedule.recording import AGREE, END
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,27 @@ class Engine:
             if self.spec.loss in [v.name for v in stage.outputs]
         ]
         self._used = {rank: used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self._recorder: Recorder | None = None
+        self._exchange = transport.exchange
         self.broken: str | None = None
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder measure every pass from the next one on; None: no more."""
+        self._recorder = recorder
+        exchange = self._transport.exchange
+        self._exchange = exchange if recorder is None else recorder.timed(END, exchange)
+        for lanes in self._executors.values():
+            for lane, executors in zip(self._lanes, lanes, strict=True):
+                for executor in executors:
+                    self._attach(lane, executor)
+
+    def _attach(self, lane: Lane, executor: Executor) -> None:
+        if self._recorder is None:
+            executor.wrap(None)
+            return
+        ranks = lane_ranks(self._ranks, lane.index)
+        around = self._recorder.pen(executor.rank).around
+        executor.wrap(partial(around, target=ranks.__getitem__))
 
     def run(
         self,
@@ -98,6 +120,8 @@ class Engine:
             )
         lanes = self._get(len(cuts[0].rows), train, keep_outputs)
         executors = [executor for lane in lanes for executor in lane]
+        if self._recorder is not None:
+            self._recorder.ran()
         try:
             drives = {
                 lane.index: partial(self._drive, mine, cut, keys, gate)
@@ -131,6 +155,9 @@ class Engine:
             self._executors[key] = [
                 self._make(lane, microbatches, train, keep_outputs) for lane in self._lanes
             ]
+            for lane, made in zip(self._lanes, self._executors[key], strict=True):
+                for executor in made:
+                    self._attach(lane, executor)
         return self._executors[key]
 
     def _make(
@@ -162,7 +189,7 @@ class Engine:
         self, executors: list[Executor], cut: Cut, keys: Sequence[int], gate: Callable[[], None]
     ) -> None:
         """Step the local ranks of one lane in turn until all are through."""
-        runs = {e: e.run(self._feed(e.rank, cut, keys), gate) for e in executors}
+        runs = {e: e.run(self._feed(e.rank, cut, keys), self._gate(e, gate)) for e in executors}
         done = object()
         while runs:
             before = [e.position for e in runs]
@@ -174,6 +201,11 @@ class Engine:
                 stuck = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in runs)
                 self.broken = "no rank could go on"
                 raise error("FXP901", where=stuck, why="no rank can go on", fix="")
+
+    def _gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
+        if self._recorder is None:
+            return gate
+        return self._recorder.timed(AGREE, gate, [executor.rank])
 
     def _feed(self, rank: int, cut: Cut, keys: Sequence[int]) -> Feed:
         used, device = self._used[rank], self._devices[rank]
@@ -192,7 +224,7 @@ class Engine:
         bits = 0
         if loss is not None and loss.device.type == "cpu":
             bits = struct.unpack("<q", struct.pack("<d", loss.item()))[0]
-        rows = self._transport.exchange([len(failures), bits])
+        rows = self._exchange([len(failures), bits])
         for executor in executors:
             executor.finish()
         if any(row[0] for row in rows):

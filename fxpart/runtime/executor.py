@@ -62,7 +62,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Instruction:
+class Instruction:
     """An action made ready: what it awaits, what it does, what it does after a failure."""
 
     action: Action
@@ -123,7 +123,8 @@ class Executor:
         self.lost = False
         self._ties = TieSums(spec, modules, schedule, rank, transport, device)
         self._late: list[Arrival] = []
-        self._instructions = self._prepare(schedule.ranks[rank])
+        self._prepared = self._prepare(schedule.ranks[rank])
+        self._instructions = self._prepared
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
         self._alone = int(
@@ -132,6 +133,10 @@ class Executor:
             and not self._instructions[0].awaits
             and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
         )
+
+    def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:
+        """From the next step on run what ``around`` makes of each instruction; None: as before."""
+        self._instructions = self._prepared if around is None else list(map(around, self._prepared))
 
     def run(self, feed: Feed, gate: Callable[[], None]) -> Iterator[None]:
         """Execute one step; yields whenever a message is not there yet (in-process only).
@@ -175,7 +180,7 @@ class Executor:
         except (TransferTimeoutError, PeerLostError) as cause:
             raise self._lost(self._instructions[-1], cause) from cause
 
-    def _execute(self, instruction: _Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         """Do it, or after a failure only what other ranks wait for."""
         if self.failure is None:
             try:
@@ -202,9 +207,9 @@ class Executor:
 
     # -- preparation ------------------------------------------------------------------------
 
-    def _prepare(self, actions: Sequence[Action]) -> list[_Instruction]:
+    def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
-        done: list[_Instruction] = []
+        done: list[Instruction] = []
         for index, action in enumerate(actions):
             final = [cell for cell in self._touches(action) if last[cell] == index]
             if action.kind is Kind.F:
@@ -231,7 +236,7 @@ class Executor:
             found += [c for c in table.consumers if self._stage_rank[c] == self.rank]
         return [(stage, action.microbatch) for stage in found]
 
-    def _dropping(self, instruction: _Instruction, final: list[tuple[int, int]]) -> _Instruction:
+    def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
         """The same, and what nothing reads after it is dropped."""
         inner, cells = instruction.do, self._cells
 
@@ -240,14 +245,14 @@ class Executor:
             for cell in final:
                 cells.pop(cell, None)
 
-        return _Instruction(instruction.action, instruction.awaits, do, instruction.drain)
+        return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
 
-    def _prepare_receive(self, action: Action) -> _Instruction:
+    def _prepare_receive(self, action: Action) -> Instruction:
         """A receive is posted here at the latest; the computation that needs it waits for it."""
         post = self._routes.posting(action) or _nothing
-        return _Instruction(action, (), post, post)
+        return Instruction(action, (), post, post)
 
-    def _prepare_forward(self, action: Action) -> _Instruction:
+    def _prepare_forward(self, action: Action) -> Instruction:
         table, microbatch = self._tables[action.stage], action.microbatch
         arrivals = self._routes.arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
         own = [
@@ -275,14 +280,14 @@ class Executor:
             for name, position in table.kept:
                 self.outputs.setdefault(name, {})[microbatch] = cell.outputs[position].detach()
 
-        return _Instruction(action, arrivals, do, _dropper(arrivals))
+        return Instruction(action, arrivals, do, _dropper(arrivals))
 
-    def _prepare_backward(self, action: Action) -> _Instruction:
+    def _prepare_backward(self, action: Action) -> Instruction:
         stage, microbatch, ties = action.stage, action.microbatch, self._ties
         table, cells = self._tables[stage], self._cells
         tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
         if not (table.trains or tied):  # an owner without gradients of its own collects others'
-            return _Instruction(action, (), _nothing, _nothing)
+            return Instruction(action, (), _nothing, _nothing)
         arrivals = self._routes.arrivals(Kind.SEND_B, stage, microbatch, table.consumers)
         own = [
             (consumer, self._routes.returns[consumer, stage])
@@ -315,12 +320,12 @@ class Executor:
             ties.skip(stage, microbatch)
             drop()
 
-        return _Instruction(action, (*arrivals, *awaited), do, drain)
+        return Instruction(action, (*arrivals, *awaited), do, drain)
 
-    def _prepare_send(self, action: Action) -> _Instruction:
+    def _prepare_send(self, action: Action) -> Instruction:
         carried = self._routes.carried(action)
         if not carried:
-            return _Instruction(action, (), _nothing, _nothing)
+            return Instruction(action, (), _nothing, _nothing)
         assert action.peer is not None
         target = self._stage_rank[action.peer]
         forward = action.kind is Kind.SEND_F
@@ -347,10 +352,10 @@ class Executor:
             sizes = self._feed.sizes[microbatch]
             send([torch.zeros(of(sizes), dtype=x.dtype, device=self._device) for x, of in expected])
 
-        return _Instruction(action, (), do, drain)
+        return Instruction(action, (), do, drain)
 
     def _lost(
-        self, instruction: _Instruction, cause: TransferTimeoutError | PeerLostError
+        self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:
         """The error of a failed transfer: what this rank did, and for whom it waited."""
         self.lost = True

@@ -43,6 +43,7 @@ class Inbox:
     ) -> None:
         """source, target: ranks. messages: all of one step, in the order in which they are sent."""
         self.source = source
+        self.channel = channel
         self._transport = transport
         self._ends = (source, target, channel)
         self._device = device
@@ -83,6 +84,16 @@ class Inbox:
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
         return tensors
+
+    def settle(self, index: int) -> None:
+        """Wait for message ``index`` as :meth:`take` does, and leave it there to be taken.
+
+        Only over a transport between processes, whose transfers can be waited for twice.
+        """
+        self.ensure(index + 1)
+        for handle in self._handles[index] or ():
+            self._transport.wait(handle)
+        self.ensure(index + 1 + AHEAD)
 
     def drop(self, index: int) -> None:
         """Let message ``index`` arrive if it was not taken, and forget it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,11 +23,14 @@ from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_ta
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
+from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.sharded_state import ShardedState, has_parts
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
+from fxpart.schedule.recording import CLIP, OPTIMIZER, SPREAD, SUMS, TIES
 
 T = TypeVar("T")
+Phase = tuple[str, Callable[[], None]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
@@ -75,6 +79,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.last_grad_norm: torch.Tensor | None = None
         self.calls = 0
+        self._schedule = schedule
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self._evaluation = evaluation
@@ -106,6 +111,9 @@ class Trainer:
             self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
             check_elementwise(self.optimizer, self._held.cut())
             self._held.install(self.optimizer)
+        self._recorder: Recorder | None = None
+        self._phases = self._update_phases()
+        self._doing = tuple(do for _, do in self._phases)
 
     @property
     def rank(self) -> int:
@@ -138,6 +146,8 @@ class Trainer:
             raise error(
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
+        if self._recorder is not None:
+            self._recorder.begin(self.calls)
         read = self._read(self._feed, batch, "training")
         if self._stale:
             self.zero_grad()
@@ -154,6 +164,8 @@ class Trainer:
             raise
         self.calls += 1
         self._pending += 1
+        if self._recorder is not None:
+            self._recorder.end()
         assert loss is not None
         return loss
 
@@ -171,15 +183,11 @@ class Trainer:
             )
         if not self._pending:
             return
-        with reporting(self._transport, "sharing gradients"):
-            self._each_lane(self._held.finish)
-            share_ties(self._state, self._held)
-            if self.clip_norm is not None:
-                self.last_grad_norm = clip(self._state, self._held, self.clip_norm)
-        self.optimizer.step()
-        with reporting(self._transport, "sharing parameters"):
-            self._each_lane(self._held.spread)
+        for do in self._doing:
+            do()
         self._stale, self._pending = True, 0
+        if self._recorder is not None:
+            self._recorder.end()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -195,6 +203,22 @@ class Trainer:
         if loss is None:
             raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
         return loss
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """Measure the training steps within: what each rank does when, and its memory.
+
+            with trainer.record() as recorder:
+                trainer.step(batch)
+            recorder.recording.summary()
+
+        Every rank must begin and end it at the same steps; when it ends, what was measured is
+        exchanged. If the block raises, nothing is. Recording changes no number of the training.
+        """
+        recorder = Recorder(
+            self._transport, self._ranks, self._devices,
+            schedule=self._schedule, microbatches=self.microbatches,
+        )  # fmt: skip
+        return recorder.during(self._attach)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -261,6 +285,41 @@ class Trainer:
         self._transport.close()
 
     # -- inner ----------------------------------------------------------------------------------
+
+    def _attach(self, recorder: Recorder | None) -> None:
+        if recorder is not None and self._recorder is not None:
+            raise error("FXP109", where="record()", why="a recording is under way", fix="end it")
+        self._recorder = recorder
+        self._engine.record(recorder)
+        self._doing = tuple(
+            do if recorder is None else recorder.timed(name, do) for name, do in self._phases
+        )
+
+    def _update_phases(self) -> tuple[Phase, ...]:
+        return (
+            (SUMS, lambda: self._gradients(lambda: self._each_lane(self._held.finish))),
+            (TIES, lambda: self._gradients(lambda: share_ties(self._state, self._held))),
+            (CLIP, self._clip),
+            (OPTIMIZER, self._optimize),
+            (SPREAD, self._spread),
+        )
+
+    def _gradients(self, do: Callable[[], object]) -> None:
+        with reporting(self._transport, "sharing gradients"):
+            do()
+
+    def _clip(self) -> None:
+        if self.clip_norm is not None:
+            with reporting(self._transport, "sharing gradients"):
+                self.last_grad_norm = clip(self._state, self._held, self.clip_norm)
+
+    def _optimize(self) -> None:
+        assert self.optimizer is not None, "an update needs one"
+        self.optimizer.step()
+
+    def _spread(self) -> None:
+        with reporting(self._transport, "sharing parameters"):
+            self._each_lane(self._held.spread)
 
     def _keys(self, cut: Cut) -> list[int]:
         return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]

@@ -1,0 +1,248 @@
+"""Measures training steps: when each rank computes, waits, sends, sums and updates.
+
+The executor's instructions and the trainer's phases are prepared once. While a recorder is attached
+the calls that it wraps stand in their place; when it is detached, the prepared ones do again, so
+that training without a recorder runs no line of this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.agreement import reporting
+from fxpart.runtime.clocks import Offset, offset
+from fxpart.runtime.executor import Instruction
+from fxpart.runtime.footprint import Footprint
+from fxpart.runtime.gathered import Gathered, Message, Moved, assemble
+from fxpart.runtime.lanes import Ranks
+from fxpart.runtime.routes import Arrival
+from fxpart.runtime.transport import BACKWARD, FORWARD, Transport
+from fxpart.schedule.action import Action, Kind
+from fxpart.schedule.recording import READ, Lane, MeasuredMemory, Recording
+
+T = TypeVar("T")
+_KINDS = {FORWARD: Kind.SEND_F.value, BACKWARD: Kind.SEND_B.value}
+# A wait that is longer than this has seen the message arrive.
+_ARRIVED_MEANWHILE = 20_000  # nanoseconds
+
+
+class Recorder:
+    """What one process measures of its ranks; :attr:`recording` has that of all.
+
+    CPU: the processor's monotonic clock. GPU: the same, after everything that was launched is done;
+    so while a GPU is recorded the host does not run ahead of it, and a step takes a little longer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Ranks,
+        devices: Mapping[int, torch.device],
+        *,
+        schedule: str,
+        microbatches: int,
+    ) -> None:
+        """ranks: of each stage and lane. devices: of the local ranks."""
+        self._transport = transport
+        self._ranks = ranks
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._pens = {rank: Pen(self, rank, devices[rank]) for rank in transport.local}
+        self._footprint = Footprint(devices[transport.local[0]])
+        self._shown: Recording | None = None
+        self.settles = len(transport.local) != transport.ranks
+        self.gathered = Gathered()
+        self.step = -1
+
+    @property
+    def recording(self) -> Recording:
+        """The steps of all ranks, after the recording has ended. FXP109 before that."""
+        if self._shown is None:
+            raise error(
+                "FXP109",
+                where="recorder.recording",
+                why="the recording has not ended, or a step failed in it",
+                fix="read it after the with block",
+            )
+        return self._shown
+
+    def pen(self, rank: int) -> Pen:
+        """What writes for a local rank."""
+        return self._pens[rank]
+
+    @contextmanager
+    def during(self, attach: Callable[[Recorder | None], None]) -> Iterator[Recorder]:
+        """Measure while the context lasts; afterwards, unless it raised, exchange what was found.
+
+        attach: puts the recorder's calls in place, and with None the prepared ones again.
+        """
+        attach(self)
+        self._footprint.start()
+        try:
+            yield self
+        finally:
+            attach(None)
+        with reporting(self._transport, "gathering what was recorded"):
+            self._finish()
+
+    def begin(self, step: int) -> None:
+        """A step begins: its batch is about to be read."""
+        self.step = step
+        for pen in self._pens.values():
+            pen.begin()
+
+    def end(self) -> None:
+        """The step is over, as far as it has been done; said again after its update."""
+        for rank, pen in self._pens.items():
+            self.gathered.whole[rank, self.step] = pen.begun, pen.now()
+
+    def ran(self) -> None:
+        """The batch has been read and cut."""
+        for pen in self._pens.values():
+            pen.phase(READ, pen.begun)
+
+    def timed(
+        self, name: str, call: Callable[..., T], ranks: Sequence[int] | None = None
+    ) -> Callable[..., T]:
+        """The call, as a phase of these local ranks (None: of all)."""
+        pens = [self._pens[rank] for rank in (self._transport.local if ranks is None else ranks)]
+
+        def run(*arguments: Any) -> T:
+            starts = [pen.now() for pen in pens]
+            result = call(*arguments)
+            for pen, start in zip(pens, starts, strict=True):
+                pen.phase(name, start)
+            return result
+
+        return run
+
+    def _finish(self) -> None:
+        """Exchange what was measured; every rank does so at the same point."""
+        memory = self._memory()
+        own = offset(self._transport) if self.settles else Offset(0, 0)
+        message = Message.of(self.gathered, own.nanoseconds, own.within, memory)
+        parts = self._transport.exchange_bytes(msgspec.json.encode(message))
+        messages = [msgspec.json.decode(part, type=Message) for part in parts]
+        recording = Recording(
+            schedule=self._schedule,
+            microbatches=self._microbatches,
+            stage_ranks=self._ranks,
+            spans=(),
+            setting=self._setting(len(parts)),
+        )
+        self._shown = assemble(recording, messages)
+
+    def _memory(self) -> list[MeasuredMemory]:
+        found, local = self._footprint.peaks(), self._transport.local
+        return [
+            MeasuredMemory(
+                rank=rank,
+                baseline=found.baseline,
+                peak=found.peak,
+                live=found.live,
+                exact=found.exact,
+                shared=len(local),
+            )
+            for rank in local
+        ]
+
+    def _setting(self, processes: int) -> dict[str, str]:
+        return {
+            "processes": str(processes),
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "devices": ", ".join(dict.fromkeys(pen.device.type for pen in self._pens.values())),
+        }
+
+
+class Pen:
+    """Writes what one rank does. last: when it ended what it did last, in nanoseconds."""
+
+    def __init__(self, recorder: Recorder, rank: int, device: torch.device) -> None:
+        """device: the rank's."""
+        self._recorder = recorder
+        self._rank = rank
+        self.device = device
+        self.begun = self.last = 0
+
+    def now(self) -> int:
+        """The clock, once the device is through."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter_ns()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.begun = self.last = self.now()
+
+    def phase(self, name: str, start: int) -> None:
+        """Something that is done once a step ends now."""
+        self.last = self.now()
+        self._write("step", name, start)
+
+    def around(self, instruction: Instruction, target: Callable[[int], int]) -> Instruction:
+        """The instruction, measured. target: the rank of another stage, in this rank's lane."""
+        if instruction.action.kind.is_compute:
+            return replace(instruction, do=self._computing(instruction))
+        if instruction.action.peer is not None and _sends(instruction.action):
+            peer = target(instruction.action.peer)
+            return replace(instruction, do=self._sending(instruction, peer))
+        return instruction  # a receive is only posted
+
+    def _computing(self, instruction: Instruction) -> Callable[[], None]:
+        inner, awaits, name = instruction.do, instruction.awaits, str(instruction.action)
+        microbatch = instruction.action.microbatch
+
+        def do() -> None:
+            if self._recorder.settles:
+                self._settle(awaits, microbatch)
+            start = self.now()
+            if awaits:
+                self._recorder.gathered.add(
+                    self._rank, self._recorder.step, "wait", name, self.last, start
+                )
+            inner()
+            self.last = self.now()
+            self._write("compute", name, start)
+
+        return do
+
+    def _settle(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
+        """Wait for the messages, as taking them would, and note when each was there."""
+        for inbox, index, _ in awaits:
+            before = self.now()
+            inbox.settle(index)
+            there = self.now()
+            if inbox.channel in _KINDS:
+                key = (inbox.source, self._rank, _KINDS[inbox.channel], microbatch)
+                exact = there - before > _ARRIVED_MEANWHILE
+                arrival = Moved(self._recorder.step, *key, there, exact)
+                self._recorder.gathered.arrivals.append(arrival)
+
+    def _sending(self, instruction: Instruction, peer: int) -> Callable[[], None]:
+        inner, name = instruction.do, str(instruction.action)
+
+        def do() -> None:
+            start = self.now()
+            inner()
+            self.last = self.now()
+            self._recorder.gathered.send(
+                self._rank, peer, self._recorder.step, name, start, self.last
+            )
+
+        return do
+
+    def _write(self, lane: Lane, name: str, start: int) -> None:
+        self._recorder.gathered.add(self._rank, self._recorder.step, lane, name, start, self.last)
+
+
+def _sends(action: Action) -> bool:
+    return action.kind in (Kind.SEND_F, Kind.SEND_B)
