@@ -66,9 +66,12 @@ def _postings(schedule: Schedule, dependence: Dependence) -> dict[Action, Begin]
             inboxes.setdefault((rank, schedule.stage_rank[send.peer], send.kind), []).append(send)
     found: dict[Action, Begin] = {}
     for sends in inboxes.values():
-        takers = [_taker(send, dependence) for send in sends]
-        for send, earlier in zip(sends[AHEAD:], takers, strict=False):
-            found[send] = Begin(min(partner(send), earlier, key=place.__getitem__))
+        # Posting or taking a message posts those before it, too: hence the first of all later ones.
+        at: list[Action] = [_taker(send, dependence) for send in sends[-AHEAD:]]
+        for index in range(len(sends) - 1, AHEAD - 1, -1):
+            at = [partner(sends[index]), _taker(sends[index - AHEAD], dependence), *at]
+            at = [min(at, key=place.__getitem__)]
+            found[sends[index]] = Begin(at[0])
     return found
 
 
