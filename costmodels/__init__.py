@@ -16,6 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from fxpart.errors import error
 
 from .measured import Measured
@@ -61,8 +63,9 @@ def find(name: str | Path, cluster: Cluster | None = None, *, torch: str = "") -
 
 
 def _made(kind: type[CostModel], cluster: Cluster | None) -> CostModel:
-    del cluster  # the models of the table know links alone
-    return kind()
+    """A model of the table, with what was measured of the cluster's collectives."""
+    curves = UNSET if cluster is None else cluster.collectives
+    return Roofline(curves) if kind is Roofline and curves is not UNSET else kind()
 
 
 __all__ = ["AUTO", "COST_MODELS", "Measured", "find"]

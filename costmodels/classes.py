@@ -86,8 +86,8 @@ _NAMES: dict[OpClass, str] = {
         _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
         _native_multi_head_attention _scaled_dot_product_fused_attention_overrideable
         flex_attention""",
-    "matmul": """addr outer ger kron cdist chain_matmul linalg_matmul linalg_multi_dot cross trilinear
-        _trilinear matrix_power""",
+    "matmul": """addr outer ger kron cdist chain_matmul linalg_matmul linalg_multi_dot cross
+        trilinear _trilinear matrix_power""",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ _SIZED = {
     **dict.fromkeys("view reshape _unsafe_view expand broadcast_to resize".split(), ("1", "size")),
     **dict.fromkeys("new_zeros new_ones new_empty new_full".split(), ("1", "size")),
     **dict.fromkeys("zeros ones empty full rand randn".split(), ("0", "size")),
+    "arange": ("0", "1", "start", "end"),
     "unflatten": ("2", "sizes"),
     "randint": ("2", "size"),
 }

@@ -25,7 +25,7 @@ from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, solve_exactly
-from fxpart.front import Asked, Front, make_front
+from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.pricing.joint_space import Space
@@ -45,6 +45,7 @@ _LARGE = 2000  # ops of a graph of which only the best proposal is
 
 if TYPE_CHECKING:
     from fxpart.choosing import Chosen, Proposal
+    from fxpart.costs import CostModel
     from fxpart.runtime.trainer import Trainer
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
@@ -61,7 +62,7 @@ def compile(
     batch_size: int | None = None,
     microbatches: int | None = None,
     optimizer: Any = None,
-    cost_model: str = "auto",
+    cost_model: str | Path | CostModel = "auto",
     plan: Plan | str | Path | None = None,
     constraints: Mapping[str, int | float | str | bool] | None = None,
     seed: int = 0,
@@ -75,7 +76,8 @@ def compile(
     under its parameter names; inferred for models that carry examples. loss: a function of the
     output and the targets; without it the output's own loss. batch_size: rows of the global batch,
     by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
-    class, name, factory or instance, for memory and as the trainer's default. plan: apply this one
+    class, name, factory or instance, for memory and as the trainer's default. cost_model: a name
+    ("auto", "roofline") or a file that ``fxpart profile`` wrote. plan: apply this one
     (a Plan or its file) instead of solving. constraints: decisions fixed, all others are solved
     for: ``tp``, ``dp`` (ranks that share each block; replicas), ``stages``, ``zero``, ``schedule``
     ("1f1b", "gpipe"), ``ranks`` (of the whole program); ``forbid`` ("zero; cut=h.3"), ``stage``
@@ -117,7 +119,7 @@ def propose(
     batch_size: int | None = None,
     microbatches: int | None = None,
     optimizer: Any = None,
-    cost_model: str = "auto",
+    cost_model: str | Path | CostModel = "auto",
     constraints: Mapping[str, int | float | str | bool] | None = None,
     seed: int = 0,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -216,7 +218,7 @@ class Program:
         *,
         microbatches: int | None = None,
         constraints: Mapping[str, int | float | str | bool] | None = None,
-        cost_model: str = "auto",
+        cost_model: str | Path | CostModel = "auto",
     ) -> Program:
         """The same captured model on another cluster or under other constraints, captured once.
 
@@ -229,6 +231,7 @@ class Program:
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request)
         said = {**self.annotations, **given_annotations(request)}
+        request = of_model(request, self.plan.model)
         front = Front(request, self.captured, self.prepared, self.plan.model, said)
         return _solve(front, microbatches)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
 from fxpart.cluster import Cluster
+from fxpart.costmodels import Measured
+from fxpart.costs import CostModel
 from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
@@ -37,7 +39,7 @@ class Asked:
     batch_size: int | None
     microbatches: int | None
     optimizer: Any
-    cost_model: str
+    cost_model: str | Path | CostModel
     constraints: Constraints
     seed: int
 
@@ -83,7 +85,15 @@ def make_front(
     said: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
-    return Front(request, captured, graph, model_info(captured, graph), said)
+    info = model_info(captured, graph)
+    return Front(of_model(request, info), captured, graph, info, said)
+
+
+def of_model(request: Request, info: PlanModel) -> Request:
+    """The request with what a profile says of this very model."""
+    if not isinstance(request.cost_model, Measured):
+        return request
+    return replace(request, cost_model=request.cost_model.of(info.fingerprint))
 
 
 def _prepare(granularity: str) -> str:

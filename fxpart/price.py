@@ -17,17 +17,18 @@ from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.pipeline.collective import is_collective
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
+from fxpart.pricing.own import Own
 from fxpart.pricing.places import RESERVE, kinds, limits
 from fxpart.pricing.sharing import Move, Sharing, StepSums, is_plain, moves
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
-from fxpart.pricing.weights import step_seconds, trained_names, weights
+from fxpart.pricing.weights import trained_names, weights
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
 
 if TYPE_CHECKING:
     from fxpart.capture.captured import Captured
-    from fxpart.cluster import Cluster, Device
+    from fxpart.cluster import Cluster
     from fxpart.costs import CostModel, OpSpec
 
 SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
@@ -56,7 +57,7 @@ def price(
     of the problem are groups of consecutive devices of the cluster.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument) and FXP403 (no link).
     """
-    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = graph.meta.get(BLOCKS_KEY)
     if not blocks:
         raise error(
@@ -72,11 +73,12 @@ def price(
     places = grouped(cluster, shared.mesh.size)
     rings = Rings(cluster, shared.mesh)
     devices, _ = kinds(places)
+    own = [Own.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
     cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
     whole = weights(graph.graph, captured, trained, choice)
     state = tuple(map(shared.divided, whole))
-    pricer = _Pricer(graph.graph, specs, model, devices, whole, len(blocks), shared.mesh, rings)
+    pricer = _Pricer(graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings)
     sums = shared.sums(whole, len(blocks), model, rings)
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
@@ -87,10 +89,10 @@ def price(
             pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
         ),
         step=tuple(
-            tuple(map(add, step_seconds(state, len(blocks), device), sums.by_block))
-            for device in devices
+            tuple(map(add, each.updates(state, len(blocks)), sums.by_block)) for each in own
         ),
-        once=sums.once,
+        once=sums.once + max(each.step for each in own),
+        action=max(each.action for each in own),
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         schedules=_schedules(schedules),
         min_stages=min_stages,
@@ -110,7 +112,7 @@ def step_sums(
 
     They are part of the problem's ``step`` and ``once``; arguments as for :func:`price`.
     """
-    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     trained = trained_names(captured) if captured.training else frozenset()
     whole = weights(graph.graph, captured, trained, choose("sgd"))
     count = len(graph.meta[BLOCKS_KEY])
@@ -153,13 +155,13 @@ class _Pricer:
         graph: fx.Graph,
         specs: Specs,
         model: CostModel,
-        devices: Sequence[Device],
+        own: Sequence[Own],
         state: Sequence[Weight],
         blocks: int,
         mesh: Mesh,
         rings: Rings,
     ) -> None:
-        self.model, self.devices, self.blocks = model, devices, blocks
+        self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
         self.unknown: set[str] = set()
         self._ops: dict[OpSpec, int] = {}
@@ -180,14 +182,11 @@ class _Pricer:
         self.values, self._value_bytes = crossing(graph, specs)
         self._saved = saved_storages(graph, blocks)
         self._workspace = Workspace(graph, specs, blocks)
-        gradients = np.zeros(blocks)
-        for weight in state:
-            gradients[list(weight.blocks)] += weight.gradient
-        self._accumulated = 3 * gradients  # read, read, written: the sum over microbatches
+        self._state = tuple(state)
 
     def variant(self, split: Split, sizes: Sizes) -> Variant:
         """All costs at one microbatch size."""
-        rows = [self._seconds(sizes, device, split.microbatches > 1) for device in self.devices]
+        rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
         variant = Variant(
             microbatch_size=split.size,
             microbatches=split.microbatches,
@@ -201,11 +200,11 @@ class _Pricer:
         return variant
 
     def _seconds(
-        self, sizes: Sizes, device: Device, accumulate: bool
+        self, sizes: Sizes, own: Own, microbatches: int
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Forward and backward seconds by block on one device; each distinct op is priced once."""
         costs = [
-            [self.model.op(sizes.op(op), device, backward) for op in self._ops]
+            [self.model.op(sizes.op(op), own.device, backward) for op in self._ops]
             for backward in (False, True)
         ]
         self.sources |= {cost.source for row in costs for cost in row}
@@ -213,8 +212,7 @@ class _Pricer:
         for block, ahead, back in self._moves:
             forward[block] += sum(self._move(move, sizes) for move in ahead)
             backward[block] += sum(self._move(move, sizes) for move in back)
-        if accumulate:
-            backward = backward + self._accumulated / device.bandwidth
+        backward = backward + own.sums(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
 
     def _move(self, move: Move, sizes: Sizes) -> float:

@@ -103,7 +103,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     overhead: float = 0.0
 
 
-_TABLES = {
+_TABLES: dict[str, type[object]] = {
     "ops": Timing,
     "stages": StageTiming,
     "calibrations": Calibration,

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fxpart import costmodels
 from fxpart.cluster import Cluster
+from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan
@@ -48,12 +50,13 @@ class Request:
 
     mesh: the lanes of every stage, None where the planner is to choose them. zero: 0 to 3.
     zero_axis: along which axis optimizer state (1), gradients (2) or parameters (3) are cut.
+    cost_model: for this cluster; a profile is read once, here.
     stages: least and most. ranks: of the whole program, None for what is best.
     """
 
     cluster: Cluster
     optimizer: Any
-    cost_model: str
+    cost_model: CostModel
     constraints: dict[str, int | float | str | bool]
     seed: int
     mesh: Mesh = field(default_factory=Mesh)
@@ -70,10 +73,19 @@ class Request:
 
 
 def make_request(
-    cluster: Cluster, optimizer: Any, cost_model: str, constraints: Constraints, seed: int
+    cluster: Cluster,
+    optimizer: Any,
+    cost_model: str | Path | CostModel,
+    constraints: Constraints,
+    seed: int,
 ) -> Request:
-    """The request; raises FXP109 and FXP202 with everything that is wrong or does not fit."""
+    """The request; raises FXP109 and FXP202 with everything that is wrong or does not fit.
+
+    cost_model: a name, or a profile's file, which has to be of this torch and of the cluster's
+    devices (FXP405, FXP406).
+    """
     problems = list(_faults(constraints))
+    costs = _cost_model(cost_model, cluster, problems)
     text = constraints.get("mesh", "")
     mesh = Mesh()
     if isinstance(text, str) and text not in (ONE_LANE, "auto"):
@@ -85,12 +97,12 @@ def make_request(
     zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
-    if problems:
+    if problems or costs is None:
         raise FxpartError(problems)
     return Request(
         cluster=cluster,
         optimizer=optimizer if optimizer is not None else "adamw",
-        cost_model=cost_model,
+        cost_model=costs,
         constraints=dict(constraints),
         seed=seed,
         mesh=mesh,
@@ -199,6 +211,21 @@ def _faults(constraints: Constraints) -> list[Problem]:
             if (wish := constraints.get(key))
         ]
     return problems
+
+
+def _cost_model(
+    given: str | Path | CostModel, cluster: Cluster, problems: list[Problem]
+) -> CostModel | None:
+    """The cost model for the cluster; None, and a problem more, where it cannot be used."""
+    if not isinstance(given, str | Path):
+        return given
+    import torch
+
+    try:
+        return costmodels.find(given, cluster, torch=str(torch.__version__))
+    except FxpartError as fault:
+        problems += fault.problems
+        return None
 
 
 def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tuple[int, str]:

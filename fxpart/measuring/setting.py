@@ -13,4 +13,4 @@ def setting(model: str, device: torch.device | None = None) -> Setting:
         name, threads = torch.cuda.get_device_name(device), 0
     else:
         name, threads = chip(), torch.get_num_threads()
-    return Setting(device=model, chip=name, threads=threads, torch=torch.__version__)
+    return Setting(device=model, chip=name, threads=threads, torch=str(torch.__version__))

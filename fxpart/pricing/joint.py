@@ -59,7 +59,7 @@ def joint_problem(
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument), FXP201 (no blocks) and FXP403 (no
     link).
     """
-    costs = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     if not graph.meta.get(BLOCKS_KEY):
         raise error(
             "FXP201",

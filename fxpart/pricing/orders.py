@@ -56,7 +56,7 @@ def best_order(
     devices of the cluster in the new order, and the problem in that order; None where no order is
     better, all devices are alike, or there are more than :data:`MOST`.
     """
-    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     groups = grouped(cluster, lanes)
     if not 1 < len(problem.devices) <= MOST or len(groups.devices) != len(problem.devices):
         return None

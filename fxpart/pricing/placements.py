@@ -151,7 +151,7 @@ def build(
 ) -> Built:
     """The placement problem of a graph, as :func:`choose_placements` solves it."""
     mesh_: Mesh = mesh if mesh is not None else graph.meta[MESH_KEY]
-    model = costmodels.find(cost_model) if isinstance(cost_model, str) else cost_model
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     device = grouped(cluster, mesh_.size).devices[0]
     rings = Rings(cluster, mesh_)
     reshards = Reshards(mesh_, model, rings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -72,7 +72,7 @@ class Specs:
 
     def _tensor(self, tensor: torch.Tensor) -> TensorSpec:
         shape = tuple(map(expression, tensor.shape))
-        strides = tuple(map(expression, tensor.stride()))
+        strides = tuple(map(_stride, tensor.stride()))
         if (shape, strides) not in self._layouts:
             hints = tuple(map(size_hint, tensor.stride())) if _hinted(tensor) else ()
             self._layouts[shape, strides] = layout(shape, strides, hints)
@@ -147,7 +147,7 @@ def op_name(target: object) -> str:
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
     """Whether the strides are those of a row-major tensor, told from the expressions alone."""
-    return _row_major(map(expression, tensor.shape), map(expression, tensor.stride()))
+    return _row_major(map(expression, tensor.shape), map(_stride, tensor.stride()))
 
 
 def _row_major(shape: Iterable[Size], strides: Iterable[Size]) -> bool:
@@ -157,6 +157,32 @@ def _row_major(shape: Iterable[Size], strides: Iterable[Size]) -> bool:
             return False
         step = step * length
     return True
+
+
+def _stride(stride: int | torch.SymInt) -> Size:
+    """A stride as an expression; Min(32, 32*s0), as torch writes some, is 32: sizes are >= 1."""
+    found = expression(stride)
+    if isinstance(found, int) or not any(map(_is_least, sympy.preorder_traversal(found))):
+        return found
+    result = found.replace(_is_least, lambda least: _least(least.args))
+    return int(result) if result.is_number else result
+
+
+def _is_least(part: sympy.Basic) -> bool:
+    return bool(part.func.__name__ == "Min")  # sympy's, or torch's own
+
+
+def _least(numbers: Sequence[sympy.Expr]) -> sympy.Expr:
+    """The one that is never more than another whatever the sizes, or their minimum."""
+    for one in numbers:
+        if all(_never_more(one, other) for other in numbers):
+            return one
+    return sympy.Min(*numbers)
+
+
+def _never_more(one: sympy.Expr, other: sympy.Expr) -> bool:
+    more = sympy.expand((other - one).xreplace({s: s + 1 for s in (other - one).free_symbols}))
+    return all(factor >= 0 for factor in more.as_coefficients_dict().values())
 
 
 def layout(shape: tuple[Size, ...], strides: tuple[Size, ...], hints: tuple[int, ...]) -> str:
@@ -172,7 +198,9 @@ def layout(shape: tuple[Size, ...], strides: tuple[Size, ...], hints: tuple[int,
     step: Size = 1
     inner = []
     for d in sorted((d for d in dims if strides[d] != 0), key=lambda d: (hints[d], -d)):
-        longer = 1 if strides[d] == step else sympy.cancel(sympy.sympify(strides[d]) / step)
+        longer = sympy.Integer(1)
+        if strides[d] != step:
+            longer = sympy.cancel(sympy.sympify(strides[d]) / step)
         inner.append(str(d) if longer == 1 else f"{d}x{longer if longer.is_number else '*'}")
         step = strides[d] * shape[d]
     return ".".join([*parts, *reversed(inner)])
