@@ -1,0 +1,119 @@
+"""What a calibrated cost model knows beside ops: updates, sums of gradients, the runtime itself.
+
+Each is counted in bytes and calls first, at one rate for every device; stages measured whole say
+how many times longer it takes there. A model without calibration goes by the device's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpart.pricing.weights import step_seconds
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
+    from fxpart.profile import Calibration, Setting
+    from fxpart.solver.problem import Weight
+
+RATE = 5e9  # bytes/s, and
+CALL = 1e-5  # seconds: of memory and of one tensor, before any factor
+# Classes of work beside ops, as calibrations name them: per microbatch, and per step.
+FRESH, ADDED = "fresh backward", "accumulate backward"
+UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """A cost model that was fitted to stages measured whole."""
+
+    def setting_of(self, device: Device) -> Setting:
+        """Where the device was measured."""
+
+    def calibration_of(self, setting: Setting) -> Calibration:
+        """What stages said there."""
+
+    def full(self, device: Device) -> float:
+        """How many times longer everything takes while all ranks of the host compute."""
+
+
+def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
+    """Seconds of a microbatch's gradients, by class, before factors.
+
+    later: they are added to those of earlier microbatches (read, read, written).
+    """
+    moved = sum(weight.gradient for weight in weights)
+    return {ADDED: 3 * moved / RATE} if later else {FRESH: moved / RATE}
+
+
+def update_parts(weights: Sequence[Weight]) -> dict[str, float]:
+    """Seconds of the optimizer's step, by class, before factors.
+
+    Weight, gradient and state are read, weight and state written.
+    """
+    held = [w for w in weights if w.gradient]
+    moved = sum(2 * w.weight + w.gradient + 2 * w.optimizer for w in held)
+    return {UPDATE: moved / RATE, TENSORS: len(held) * CALL}
+
+
+@dataclass(frozen=True)
+class Own:
+    """Seconds beside ops on one device while all ranks of its host compute.
+
+    factors: by class; empty where the model has none. full: see :meth:`Calibrated.full`. action:
+    for each forward and backward of a microbatch; step: once a step.
+    """
+
+    device: Device
+    factors: Mapping[str, float] = field(default_factory=dict)
+    full: float = 1.0
+    action: float = 0.0
+    step: float = 0.0
+
+    @classmethod
+    def of(cls, model: object, device: Device) -> Own:
+        """What the model knows of the device."""
+        if not isinstance(model, Calibrated):
+            return cls(device)
+        found = model.calibration_of(model.setting_of(device))
+        full = model.full(device)
+        return cls(device, found.factors, full, full * found.action, full * found.step)
+
+    def updates(self, weights: Sequence[Weight], blocks: int) -> tuple[float, ...]:
+        """The optimizer's seconds by block; a tied weight counts for its first."""
+        if UPDATE not in self.factors:
+            return step_seconds(tuple(weights), blocks, self.device)
+        seconds = [0.0] * blocks
+        for weight in weights:
+            seconds[weight.blocks[0]] += self._taken(update_parts([weight]))
+        return tuple(seconds)
+
+    def sums(
+        self, weights: Sequence[Weight], blocks: int, microbatches: int
+    ) -> NDArray[np.float64]:
+        """Seconds of a microbatch's backward, by block, that gradients take beside the ops.
+
+        On average over a step's microbatches: the first makes them, the others add to them.
+        """
+        seconds = np.zeros(blocks)
+        for weight in weights:
+            for block in weight.blocks:
+                seconds[block] += self._sum(weight, microbatches)
+        return seconds
+
+    def _sum(self, weight: Weight, microbatches: int) -> float:
+        share = (microbatches - 1) / microbatches
+        if ADDED not in self.factors:
+            return 3 * weight.gradient / self.device.bandwidth if microbatches > 1 else 0.0
+        later = self._taken(gradient_parts([weight], later=True))
+        first = self._taken(gradient_parts([weight], later=False))
+        return share * later + (1 - share) * first
+
+    def _taken(self, parts: Mapping[str, float]) -> float:
+        return self.full * sum(
+            seconds * self.factors.get(name, 1.0) for name, seconds in parts.items()
+        )

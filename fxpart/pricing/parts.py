@@ -1,0 +1,85 @@
+"""What stages are predicted to take by class of op: what calibration is fitted to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.costmodels.classes import op_class
+from fxpart.optimizers import choose
+from fxpart.pipeline import BLOCKS_KEY
+from fxpart.pipeline.collective import is_collective
+from fxpart.pricing.own import gradient_parts, update_parts
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.variants import Sizes, Split
+from fxpart.pricing.weights import trained_names, weights
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.cluster import Device
+    from fxpart.costs import CostModel, OpSpec
+
+
+@dataclass(frozen=True)
+class _Op:
+    block: int
+    spec: OpSpec
+    kind: str
+
+
+class StageParts:
+    """Seconds by class and direction of stages of one graph, as a cost model says them.
+
+    The names are those of :class:`fxpart.profile.Calibration`: "matmul forward".
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        captured: Captured,
+        model: CostModel,
+        device: Device,
+        optimizer: object,
+    ) -> None:
+        """graph: with blocks. model: without factors, for a device of which all else is idle."""
+        self._captured, self._model, self._device = captured, model, device
+        trained = trained_names(captured) if captured.training else frozenset[str]()
+        specs = Specs(trained)
+        self._ops: list[_Op] = []
+        for node in graph.graph.nodes:
+            block = annotation(node).block
+            if block is None or is_collective(node.target):
+                continue
+            spec = specs.op(node)
+            if spec is not None:
+                self._ops.append(_Op(block, spec, op_class(spec)))
+        self._weights = weights(graph.graph, captured, trained, choose(optimizer))
+        self.blocks = len(graph.meta[BLOCKS_KEY])
+        self._tables: dict[int, list[dict[str, float]]] = {}
+
+    def __call__(self, first: int, last: int, rows: int, *, later: bool) -> dict[str, float]:
+        """Of blocks first to last for a microbatch of ``rows`` rows.
+
+        later: the microbatch adds to the gradients of earlier ones.
+        """
+        total: defaultdict[str, float] = defaultdict(float)
+        for row in self._by_block(rows)[first : last + 1]:
+            for name, seconds in row.items():
+                total[name] += seconds
+        held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
+        return {**total, **gradient_parts(held, later), **update_parts(held)}
+
+    def _by_block(self, rows: int) -> list[dict[str, float]]:
+        if rows not in self._tables:
+            sizes = Sizes(self._captured, Split(rows, 1))
+            table: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(self.blocks)]
+            for op in self._ops:
+                spec = sizes.op(op.spec)
+                for direction, back in (("forward", False), ("backward", True)):
+                    cost = self._model.op(spec, self._device, back)
+                    table[op.block][f"{op.kind} {direction}"] += cost.seconds
+            self._tables[rows] = [dict(row) for row in table]
+        return self._tables[rows]
