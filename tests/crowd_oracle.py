@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 
@@ -76,7 +77,7 @@ class Machine:
 
     def paces(self):
         """What is under way, and how many times longer than alone it takes now."""
-        case, rank_of = self.case, self.case.schedule.stage_rank
+        case = self.case
         busy = [0.0] * len(case.curves)
         for rank in self.computing:
             busy[case.host[rank]] += 1
@@ -183,7 +184,7 @@ def curve_at(curve: Sequence[float], busy: float) -> float:
     points = list(enumerate(curve, 1))
     if busy <= 1:
         return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= busy <= x1:
             return y0 + (y1 - y0) * (busy - x0) / (x1 - x0)
     return points[-1][1] * busy / points[-1][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import crowd_oracle
 import pytest
 from hypothesis import given, settings
@@ -96,7 +98,7 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
     moves = [s for s in timeline.spans if s.lane == "send" and s.end > s.start]
     moments = sorted({t for s in timeline.spans for t in (s.start, s.end)})
     done = [0.0] * len(computes)
-    for begin, end in zip(moments, moments[1:], strict=False):
+    for begin, end in pairwise(moments):
         middle = (begin + end) / 2
         busy = [0.0] * len(case.curves)
         for span in computes:
