@@ -1,0 +1,169 @@
+"""How ranks of one host slow each other down: one model's microbatch in several processes at once.
+
+Every process runs the model's whole forward and backward, its own copy, for the same stretch of
+time: alone, then beside one other, and so on up to the ranks of the host. With more ranks than
+cores this measures the operating system's sharing of them. The model travels as an exported
+program, so that no process needs the user's code.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from fxpart.measuring.processes import together
+from fxpart.measuring.stages import StageRun, Values
+from fxpart.profile import Crowding
+from fxpart.program import ProgramSpec
+from fxpart.runtime.footprint import resident
+
+MOST = 8  # ranks measured at once
+_BUSY = "fxpart.measuring.crowding:work"
+_EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
+_LEAST = 3  # rounds of each process in each stretch
+
+
+def crowding(
+    spec: ProgramSpec,
+    source: str,
+    state: dict[str, torch.Tensor],
+    inputs: Values,
+    ranks: int,
+    *,
+    seconds: float,
+    timeout: float,
+    progress: Callable[[str], None] | None = None,
+) -> Crowding:
+    """Measured with 1 to ``ranks`` processes of this host, eight at most.
+
+    spec, source: of the program of one stage. inputs: one microbatch. seconds: of each stretch,
+    at least; each process runs three rounds in any case. timeout: of everything.
+    """
+    count = min(MOST, ranks)
+    world = count if count == 1 else max(3, count)  # two exchange beside one that computes
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
+        _write(Path(name), spec, source, state, inputs)
+        payload = {"folder": name, "count": count, "seconds": seconds}
+        rows = together(world, _BUSY, payload, timeout, progress=progress)
+    return summary(rows, count)
+
+
+def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
+    """What the processes' answers amount to: medians over processes, relative to one alone."""
+    alone = rows[0]["busy"][0]
+    slowdown = [1.0]
+    for busy in range(2, count + 1):
+        taken = statistics.median(row["busy"][busy - 1] for row in rows[:busy])
+        # More ranks are never faster; what says so is noise.
+        slowdown.append(max(slowdown[-1], taken / alone))
+    beside = rows[0]["beside"] / alone if rows[0]["beside"] else 1.0
+    return Crowding(
+        slowdown=tuple(slowdown),
+        transfer=equivalent(slowdown, beside),
+        baseline=int(statistics.median(row["baseline"] for row in rows)),
+    )
+
+
+def equivalent(slowdown: Sequence[float], found: float) -> float:
+    """As how many computing ranks something counts that slows one rank down so much: 0 to 2."""
+    for busy in range(1, len(slowdown)):
+        low, high = slowdown[busy - 1], slowdown[busy]
+        if found <= high and high > low:
+            return min(2.0, max(0.0, busy - 1 + (found - low) / (high - low)))
+    return 0.0 if found <= slowdown[-1] or len(slowdown) < 2 else min(2.0, len(slowdown) - 1.0)
+
+
+def _write(
+    folder: Path, spec: ProgramSpec, source: str, state: dict[str, torch.Tensor], inputs: Values
+) -> None:
+    """What every process reads. Weights are drawn there; other state is small, and written."""
+    names = {s.name for s in spec.stages[0].state if s.kind != "parameter"}
+    kept = {n: state[n].detach().cpu().contiguous().clone() for n in sorted(names)}
+    (folder / "stage.py").write_text(source, encoding="utf-8")
+    (folder / "program.json").write_bytes(msgspec.json.encode(spec))
+    safetensors.torch.save_file(kept, folder / "state.safetensors")
+    given = {n: t.detach().cpu().contiguous().clone() for n, t in inputs.items()}
+    safetensors.torch.save_file(given, folder / "inputs.safetensors")
+
+
+def _read(folder: Path) -> tuple[StageRun, Values]:
+    """The stage with drawn weights, and its inputs."""
+    spec = msgspec.json.decode((folder / "program.json").read_bytes(), type=ProgramSpec)
+    state = safetensors.torch.load_file(folder / "state.safetensors")
+    for held in spec.stages[0].state:
+        if held.kind == "parameter":
+            state[held.name] = torch.randn(held.shape, dtype=getattr(torch, held.dtype)) * 0.02
+    source = (folder / "stage.py").read_text(encoding="utf-8")
+    run = StageRun(spec, 0, source, state, "sgd", torch.device("cpu"))
+    return run, safetensors.torch.load_file(folder / "inputs.safetensors")
+
+
+def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """One process: seconds of a round while 1, 2, ... processes run, and beside an exchange."""
+    baseline = resident()
+    count, seconds = int(payload["count"]), float(payload["seconds"])
+    run, inputs = _read(Path(payload["folder"]))
+    _round(run, inputs)  # warm
+    busy = [
+        _stretch(lambda: _round(run, inputs), rank < together_, seconds)
+        for together_ in range(1, count + 1)
+    ]
+    beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
+    return {"busy": busy, "beside": beside, "baseline": baseline}
+
+
+def _round(run: StageRun, inputs: Values) -> float:
+    """Forward and backward of one microbatch, on gradients that are there."""
+    start = time.perf_counter()
+    cell = run.forward(inputs, train=True)
+    if run.table.trains:
+        run.backward(cell, [], 1.0)
+    return time.perf_counter() - start
+
+
+def _stretch(once: Callable[[], float], active: bool, seconds: float) -> float:
+    """The median round of a process that runs as long as the others; 0 of one that waits."""
+    dist.barrier()
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while active and (len(taken) < _LEAST or time.perf_counter() < end):
+        taken.append(once())
+    dist.barrier()
+    return statistics.median(taken) if taken else 0.0
+
+
+def _beside(run: StageRun, inputs: Values, rank: int, seconds: float) -> float:
+    """The first process computes while the next two send a large tensor to and fro."""
+    length = torch.tensor([seconds])
+    dist.broadcast(length, 0)
+    dist.barrier()
+    end = time.perf_counter() + float(length)
+    if rank in (1, 2):
+        _exchange(rank, end)
+    taken: list[float] = []
+    while rank == 0 and (not taken or time.perf_counter() < end):
+        taken.append(_round(run, inputs))
+    dist.barrier()
+    return statistics.median(taken) if taken else 0.0
+
+
+def _exchange(rank: int, end: float) -> None:
+    """Ranks 1 and 2 send a tensor to and fro; its first number says whether it comes again."""
+    tensor = torch.ones(_EXCHANGED)
+    while tensor[0]:
+        if rank == 1:
+            tensor[0] = float(time.perf_counter() < end)
+            dist.send(tensor, 2)
+            dist.recv(tensor, 2)
+        else:
+            dist.recv(tensor, 1)
+            dist.send(tensor, 1)
