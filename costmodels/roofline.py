@@ -25,8 +25,9 @@ SOURCE = "roofline"
 class Roofline:
     """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links.
 
-    curves: collectives as measured on the cluster, which replace the formulas; so does a link's own
-    curve, see :mod:`fxpart.costmodels.communication`.
+    curves: collectives as measured on the cluster, which replace the formulas; so does a link's
+    own curve, see :mod:`fxpart.costmodels.communication`. Rates that were measured on the device
+    replace the nominal ones.
     """
 
     name: ClassVar[str] = SOURCE
@@ -40,7 +41,7 @@ class Roofline:
         work = float(flops(op, backward))
         rate, note = _rate(op, device)
         launches = max(1, op.gradients) if backward and work else 1
-        seconds = max(work / rate, moved / device.bandwidth) + launches * device.launch
+        seconds = max(work / rate, moved / _bandwidth(device)) + launches * device.launch
         if not is_known(op):
             note += f", bytes alone for {op.name}" if not work else ""
         return Cost(seconds, moved, work, SOURCE + note)
@@ -61,7 +62,15 @@ def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
     """
     used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
     dtype = "float8" if used.startswith("float8") else used
-    if dtype in device.flops:
-        return device.flops[dtype], ""
-    rate = device.flops.get("float32", min(device.flops.values()))
+    measured = device.measured if isinstance(device.measured, dict) else {}
+    rates = device.flops | {name: rate for name, rate in measured.items() if name != "bandwidth"}
+    if dtype in rates:
+        return rates[dtype], ""
+    rate = rates.get("float32", min(rates.values()))
     return rate, f", float32 rate for {dtype}"
+
+
+def _bandwidth(device: Device) -> float:
+    """Bytes/s of the device's memory, as measured where it was."""
+    measured = device.measured if isinstance(device.measured, dict) else {}
+    return measured.get("bandwidth", device.bandwidth)

@@ -1,0 +1,178 @@
+"""``fxpart cluster bench``: measure the links, collectives and hosts of a cluster."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+from fxpart.environment import launch
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.measuring.bench import Benched
+    from fxpart.measuring.collectives import Measured
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min)?")
+_BYTES = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+_LARGEST = 1 << 32
+
+
+@click.command()
+@click.option("--cluster", "-c", default="auto", show_default=True, help="File or preset.")
+@click.option("-o", "--out", type=click.Path(), help="Write the cluster with what was measured.")
+@click.option("--sizes", help="Bytes of the messages, such as 1k,64k,1m,16m; eight by default.")
+@click.option("--budget", default="60s", show_default=True, help="Seconds for measuring.")
+@json_option
+def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json: bool) -> int:
+    """Measure a cluster's transfers, collectives, and how its ranks slow each other down.
+
+    One host is measured on processes started for it. Several: under torchrun, a rank for each
+    device. The file that it writes goes to --cluster of other verbs; use an idle machine.
+    """
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.bench import bench as measure
+    from fxpart.measuring.collectives import SIZES
+
+    given = Cluster.parse(cluster)
+    chosen = SIZES if sizes is None else _sizes(sizes)
+    first = (job := launch()) is None or job.rank == 0
+    with _progress(f"measuring {given.name}", first) as show:
+        found = measure(
+            given,
+            sizes=chosen,
+            budget=_seconds(budget),
+            date=datetime.date.today().isoformat(),
+            progress=show,
+        )
+    if not first:
+        return 0
+    if out is not None:
+        found.cluster.dump(out)
+        output.note(f"wrote {out}")
+    if as_json:
+        output.data(as_data(found))
+    else:
+        output.text("\n".join(described(found)))
+    return 0
+
+
+def as_data(found: Benched) -> dict[str, Any]:
+    """What was measured, for a machine."""
+    return {
+        "cluster": found.cluster,
+        "seconds": round(found.seconds, 3),
+        "measured": [
+            {
+                "operation": each.operation,
+                "ranks": each.ranks,
+                "rounds": each.rounds,
+                "points": each.points,
+                "latency": each.fit.latency,
+                "inverse_bandwidth": each.fit.inverse_bandwidth,
+                "residuals": each.fit.residuals,
+                "held_out": each.held_out,
+            }
+            for each in found.measured
+        ],
+        "hosts": {name: asdict(figures) for name, figures in found.hosts.items()},
+    }
+
+
+def described(found: Benched) -> list[str]:
+    """What was measured, for a person."""
+    from fxpart.report.table import table
+    from fxpart.report.units import seconds
+
+    lines = [f"{found.cluster.name}: measured in {seconds(found.seconds)}"]
+    if found.measured:
+        heads = (
+            "operation", "ranks", "smallest", "largest", "latency", "bandwidth", "residual", "worst"
+        )  # fmt: skip
+        lines += ["", *table(heads, "<<>>>>>>", [_row(each) for each in found.measured])]
+        lines += ["residual: median and worst error of latency + bytes / bandwidth at its points"]
+    for name, figures in found.hosts.items():
+        slow = ", ".join(f"{value:.2f}" for value in figures.slowdown)
+        lines += ["", f"host {name}: {figures.cores} cores"]
+        lines += [f"  1 to {len(figures.slowdown)} ranks at work: each {slow} times as long"]
+        if figures.transfer is not None:
+            lines.append(f"  a transfer slows a rank down as {figures.transfer:.2f} ranks would")
+        for rate, value in figures.rates.items():
+            unit = "GB/s" if rate == "bandwidth" else "GFLOP/s"
+            lines.append(f"  {rate:<10}{value / 1e9:>9.1f} {unit} each while all are at work")
+    return lines
+
+
+def _row(each: Measured) -> tuple[str, ...]:
+    from fxpart.report.units import percent, seconds
+
+    ranks = (" -> " if each.operation == "send" else ",").join(map(str, each.ranks))
+    slope = each.fit.inverse_bandwidth
+    return (
+        each.operation, ranks, seconds(each.points[0][1]), seconds(each.points[-1][1]),
+        seconds(each.fit.latency), f"{1e-9 / slope:.2f} GB/s" if slope else "-",
+        percent(each.fit.typical), percent(each.fit.worst),
+    )  # fmt: skip
+
+
+@contextmanager
+def _progress(words: str, first: bool) -> Iterator[Any]:
+    """On a terminal what is being done now; elsewhere one line; nothing on other ranks."""
+    import sys
+
+    if not first:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        output.note(f"{words} ...")
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words) as status:
+        yield lambda now: status.update(f"{words}: {now}")
+
+
+def _seconds(text: str) -> float:
+    found = _SECONDS.fullmatch(text.strip())
+    value = float(found[1]) * (60 if found[2] in ("m", "min") else 1) if found else 0.0
+    if not 0 < value <= 86400:
+        raise error(
+            "FXP109",
+            where=f"--budget {text}",
+            why="it is not a time above 0 and up to a day",
+            fix="write it as 60s or 2m",
+        )
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``"1k,16m"`` as bytes, rising; at least two, so that there is a line through them."""
+    result = set()
+    for part in text.split(","):
+        found = _BYTES.fullmatch(part.strip())
+        unit = {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()] if found else 0
+        value = int(found[1]) << unit if found and len(found[1]) < 12 else 0
+        if not 4 <= value <= _LARGEST:
+            raise error(
+                "FXP109",
+                where=f"--sizes {text}",
+                why=f"{part.strip()!r} is not a number of bytes from 4 to 4 GiB",
+                fix="write them as 1k,64k,1m,16m",
+            )
+        result.add(value)
+    if len(result) < 2:
+        raise error(
+            "FXP109",
+            where=f"--sizes {text}",
+            why="one size does not tell latency from bandwidth",
+            fix="give two or more, such as 1k,1m",
+        )
+    return tuple(sorted(result))
