@@ -22,6 +22,7 @@ from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY
 from fxpart.pipeline.collective import bound, is_collective, is_random_shard
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
+from fxpart.pipeline.private import lstm_saved, result_bytes
 from fxpart.pipeline.sizes import expression, nbytes, tensors
 
 Size: TypeAlias = int | sympy.Expr
@@ -201,7 +202,15 @@ class Walk:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with self.mode, guards_off(self.mode), torch.enable_grad(), hooks:
             result = _run(node, lambda: op(*args, **kwargs), packed)
-        return _relate(inputs, tensors(result), packed)
+        name = ".".join(str(op_of(node)).split(".")[:2])
+        outputs = tensors(result)
+        return _relate(
+            inputs,
+            outputs,
+            packed,
+            [result_bytes(name, index, t) for index, t in enumerate(outputs)],
+            lstm_saved(args, kwargs) if name == "aten.lstm" else None,
+        )
 
     def _runnable(self, op: Any) -> Any:
         """The op, or a collective with a communicator that knows shapes alone."""
@@ -226,9 +235,16 @@ def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> 
 
 
 def _relate(
-    inputs: list[torch.Tensor], outputs: list[torch.Tensor], packed: list[torch.Tensor]
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    packed: list[torch.Tensor],
+    made: list[Size],
+    known: tuple[tuple[str, int, Size], ...] | None,
 ) -> Behaviour:
-    """Relate results and saved tensors to operands and results by storage."""
+    """Relate results and saved tensors to operands and results by storage.
+
+    made: bytes of the results. known: what is saved where the stand-ins do not show it.
+    """
     # torch keeps one Python object for a storage as long as somebody holds it: helds does.
     helds = [t.untyped_storage() for t in (*inputs, *outputs, *packed)]
     firsts: dict[int, int] = {}
@@ -248,9 +264,13 @@ def _relate(
         grads=tuple(t.requires_grad for t in outputs),
         homes=tuple(link(t) for t in outputs),
         things=tuple(next((i for i, x in enumerate(inputs) if x is t), None) for t in outputs),
-        sizes=tuple(expression(nbytes(t)) for t in outputs),
+        sizes=tuple(made),
         after=tuple(t.requires_grad for t in inputs),
-        saved=tuple(dict.fromkeys(link(t) for t in packed)),
+        saved=tuple(
+            dict.fromkeys(link(t) for t in packed)
+            if known is None
+            else (Link(kind, index, size) for kind, index, size in known)
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpart.costmodels.sizes import tensor_bytes
 from fxpart.pipeline import BLOCKS_KEY
-from fxpart.pricing.memory import crossing_nodes
+from fxpart.pricing.memory import crossing_nodes, needed
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.solver.problem import Weight
 
@@ -125,7 +125,7 @@ def _blocks(graph: fx.Graph, specs: Specs, weights: Sequence[Weight], count: int
 
 def _made(graph: fx.Graph, specs: Specs, count: int) -> list[list[Made]]:
     """By block the storages that it makes and later blocks use, each once."""
-    sources = {saved.source for node in graph.nodes for saved in annotation(node).saved}
+    sources = {saved.source for node in needed(graph) for saved in annotation(node).saved}
     found: dict[fx.Node, Made] = {}
     for _, root, _ in crossing_nodes(graph, specs):
         if root.op == "call_function" and root not in found:
@@ -143,7 +143,7 @@ def _made(graph: fx.Graph, specs: Specs, count: int) -> list[list[Made]]:
 
 def _received(graph: fx.Graph, specs: Specs) -> defaultdict[int, list[fx.Node]]:
     """By block the values of earlier blocks that are kept, because autograd keeps their memory."""
-    sources = {saved.source for node in graph.nodes for saved in annotation(node).saved}
+    sources = {saved.source for node in needed(graph) for saved in annotation(node).saved}
     found: defaultdict[int, list[fx.Node]] = defaultdict(list)
     for node, root, later in crossing_nodes(graph, specs):
         if root.op != "call_function" or root.name in sources:
@@ -156,8 +156,9 @@ def _storages(graph: fx.Graph, count: int, shared: set[str]) -> list[list[Storag
     """By block what it makes and autograd keeps, as ``memory.saved_storages`` counts it."""
     nodes = {node.name: node for node in graph.nodes}
     found: dict[int, tuple[Size, str, list[fx.Node]]] = {}
+    alive = needed(graph)
     for node in graph.nodes:
-        if annotation(node).block is not None:
+        if node in alive and annotation(node).block is not None:
             for saved in annotation(node).saved:
                 entry = found.setdefault(saved.storage, (saved.size, saved.source, []))
                 entry[2].append(node)
@@ -170,11 +171,9 @@ def _storages(graph: fx.Graph, count: int, shared: set[str]) -> list[list[Storag
             rows[home].append(entry_)
             continue
         private = savers[0] if not source else None  # a mask, a log-sum-exp: one op's own
-        users: defaultdict[int, list[fx.Node]] = defaultdict(list)
-        for saver in savers:
-            users[_block(saver)].append(saver)
-        for block, own in users.items():
-            rows[block].append(Storage(size, number, private, tuple(own), False))
+        block = min(map(_block, savers))
+        own = tuple(saver for saver in savers if _block(saver) == block)
+        rows[block].append(Storage(size, number, private, own, False))
     return rows
 
 

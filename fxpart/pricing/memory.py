@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.costmodels.sizes import is_floating, tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
+from fxpart.pipeline.effects import state_written
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
 from fxpart.solver.problem import Value
@@ -20,18 +21,39 @@ if TYPE_CHECKING:
     from fxpart.costs import Size
 
 
+def needed(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes that a stage's program has: what the loss and writes to state need.
+
+    What only leads to other results is left out of programs that train. All nodes where the graph
+    returns no loss.
+    """
+    (output,) = graph.find_nodes(op="output") or (None,)
+    returned = output.args[0] if output is not None and output.args else None
+    loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+    if not isinstance(loss, fx.Node):
+        return frozenset(graph.nodes)
+    todo, found = [loss, *state_written(graph)], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return frozenset(found)
+
+
 def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]:
     """By block, the bytes of each storage that autograd keeps and that the block makes.
 
     Whichever blocks save it, its stage has it until the backward: as its own saved tensor, or as
-    the result that it sent. Stages that received it count it as such. An input counts in every
-    block that saves it.
+    the result that it sent. Stages that received it count it as such. An input counts once, in
+    the first block that saves it: all microbatches and stages of a process look at one batch.
     """
     home = {node.name: annotation(node).block for node in graph.nodes}
     found: dict[int, tuple[Size, str, set[int]]] = {}
+    alive = needed(graph)
     for node in graph.nodes:
         notes = annotation(node)
-        if notes.block is not None:
+        if node in alive and notes.block is not None:
             for saved in notes.saved:
                 entry = found.setdefault(saved.storage, (saved.size, saved.source, set()))
                 entry[2].add(notes.block)
@@ -41,8 +63,7 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
         if producer is not None:
             rows[producer].append(size)
         else:  # an input, or an op's private result, which has one user
-            for block in users:
-                rows[block].append(size)
+            rows[min(users)].append(size)
     return tuple(map(tuple, rows))
 
 
@@ -51,12 +72,13 @@ def crossing_nodes(
 ) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...]]]:
     """Nodes whose values later blocks use: the node, the node whose memory it is, those blocks."""
     roots: dict[fx.Node, fx.Node] = {}
+    alive = needed(graph)
     for node in graph.nodes:
         roots[node] = roots[unwrapped(node)[1][0]] if _is_view(node, roots) else node
         block = annotation(node).block
         if block is None or not specs.tensors(node):
             continue
-        users = {annotation(user).block for user in node.users}
+        users = {annotation(user).block for user in node.users if user in alive}
         later = tuple(sorted(b for b in users if b is not None and b > block))
         if later:
             yield node, roots[node], later
@@ -64,7 +86,7 @@ def crossing_nodes(
 
 def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
     """Values that later blocks use, and their bytes."""
-    sources = {saved.source for node in graph.nodes for saved in annotation(node).saved}
+    sources = {saved.source for node in needed(graph) for saved in annotation(node).saved}
     values: list[Value] = []
     amounts: list[Size] = []
     for node, root, later in crossing_nodes(graph, specs):
