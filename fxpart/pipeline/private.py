@@ -7,14 +7,14 @@ that only the library knows. Without this table these would be missed.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
 from fxpart.pipeline.sizes import expression, nbytes
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 _SMALL = 2**22  # elements of a layer's input or states: measured as it is, above extrapolated
 _STEPS = 8
 

@@ -1,0 +1,80 @@
+"""Bytes that computations and processes really take: the allocator's own account, and Linux'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fxpart.measuring.processes import together
+from fxpart.runtime.footprint import Footprint, resident
+
+_MEMORY = "[memory]"
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Bytes that a computation takes from torch's allocator.
+
+    peak: the most that it held at once, above what there was before. left: what is still held.
+    """
+
+    peak: int
+    left: int
+
+
+def allocations(run: Callable[[], object], device: torch.device | None = None) -> Allocations:
+    """What ``run()`` allocates and frees on a device (by default the CPU), workspaces of ops too.
+
+    The CPU's allocator is followed through torch's profiler, event by event; what libraries take
+    from the system without it (packed matrices of a BLAS) is not seen. Run it once before, so that
+    nothing is made for the first time. What ``run`` returns is dropped before ``left`` is read.
+    """
+    if device is not None and device.type == "cuda":
+        return _cuda(run, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in found.profiler.kineto_results.events()  # type: ignore[union-attr]
+        if event.name() == _MEMORY and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    now = peak = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        now += size
+        peak = max(peak, now)
+    return Allocations(peak, now)
+
+
+def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
+    """By the allocator's statistics."""
+    footprint = Footprint(device)
+    footprint.start()
+    run()
+    torch.cuda.synchronize(device)
+    peaks = footprint.peaks()
+    left = torch.cuda.memory_allocated(device) - peaks.baseline
+    return Allocations(peaks.peak - peaks.baseline, left)
+
+
+def baseline(ranks: int = 1, timeout: float = 120.0) -> int:
+    """Bytes of a rank's process before it holds a model: torch and the process group are there.
+
+    The largest of ``ranks`` fresh processes of this host.
+    """
+    target = f"{__name__}:bare"
+    return max(int(row["resident"]) for row in together(ranks, target, {}, timeout))
+
+
+def bare(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """What a fresh process takes; run by :func:`baseline`. It has made a collective before."""
+    import torch.distributed as dist
+
+    import fxpart.runtime  # noqa: F401  a rank has it
+
+    del rank, world, payload
+    dist.all_reduce(torch.zeros(1))
+    return {"resident": resident()}
