@@ -39,8 +39,8 @@ def allocations(run: Callable[[], object], device: torch.device | None = None) -
         run()
     events = [
         (event.start_ns(), event.nbytes())
-        for event in found.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == _MEMORY and event.device_type() == torch.autograd.DeviceType.CPU
+        for event in found.profiler.kineto_results.events()
+        if event.name() == _MEMORY
     ]
     now = peak = 0
     for _, size in sorted(events, key=lambda event: event[0]):
