@@ -13,14 +13,14 @@ import msgspec
 
 from fxpart.cluster import Cluster, Device
 from fxpart.errors import FxpartError, Problem
-from fxpart.prediction import Memory, Prediction, RankPrediction
+from fxpart.prediction import HostLoad, Memory, Prediction, RankPrediction
 
 __all__ = [
-    "VERSION", "Alternative", "Certificate", "Memory", "Placed", "Plan", "PlanInput", "PlanModel",
-    "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
+    "VERSION", "Alternative", "Certificate", "HostLoad", "Memory", "Placed", "Plan", "PlanInput",
+    "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 3
+VERSION = 4
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,13 +25,14 @@ from fxpart.plan import (
     Stage,
     Tie,
 )
+from fxpart.planned.hosts import completed, hosts_of
+from fxpart.planned.steps import step_in_time
 from fxpart.planned.words import label, reason
-from fxpart.prediction import StepParts, step_parts
+from fxpart.prediction import HostLoad, StepParts, step_parts
 from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
-from fxpart.schedule.action import Kind, Schedule, StageEdge
-from fxpart.schedule.simulate import simulate
+from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.sharding import Mesh
 from fxpart.solver.branches.staged import Staged
 from fxpart.solver.joint.schedules import fill
@@ -76,13 +77,15 @@ def make_plan(
     shared: Shared | None = None,
     order: Sequence[int] = (),
     made: Staged | None = None,
+    hosts: Sequence[HostLoad] | None = None,
 ) -> Plan:
     """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
 
     shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
     order: devices of the cluster, as indices, in the order in which stages take them; by default
     the cluster's own. made: where stages form a graph with branches; then ``problem`` has its
-    blocks in the order of the stages.
+    blocks in the order of the stages. hosts: that ranks share, as measured; by default as the
+    cluster says (see :mod:`fxpart.planned.hosts`).
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -93,6 +96,11 @@ def make_plan(
     count = len(choice.starts) * mesh.size
     taken = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(taken, mesh.size)
+    rows = tuple(
+        _ranks(k, ranks[k], cost, shared, problem) for k, cost in enumerate(evaluation.stages)
+    )
+    used = sorted(taken)
+    loads = hosts_of(cluster, used) if hosts is None else completed(hosts, cluster, used)
     kinds = [cluster.devices[device].model for device in sorted(taken)]
     return Plan(
         model=model,
@@ -106,7 +114,9 @@ def make_plan(
         schedule=choice.schedule,
         optimizer=optimizer,
         seed=spec.seed,
-        prediction=_prediction(evaluation, schedule, edges, ranks, shared),
+        prediction=_prediction(
+            evaluation, schedule.name, schedule.microbatches, edges, rows, loads
+        ),
         provenance=dict(provenance),
         certificate=_certificate(
             problem, solution, evaluation, provenance, mesh.size, made.over if made else ""
@@ -183,51 +193,38 @@ def _ties(spec: ProgramSpec) -> tuple[Tie, ...]:
 
 def _prediction(
     evaluation: Evaluation,
-    schedule: Schedule,
+    schedule: str,
+    microbatches: int,
     edges: Sequence[StageEdge],
-    ranks: Sequence[tuple[int, ...]],
-    shared: Shared | None,
+    rows: tuple[RankPrediction, ...],
+    hosts: Sequence[HostLoad],
 ) -> Prediction:
-    """Closed form, and the simulated schedule with transfers that overlap computation.
-
-    A pair's transfer takes its stages' mean share of the predicted transfer time; what is done
-    once a step (tie sums, optimizer) follows the stage's last backward.
-    """
-    stages = evaluation.stages
-    incoming = {k: sum(1 + e.backward for e in edges if e.target == k) for k in range(len(stages))}
-
-    def seconds(stage: int, peer: int, kind: Kind) -> float:
-        receiver = peer if kind is Kind.SEND_F else stage
-        return stages[receiver].transfer_seconds / max(1, incoming[receiver])
-
-    timeline = simulate(
-        schedule,
-        edges,
-        [s.forward_seconds for s in stages],
-        [s.backward_seconds for s in stages],
-        seconds,
-    )
-    ends = dict.fromkeys(range(len(stages)), 0.0)
-    for span in timeline.spans:
-        if span.lane == "compute":
-            ends[span.action.stage] = max(ends[span.action.stage], span.end)
-    simulated = max(ends[k] + s.step_only_seconds for k, s in enumerate(stages))
-    busy = sum(timeline.busy) + sum(s.step_only_seconds for s in stages)
-    share = busy / (simulated * len(stages)) if simulated > 0 else 1.0
+    """Closed form, and the simulated schedule with transfers that overlap computation."""
+    found = step_in_time(schedule, microbatches, edges, rows, hosts, evaluation.seconds)
     return Prediction(
         step_seconds=evaluation.seconds,
-        simulated_seconds=simulated,
-        bubble=min(1.0, max(0.0, 1.0 - share)),
-        ranks=tuple(_ranks(k, ranks[k], cost, shared) for k, cost in enumerate(stages)),
+        simulated_seconds=found.seconds,
+        bubble=found.bubble,
+        ranks=rows,
+        hosts=found.hosts,
+        method=found.method,
     )
 
 
 def _ranks(
-    stage: int, ranks: tuple[int, ...], cost: StageCost, shared: Shared | None
+    stage: int,
+    ranks: tuple[int, ...],
+    cost: StageCost,
+    shared: Shared | None,
+    problem: PartitionProblem,
 ) -> RankPrediction:
-    """One rank's share; the lanes of a stage are predicted alike, as its slowest member."""
+    """One rank's share; the lanes of a stage are predicted alike, as its slowest member.
+
+    Of the problem's ``once`` what is not sums is the runtime's own.
+    """
     m = cost.memory
     sums = 0.0
+    own = max(0.0, problem.once - (shared.sums.once if shared is not None else 0.0))
     if shared is not None:
         sums = shared.sums.once + fsum(shared.sums.by_block[cost.first : cost.last + 1])
     return RankPrediction(
@@ -238,7 +235,8 @@ def _ranks(
         transfer_seconds=cost.transfer_seconds,
         sync_seconds=sums,
         tie_seconds=cost.sync_seconds,
-        optimizer_seconds=max(0.0, cost.optimizer_seconds - sums),
+        optimizer_seconds=max(0.0, cost.optimizer_seconds - sums - own),
+        overhead_seconds=own,
         memory=Memory(
             weights=m.weights,
             gradients=m.gradients,
@@ -317,7 +315,7 @@ def _parts(
     problem: PartitionProblem, choice: Choice, found: Evaluation, shared: Shared | None
 ) -> tuple[StepParts, list[RankPrediction]]:
     """What a step of the choice is made of, and its stages."""
-    rows = [_ranks(k, (), cost, shared) for k, cost in enumerate(found.stages)]
+    rows = [_ranks(k, (), cost, shared, problem) for k, cost in enumerate(found.stages)]
     count = problem.variants[choice.variant].microbatches
     return step_parts(rows, count, fill(choice.schedule), found.seconds), rows
 

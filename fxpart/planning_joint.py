@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fxpart.cluster import Cluster
 from fxpart.errors import error
 from fxpart.plan import Certificate, Plan, PlanModel, Stage, Tie
+from fxpart.planned.hosts import hosts_of
 from fxpart.planned.predicted import edges, predict
 from fxpart.planned.rejected import Comparison
 from fxpart.planned.words import label
@@ -60,7 +61,7 @@ def make_joint_plan(
         weights="stash" if choice.schedule == "async" else "flush",
         optimizer=optimizer,
         seed=seed,
-        prediction=predict(choice, found, lanes, pairs),
+        prediction=predict(choice, found, lanes, pairs, hosts_of(cluster, used)),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, found, provenance),
         alternatives=comparison.candidates(solution),

@@ -96,7 +96,8 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     method: how simulated_seconds was found; "closed form" where the schedule has no simulation or
     too many actions for one. bubble: the share of that step in which the ranks idle or wait for
-    transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike.
+    transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike. hosts: that ranks
+    share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
     """
 
     step_seconds: float
@@ -110,8 +111,9 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one step as the bottleneck stage spends them; together the whole step.
 
-    The bottleneck is the stage with the largest (m - fill) t + beta. bubble: what is left (not
-    below 0, whatever rounding says), in which it waits for the pipeline to fill and to drain.
+    The bottleneck is the stage with the largest (m - fill) t + beta. overhead: the runtime's own,
+    once a step. bubble: what is left (not below 0, whatever rounding says), in which it waits for
+    the pipeline to fill and to drain.
     """
 
     stage: int
@@ -122,6 +124,7 @@ class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sums: float
     ties: float
     optimizer: float
+    overhead: float
     bubble: float
 
     def named(self) -> dict[str, float]:
@@ -134,6 +137,7 @@ class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "gradient sums": self.sums,
             "sums of shared parameters": self.ties,
             "the optimizer": self.optimizer,
+            "the runtime": self.overhead,
             "the bubble": self.bubble,
         }
 
@@ -153,7 +157,9 @@ def step_parts(
 ) -> StepParts:
     """What a step of ``step`` seconds is made of; fill: of the schedule, see ``schedules.fill``."""
     entry = bottleneck(ranks, microbatches, fill)
-    once = (entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds)
+    once = (
+        entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds, entry.overhead_seconds
+    )  # fmt: skip
     moves = [
         microbatches * part
         for part in (entry.collective_seconds, entry.transfer_seconds, entry.gather_seconds)
@@ -169,6 +175,7 @@ def step_parts(
         sums=once[0],
         ties=once[1],
         optimizer=once[2],
+        overhead=once[3],
         bubble=max(0.0, fsum((step, -compute, *(-part for part in (*moves, *once))))),
     )
 

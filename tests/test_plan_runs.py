@@ -101,7 +101,7 @@ def test_require_names_every_reason() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_1200_mutations_of_older_plans(version: int) -> None:
     rng = random.Random(version)
     base = json.loads((GOLDEN / f"plan_version_{version}.json").read_text())

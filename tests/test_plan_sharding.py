@@ -87,7 +87,7 @@ def test_a_plan_of_lanes_is_valid_and_round_trips() -> None:
 def test_a_plan_of_version_1_still_loads() -> None:
     raw = json.loads((GOLDEN / "plan_version_1.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_1.json")
-    assert found.version == 3 and Plan.loads(found.dumps()) == found
+    assert found.version == 4 and Plan.loads(found.dumps()) == found
     assert [entry.ranks for entry in found.prediction.ranks] == [(0,), (1,)]
     # Sums of shared parameters, which were all that a stage of one rank summed up.
     assert [entry.tie_seconds for entry in found.prediction.ranks] == [
@@ -110,6 +110,19 @@ def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
     raw["prediction"]["ranks"][5]["in_flight"] = 2
     apart = Plan.loads(json.dumps(raw)).prediction.ranks
     assert [entry.ranks for entry in apart] == [(0, 1, 2, 3), (4,), (5,), (6, 7)]
+
+
+def test_a_plan_of_version_3_minds_no_hosts() -> None:
+    raw = json.loads((GOLDEN / "plan_version_3.json").read_text())
+    found = Plan.load(GOLDEN / "plan_version_3.json")
+    assert found.version == 4 and Plan.loads(found.dumps()) == found
+    assert found.prediction.hosts == ()
+    assert {entry.overhead_seconds for entry in found.prediction.ranks} == {0.0}
+    again = json.loads(found.dumps())
+    for entry in again["prediction"]["ranks"]:
+        del entry["overhead_seconds"]
+    del again["prediction"]["hosts"]
+    assert {**again, "version": 3} == raw
 
 
 def test_a_plan_of_version_2_with_a_wrong_device_is_refused() -> None:

@@ -8,6 +8,7 @@ from fxpart.plan import Plan, RankPrediction
 from fxpart.plan_io.check_stages import Faults
 
 MOST = 200  # ranks named at most
+_MOST_SLOWDOWN = 1e6  # what is above is no measurement
 
 
 def prediction(plan: Plan) -> Faults:
@@ -30,6 +31,30 @@ def prediction(plan: Plan) -> Faults:
         where = f"prediction.ranks[{index}]"
         yield from _entry(plan, entry, where)
         yield from _places(plan, entry, stage_of, where)
+    yield from _hosts(plan, stage_of)
+
+
+def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
+    """Each rank shares at most one host, whose curve can be computed with."""
+    given = Counter(rank for load in plan.prediction.hosts for rank in load.ranks)
+    for rank, count in given.items():
+        if count > 1:
+            yield "prediction.hosts", f"rank {rank} stands there {count} times"
+        elif rank not in stage_of:
+            yield "prediction.hosts", f"no stage runs on rank {rank}"
+    for index, load in enumerate(plan.prediction.hosts):
+        where = f"prediction.hosts[{index}]"
+        if not load.ranks:
+            yield f"{where}.ranks", "there are none"
+        if not load.slowdown:
+            yield f"{where}.slowdown", "there is none"
+        for place, factor in enumerate(load.slowdown):
+            if not 0 < factor <= _MOST_SLOWDOWN:
+                yield f"{where}.slowdown[{place}]", f"{factor} is not above 0 and reasonable"
+        if load.transfer > _MOST_SLOWDOWN:
+            yield f"{where}.transfer", f"{load.transfer} ranks are too many"
+        if load.full and load.full < len(load.ranks):
+            yield f"{where}.full", f"it is below the number of ranks, {len(load.ranks)}"
 
 
 def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:

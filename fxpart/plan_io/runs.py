@@ -13,7 +13,13 @@ MOST = max(MAX_DEVICES, 1 << 20)
 _RUN = "[0-9]{1,9}(?:-[0-9]{1,9})?"
 PATTERN = f"(?:{_RUN}(?:,{_RUN})*)?"
 # Where a plan holds such sequences, by field; "[]" stands for every entry of a list.
-FIELDS = ("devices", "order", "stages[].ranks", "prediction.ranks[].ranks")
+FIELDS = (
+    "devices",
+    "order",
+    "stages[].ranks",
+    "prediction.ranks[].ranks",
+    "prediction.hosts[].ranks",
+)
 
 
 def text_of(numbers: Sequence[int]) -> str:

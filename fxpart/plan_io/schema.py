@@ -14,6 +14,7 @@ _HOLDERS = {
     "order": "Plan",
     "stages[].ranks": "Stage",
     "prediction.ranks[].ranks": "RankPrediction",
+    "prediction.hosts[].ranks": "HostLoad",
 }
 
 

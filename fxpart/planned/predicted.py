@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from fxpart.prediction import Memory, Prediction, RankPrediction, idle_share
-from fxpart.schedule import quick
+from fxpart.planned.steps import step_in_time
+from fxpart.prediction import HostLoad, Memory, Prediction, RankPrediction
 from fxpart.schedule.action import StageEdge
 from fxpart.solver.joint.objective import JointEvaluation, JointStage
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-
-# Above this many actions (computations and transfers) a schedule is not simulated: 2 seconds.
-MOST_ACTIONS = 2_000_000
 
 
 def entries(
@@ -79,41 +75,24 @@ def predict(
     evaluation: JointEvaluation,
     ranks: Sequence[tuple[int, ...]],
     given: Sequence[tuple[int, int, bool]],
+    hosts: Sequence[HostLoad] = (),
 ) -> Prediction:
     """The closed form, and the schedule in time with transfers that overlap computation.
 
-    given: the plan's edges. A stage's transfer seconds are divided evenly over what it receives and
-    the gradients that it returns, as :mod:`fxpart.report.timeline` does.
+    given: the plan's edges. hosts: that ranks share, see :mod:`fxpart.planned.hosts`.
     """
     rows = entries(evaluation, ranks)
     links = [StageEdge(a, b, back) for a, b, back in given] or [
         StageEdge(k, k + 1) for k in range(len(rows) - 1)
     ]
-    actions = 2 * choice.microbatches * (len(rows) + sum(1 + e.backward for e in links))
-    simulated = choice.schedule in quick.NAMES and actions <= MOST_ACTIONS
-    seconds = _simulate(choice, rows, links) if simulated else evaluation.seconds
+    found = step_in_time(
+        choice.schedule, choice.microbatches, links, rows, hosts, evaluation.seconds
+    )
     return Prediction(
         step_seconds=evaluation.seconds,
-        simulated_seconds=seconds,
-        bubble=idle_share(rows, choice.microbatches, seconds),
+        simulated_seconds=found.seconds,
+        bubble=found.bubble,
         ranks=rows,
-        method="simulation" if simulated else "closed form",
+        hosts=found.hosts,
+        method=found.method,
     )
-
-
-def _simulate(
-    choice: JointChoice, rows: Sequence[RankPrediction], links: Sequence[StageEdge]
-) -> float:
-    """Until the last stage has done what it does once a step, after its last backward."""
-    parts: Counter[int] = Counter()
-    for edge in links:
-        parts[edge.target] += 2 if edge.backward else 1
-    ends = quick.last_ends(
-        choice.schedule,
-        choice.microbatches,
-        links,
-        [row.forward_seconds + row.gather_seconds / 2 for row in rows],
-        [row.backward_seconds + row.gather_seconds / 2 for row in rows],
-        {(e.source, e.target): rows[e.target].transfer_seconds / parts[e.target] for e in links},
-    )
-    return max(end + row.step_only_seconds for end, row in zip(ends, rows, strict=True))

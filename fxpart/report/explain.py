@@ -51,7 +51,18 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         f"({units.seconds(step.simulated_seconds)} by {by(step.method)}), {rate:.4g} samples/s, "
         f"bubble {units.percent(step.bubble)}",
         *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
+        *(f"  host       {words}" for words in crowded_words(found)),
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
+    ]
+
+
+def crowded_words(found: Explanation) -> list[str]:
+    """Of each host that ranks share, how much longer its computations take."""
+    return [
+        f"shared by rank {shortened(given.ranks, 24)}: computations take {given.slowdown[-1]:.3g} "
+        f"times as long while all compute, {given.slowdown[0]:.3g} alone "
+        f"({given.assumed:.3g} in the seconds below)"
+        for given in found.hosts
     ]
 
 
@@ -79,7 +90,7 @@ def _input(item: PlanInput) -> str:
 
 def _stages(found: Explanation) -> list[str]:
     return [
-        "Stages (F, B and transfer per microbatch; step: gradient sums and optimizer, once a step)",
+        "Stages (F, B and transfer per microbatch; step: sums, optimizer, runtime; once a step)",
         *_indented(stage_table(found)),
     ]
 

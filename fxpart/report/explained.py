@@ -102,6 +102,7 @@ class StageFigures(_Struct, frozen=True, kw_only=True):
     sync_seconds: float
     tie_seconds: float
     optimizer_seconds: float
+    overhead_seconds: float
     microbatch_seconds: float
     step_only_seconds: float
     memory: Memory
@@ -111,12 +112,27 @@ class StageFigures(_Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
+class Crowded(_Struct, frozen=True, kw_only=True):
+    """A host that ranks of the plan share.
+
+    slowdown: how many times longer a computation takes while 1, 2, ... of these ranks compute.
+    transfer: how many computing ranks a transfer counts as. assumed: the slowdown for which the
+    seconds of the plan's stages are.
+    """
+
+    ranks: str
+    slowdown: tuple[float, ...]
+    transfer: float
+    assumed: float
+
+
 class Explanation(_Struct, frozen=True, kw_only=True):
     """Everything that ``fxpart explain plan.json --json`` says.
 
     devices: those of the cluster, used or not. binding: rejected choices that would be faster and
-    do not fit. certificate, degrees: as in the plan. not_runnable: why this version
-    cannot train by the plan.
+    do not fit. hosts: those whose ranks slow each other down; empty where none do, or where the
+    simulation takes all ranks to compute all the time. certificate, degrees: as in the plan.
+    not_runnable: why this version cannot train by the plan.
     """
 
     model: str
@@ -136,6 +152,7 @@ class Explanation(_Struct, frozen=True, kw_only=True):
     rejected: tuple[Rejected, ...]
     changes: tuple[Rejected, ...]
     by_stage: tuple[StageFigures, ...]
+    hosts: tuple[Crowded, ...]
     certificate: Certificate
     degrees: Certificate | None
     not_runnable: tuple[str, ...]

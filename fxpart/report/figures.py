@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from fxpart.plan import Alternative, Plan, RankPrediction
 from fxpart.plan_io.runs import text_of
-from fxpart.prediction import bottleneck, pace, step_parts
+from fxpart.prediction import HostLoad, bottleneck, pace, step_parts
 from fxpart.report.explained import (
+    Crowded,
     Explanation,
     Fullest,
     Pace,
@@ -15,6 +16,7 @@ from fxpart.report.explained import (
     StageFigures,
     StepFigures,
 )
+from fxpart.schedule.crowd import factor
 from fxpart.solver.joint.schedules import fill
 
 _NEAR = 0.999  # a stage above this share of the bottleneck's pace is as slow
@@ -46,6 +48,7 @@ def explanation(plan: Plan) -> Explanation:
         rejected=rejected,
         changes=changes,
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
+        hosts=tuple(_crowd(load) for load in plan.prediction.hosts),
         certificate=plan.certificate,
         degrees=plan.degrees,
         not_runnable=plan.runnable,
@@ -157,7 +160,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
     stage = plan.stages[entry.stage]
     names = (
         "forward_seconds", "backward_seconds", "collective_seconds", "gather_seconds",
-        "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds",
+        "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds", "overhead_seconds",
         "microbatch_seconds", "step_only_seconds", "in_flight",
     )  # fmt: skip
     decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute",
@@ -173,6 +176,17 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         free=entry.memory_limit - entry.memory.total,
         **{name: getattr(stage, name) for name in decisions},
         **{name: getattr(entry, name) for name in names},
+    )
+
+
+def _crowd(load: HostLoad) -> Crowded:
+    """A host that the plan's ranks share."""
+    given = load.full or len(load.ranks)
+    return Crowded(
+        ranks=text_of(load.ranks),
+        slowdown=tuple(factor(load.slowdown, k) for k in range(1, len(load.ranks) + 1)),
+        transfer=load.transfer,
+        assumed=factor(load.slowdown, given),
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from fxpart.errors import error
 from fxpart.plan import Plan
-from fxpart.schedule.action import Kind, Schedule, StageEdge
+from fxpart.planned.steps import StageTimes, schedule_of, steps_in_time
+from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.lower import lower
-from fxpart.schedule.simulate import simulate
+from fxpart.schedule.steps import Steps
 from fxpart.schedule.timeline import Timeline
 
 
@@ -20,26 +18,33 @@ def plan_schedule(plan: Plan, name: str | None = None, microbatches: int | None 
         fix = f"one of {', '.join(BUILDERS)}"
         raise error("FXP109", where="schedule", why=f"there is no {name!r}", fix=fix)
     count = plan.microbatches if microbatches is None else microbatches
-    edges = stage_edges(plan)
-    compute = BUILDERS[name](len(plan.stages), count, edges)
-    forward, backward = stage_seconds(plan)
-    return lower(compute, edges, forward=forward, backward=backward)
+    return schedule_of(name, len(plan.stages), count, stage_edges(plan))
 
 
 def plan_timeline(plan: Plan, name: str | None = None, microbatches: int | None = None) -> Timeline:
-    """When each computation and transfer of one step happens, by the plan's predicted costs.
+    """When everything of one step happens, by the plan's predicted costs.
 
-    Microbatches keep the size that the plan gives them, whatever their number here. The seconds
-    spent once a step (gradient sums, optimizer) are not part of it.
+    For the plan's own schedule and microbatches the step takes ``prediction.simulated_seconds``.
+    Microbatches keep the size that the plan gives them, whatever their number here.
     """
-    forward, backward = stage_seconds(plan)
-    costs = transfer_seconds(plan)
+    return plan_steps(plan, name, microbatches).timeline
 
-    def transfer(stage: int, peer: int, kind: Kind) -> float:
-        return costs.get((stage, peer) if kind is Kind.SEND_F else (peer, stage), 0.0)
 
+def plan_steps(
+    plan: Plan,
+    name: str | None = None,
+    microbatches: int | None = None,
+    *,
+    steps: int = 1,
+    flush: bool = True,
+    contention: bool = True,
+) -> Steps:
+    """Several steps; see :func:`fxpart.planned.steps.steps_in_time`. Raises FXP109."""
     schedule = plan_schedule(plan, name, microbatches)
-    return simulate(schedule, stage_edges(plan), forward, backward, transfer)
+    return steps_in_time(
+        schedule, stage_edges(plan), plan.prediction.ranks, plan.prediction.hosts,
+        steps=steps, flush=flush, contention=contention,
+    )  # fmt: skip
 
 
 def stage_edges(plan: Plan) -> tuple[StageEdge, ...]:
@@ -47,26 +52,6 @@ def stage_edges(plan: Plan) -> tuple[StageEdge, ...]:
     return tuple(StageEdge(a, b, gradient) for a, b, gradient in plan.stage_edges)
 
 
-def stage_seconds(plan: Plan) -> tuple[list[float], list[float]]:
-    """Forward and backward seconds of each stage: those of its slowest rank."""
-    forward, backward = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
-    for entry in plan.prediction.ranks:
-        half = entry.gather_seconds / 2  # ZeRO 3 gathers weights before either
-        forward[entry.stage] = max(forward[entry.stage], entry.forward_seconds + half)
-        backward[entry.stage] = max(backward[entry.stage], entry.backward_seconds + half)
-    return forward, backward
-
-
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:
-    """Seconds of each edge in one direction.
-
-    A rank's ``transfer_seconds`` is the sum over what it receives and the gradients that it sends
-    back for it, so each edge into a stage gets an equal part for each of its directions.
-    """
-    received = [0.0] * len(plan.stages)
-    for entry in plan.prediction.ranks:
-        received[entry.stage] = max(received[entry.stage], entry.transfer_seconds)
-    parts: Counter[int] = Counter()
-    for _, target, gradient in plan.stage_edges:
-        parts[target] += 2 if gradient else 1
-    return {(a, b): received[b] / parts[b] for a, b, _ in plan.stage_edges}
+    """Seconds of each edge in one direction."""
+    return StageTimes.of(plan.prediction.ranks, stage_edges(plan)).transfer

@@ -68,6 +68,17 @@ def factor(slowdown: Sequence[float], busy: float) -> float:
     return slowdown[below - 1] * (1 - share) + slowdown[below] * share
 
 
+def by_cores(ranks: int, threads: int, cores: int) -> tuple[float, ...]:
+    """The curve of ranks that want ``threads`` cores each of a host's, where none was measured.
+
+    max(1, k threads / cores) for k = 1, 2, ... ranks: the cores are shared evenly. cores: 0 where
+    it is not known; then nobody is slowed down.
+    """
+    if not cores:
+        return ()
+    return tuple(max(1.0, k * threads / cores) for k in range(1, ranks + 1))
+
+
 def crowd_of(hosts: Sequence[Load], ranks: int) -> Crowd:
     """The crowd of ``ranks`` ranks; one that stands on none of the hosts is never slowed down."""
     of = dict.fromkeys(range(ranks), len(hosts))

@@ -75,7 +75,8 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "step": {
             "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
             "method": prediction["method"], "samples_per_second": raw["batch_size"] / step,
-            "bubble": idle(rows, m, prediction["simulated_seconds"]),
+            "bubble": prediction["bubble"] if prediction["hosts"]  # then by simulation
+            else idle(rows, m, prediction["simulated_seconds"]),
             "parts": {"stage": rows[worst]["stage"], **parts},
             "shares": {NAMES[name]: value / step for name, value in parts.items()},
         },
@@ -89,7 +90,8 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "next_best": min(fitting, key=lambda o: o["step_seconds"], default=None),
         "rejected": others[: len(raw["alternatives"])],
         "changes": others[len(raw["alternatives"]) :],
-        "by_stage": rows, "certificate": raw["certificate"], "degrees": raw["degrees"],
+        "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
+        "certificate": raw["certificate"], "degrees": raw["degrees"],
         "not_runnable": not_runnable(raw),
     }  # fmt: skip
 
@@ -98,13 +100,14 @@ NAMES = {
     "compute": "computation", "collectives": "collectives inside stages",
     "transfers": "transfers between stages", "gathers": "gathering weights",
     "sums": "gradient sums", "ties": "sums of shared parameters", "optimizer": "the optimizer",
-    "bubble": "the bubble",
+    "overhead": "the runtime", "bubble": "the bubble",
 }  # fmt: skip
 
 
 def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """A stage's figures."""
-    names = ("forward", "backward", "collective", "gather", "transfer", "sync", "tie", "optimizer")
+    names = ("forward", "backward", "collective", "gather", "transfer", "sync", "tie", "optimizer",
+             "overhead")  # fmt: skip
     seconds = {f"{name}_seconds": entry[f"{name}_seconds"] for name in names}
     total = sum(entry["memory"][name] for name in MEMORY)
     spans = stage["pieces"] or [[stage["first"], stage["last"]]]
@@ -122,10 +125,24 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
         "ranks": entry["ranks"], "devices": one, **{name: stage[name] for name in kept}, **seconds,
         "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
         "step_only_seconds": sum(
-            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer")
+            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead")
         ),
         "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
         "free": entry["memory_limit"] - total, "in_flight": entry["in_flight"],
+    }  # fmt: skip
+
+
+def crowded(load: dict[str, Any]) -> dict[str, Any]:
+    """A host's curve at as many ranks as the plan has there, and at what its seconds are for."""
+    curve, ranks = load["slowdown"], len(ranks_of(load["ranks"]))
+
+    def at(count: int) -> float:
+        last = len(curve)
+        return curve[count - 1] if count <= last else curve[-1] * count / last
+
+    return {
+        "ranks": load["ranks"], "slowdown": [at(k + 1) for k in range(ranks)],
+        "transfer": load["transfer"], "assumed": at(load["full"] or ranks),
     }  # fmt: skip
 
 
@@ -136,7 +153,7 @@ def parts_of(one: dict[str, Any], m: int, step: float) -> dict[str, float]:
         "compute": m * own, "collectives": m * one["collective_seconds"],
         "transfers": m * one["transfer_seconds"], "gathers": m * one["gather_seconds"],
         "sums": one["sync_seconds"], "ties": one["tie_seconds"],
-        "optimizer": one["optimizer_seconds"],
+        "optimizer": one["optimizer_seconds"], "overhead": one["overhead_seconds"],
     }  # fmt: skip
     return {**parts, "bubble": step - sum(parts.values())}
 
@@ -455,11 +472,8 @@ def test_the_schedule_in_time(seed: int) -> None:
         assert plan.schedule not in ("gpipe", "1f1b")
         assert given.simulated_seconds == given.step_seconds
         return
-    ends = [0.0] * len(plan.stages)
-    for span in plan_timeline(plan).spans:
-        if span.lane == "compute":
-            ends[span.action.stage] = max(ends[span.action.stage], span.end)
-    wanted = max(
-        ends[e.stage] + e.sync_seconds + e.tie_seconds + e.optimizer_seconds for e in given.ranks
-    )
-    assert given.simulated_seconds == pytest.approx(wanted, rel=1e-12)
+    timeline = plan_timeline(plan)
+    last = max(span.end for span in timeline.spans if span.lane == "compute")
+    once = max(e.sync_seconds + e.tie_seconds + e.optimizer_seconds for e in given.ranks)
+    assert given.simulated_seconds == pytest.approx(last + once, rel=1e-12)
+    assert timeline.step_seconds == pytest.approx(given.simulated_seconds, rel=1e-12)

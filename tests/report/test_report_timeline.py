@@ -7,14 +7,17 @@ import pytest
 import sample_plans
 
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
-from fxpart.report.timeline import plan_schedule, plan_timeline, transfer_seconds
+from fxpart.plan import HostLoad, Plan
+from fxpart.report.timeline import plan_schedule, plan_steps, plan_timeline, transfer_seconds
 from fxpart.schedule.action import Kind
 
 
-def without_transfers(plan: Plan) -> Plan:
-    """The plan with free links."""
-    ranks = tuple(msgspec.structs.replace(r, transfer_seconds=0.0) for r in plan.prediction.ranks)
+def bare(plan: Plan) -> Plan:
+    """The plan with free links and nothing to do once a step."""
+    ranks = tuple(
+        msgspec.structs.replace(r, transfer_seconds=0.0, tie_seconds=0.0, optimizer_seconds=0.0)
+        for r in plan.prediction.ranks
+    )
     return msgspec.structs.replace(
         plan, prediction=msgspec.structs.replace(plan.prediction, ranks=ranks)
     )
@@ -24,7 +27,7 @@ def without_transfers(plan: Plan) -> Plan:
 @pytest.mark.parametrize("stages", [1, 2, 5])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_equal_stages_take_the_closed_form(name: str, stages: int, microbatches: int) -> None:
-    plan = without_transfers(sample_plans.plan(stages, microbatches))
+    plan = bare(sample_plans.plan(stages, microbatches))
     timeline = plan_timeline(plan, name)
     # F + B is 30 ms; fill once, then one microbatch after the other.
     assert timeline.step_seconds == pytest.approx((stages + microbatches - 1) * 0.030)
@@ -32,7 +35,7 @@ def test_equal_stages_take_the_closed_form(name: str, stages: int, microbatches:
 
 
 def test_another_number_of_microbatches() -> None:
-    plan = without_transfers(sample_plans.plan(4, 8))
+    plan = bare(sample_plans.plan(4, 8))
     assert plan_timeline(plan, microbatches=2).step_seconds == pytest.approx(5 * 0.030)
 
 
@@ -60,3 +63,35 @@ def test_unknown_schedule() -> None:
     with pytest.raises(FxpartError) as caught:
         plan_timeline(sample_plans.plan(), "zigzag")
     assert caught.value.code == "FXP109" and "1f1b" in str(caught.value)
+
+
+def crowded(plan: Plan, slowdown: tuple[float, ...], transfer: float = 0.0, full: int = 0) -> Plan:
+    """The plan with all of its ranks on one host."""
+    ranks = tuple(r for stage in plan.stages for r in stage.ranks)
+    load = HostLoad(ranks=ranks, slowdown=slowdown, transfer=transfer, full=full)
+    return msgspec.structs.replace(
+        plan, prediction=msgspec.structs.replace(plan.prediction, hosts=(load,))
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_core_does_all_the_work(name: str) -> None:
+    """Four stages on one core: the sum of all work; seconds in the plan are four times as long."""
+    plan = crowded(bare(sample_plans.plan(4, 6)), (1.0, 2.0, 3.0, 4.0))
+    assert plan_timeline(plan, name).step_seconds == pytest.approx(6 * 0.030)
+    alone = plan_steps(plan, name, contention=False).timeline
+    assert alone.step_seconds == pytest.approx((4 + 6 - 1) * 0.030 / 4)
+
+
+def test_what_is_done_once_a_step_follows_for_all_at_once() -> None:
+    plan = sample_plans.plan(3, 4)
+    timeline = plan_timeline(plan)
+    last = max(s.end for s in timeline.spans if s.lane == "compute")
+    once = [e.step_only_seconds for e in plan.prediction.ranks]
+    assert [u.start for u in timeline.updates] == [last] * 3
+    assert [u.end - u.start for u in timeline.updates] == pytest.approx(once)
+    assert timeline.step_seconds == pytest.approx(last + max(once))
+    several = plan_steps(plan, steps=3)
+    assert several.ends == pytest.approx([timeline.step_seconds * k for k in (1, 2, 3)])
+    running = plan_steps(plan, steps=3, flush=False)
+    assert running.ends[-1] < several.ends[-1]

@@ -1,0 +1,89 @@
+"""Which of a plan's ranks share a host, and how they slow each other down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import UNSET
+
+from fxpart.cluster import Cluster, Device, Host
+from fxpart.prediction import HostLoad
+from fxpart.schedule.crowd import by_cores, factor
+
+
+class Measured(Protocol):
+    """How ranks of a host slow each other down, as measured (:class:`fxpart.profile.Crowding`)."""
+
+    @property
+    def slowdown(self) -> tuple[float, ...]:
+        """How many times longer computations take while 1, 2, ... ranks compute; () if unknown."""
+
+    @property
+    def transfer(self) -> float:
+        """How many computing ranks a transfer counts as."""
+
+
+def hosts_of(
+    cluster: Cluster, devices: Sequence[int], crowding: Callable[[str], Measured] | None = None
+) -> tuple[HostLoad, ...]:
+    """The hosts of a plan whose ranks run on these devices (rank 0's is the first), if crowded.
+
+    crowding: by host, what was measured (``Measured.crowding``), where the seconds of the plan come
+    from measurements; nothing else is then assumed. Without it the cluster's hosts say it: their
+    measured curve, or else max(1, k threads / cores) for k ranks.
+    """
+    known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
+    ranks: dict[str, list[int]] = {}
+    for rank, index in enumerate(devices):
+        ranks.setdefault(cluster.devices[index].host, []).append(rank)
+    found = []
+    for name, mine in ranks.items():
+        all_of = [device for device in cluster.devices if device.host == name]
+        if crowding is None:
+            curve, transfer = _curve(known.get(name), all_of), 0.0
+        else:
+            curve, transfer = crowding(name).slowdown, crowding(name).transfer
+        load = HostLoad(ranks=tuple(mine), slowdown=curve, transfer=transfer, full=len(all_of))
+        found += [load] if is_crowded(load) else []
+    return tuple(found)
+
+
+def completed(
+    hosts: Sequence[HostLoad], cluster: Cluster, devices: Sequence[int]
+) -> tuple[HostLoad, ...]:
+    """Hosts as given, with ``full`` where it was left open: all of the cluster's devices there.
+
+    That is what costs are for, whether the plan uses all of them or not.
+    """
+    count: dict[str, int] = {}
+    for device in cluster.devices:
+        count[device.host] = count.get(device.host, 0) + 1
+    return tuple(
+        HostLoad(
+            ranks=load.ranks,
+            slowdown=load.slowdown,
+            transfer=load.transfer,
+            full=load.full or count[cluster.devices[devices[load.ranks[0]]].host],
+        )
+        for load in hosts
+        if is_crowded(load)
+    )
+
+
+def is_crowded(load: HostLoad) -> bool:
+    """Whether anything about the host's ranks depends on what else runs there."""
+    if not load.slowdown or not load.ranks:
+        return False
+    most = max(load.full, len(load.ranks))
+    busy = any(factor(load.slowdown, k) != 1 for k in range(1, most + 1))
+    return busy or (load.transfer > 0 and len(load.ranks) > 1)
+
+
+def _curve(host: Host | None, devices: Sequence[Device]) -> tuple[float, ...]:
+    if host is None:
+        return ()
+    if host.slowdown:
+        return host.slowdown
+    threads = [d.threads if d.threads is not UNSET else 1 for d in devices if d.kind == "cpu"]
+    return by_cores(len(devices), max(threads), host.cores) if threads else ()
