@@ -1,10 +1,10 @@
-"""The one place that reads the process environment: what torchrun says about this process."""
+"""The one place that reads the process environment: what torchrun and SLURM say of this process."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
@@ -83,6 +83,41 @@ def _fault(name: str, why: str) -> Problem:
         why,
         "start with torchrun --nproc-per-node N script.py, or without any of its variables",
     )
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What SLURM says of the job, as text; "" where it does not say it.
+
+    nodes: such as "node[01-03,7]". node: the name of this one. gpus: of this node. tasks: for each
+    node where it is the same. cpus: for each node, such as "40(x2),20".
+    """
+
+    nodes: str
+    node: str = ""
+    gpus: str = ""
+    tasks: str = ""
+    cpus: str = ""
+
+
+# Each field and the variables that may hold it, the first that is set.
+_SLURM = {
+    "nodes": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    "node": ("SLURMD_NODENAME",),
+    "gpus": ("SLURM_GPUS_ON_NODE",),
+    "tasks": ("SLURM_NTASKS_PER_NODE",),
+    "cpus": ("SLURM_JOB_CPUS_PER_NODE",),
+}
+
+
+def slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
+    """What SLURM set for this process, or None outside of it. variables: instead of its own."""
+    given = os.environ if variables is None else variables
+    found = {
+        field: next((given[name].strip() for name in names if given.get(name)), "")
+        for field, names in _SLURM.items()
+    }
+    return Slurm(**found) if found["nodes"] else None
 
 
 def bind_to_loopback() -> None:

@@ -13,7 +13,8 @@ from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
 PAGES = (
-    "annotations", "glossary", "how_it_chooses", "one_process", "reading_a_plan", "rules", "solve",
+    "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "reading_a_plan",
+    "rules", "solve",
 )  # fmt: skip
 
 
@@ -25,8 +26,8 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`, `rules`,
-    `solve`.
+    Pages: `annotations`, `clusters`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`,
+    `rules`, `solve`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
