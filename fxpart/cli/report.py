@@ -1,8 +1,9 @@
-"""``fxpart report``: a plan as one HTML file."""
+"""``fxpart report``: a plan as one HTML file, alone or against steps that were measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,28 +12,65 @@ from fxpart.cli.options import json_option
 from fxpart.errors import error
 from fxpart.plan import Plan
 
+if TYPE_CHECKING:
+    from fxpart.report.compared import Comparison
+    from fxpart.schedule.recording import Recording
+
 
 @click.command()
 @click.argument("plan", type=click.Path())
 @click.option("--output", "-o", "path", default="report.html", show_default=True)
+@click.option("--measured", type=click.Path(), help="A trace of its steps, by `train --trace`.")
 @click.option("--trace", type=click.Path(), help="Also a trace for Chrome or Perfetto.")
 @json_option
-def command(plan: str, path: str, trace: str | None, as_json: bool) -> int:
-    """Draw PLAN: timeline, memory, stages, certificate. One file, no network, under 1 MB."""
+def command(plan: str, path: str, measured: str | None, trace: str | None, as_json: bool) -> int:
+    """Draw PLAN: timeline, memory, stages, certificate. One file, no network, under 1 MB.
+
+    With --measured, the predicted step is compared with those that a trace has: what took longer,
+    by how much, and what its prediction came from.
+    """
     from fxpart.report.html import report_html
 
     loaded = Plan.load(plan)
-    written = {path: write(path, report_html(loaded))}
+    recording, found = (None, None) if measured is None else _compared(loaded, measured)
+    written = {path: write(path, report_html(loaded, recording, found))}
     if trace is not None:
         from fxpart.report.timeline import plan_timeline
 
         events = plan_timeline(loaded).chrome_trace()
         written[trace] = write(trace, output.as_json(events))
     if as_json:
-        output.data({"files": written})
+        output.data({"files": written} | ({} if found is None else {"comparison": _data(found)}))
+    elif found is not None:
+        from fxpart.report.comparing import told
+
+        output.text(told(found).rstrip("\n"))
     for name, size in written.items():
         output.note(f"wrote {name} ({size} bytes)")
     return 0
+
+
+def _compared(plan: Plan, measured: str) -> tuple[Recording, Comparison]:
+    """The recording in the file and what it says of the plan; FXP109, FXP304."""
+    from fxpart.report.compared import compare
+    from fxpart.report.measured import belongs, load
+
+    recording = load(measured)
+    belongs(recording, plan, measured)
+    return recording, compare(plan, recording)
+
+
+def _data(found: Comparison) -> dict[str, object]:
+    """The comparison as plain data, with ratios and differences worked out."""
+    from dataclasses import asdict
+
+    data = asdict(found)
+    data["step"] |= {"ratio": found.step.ratio, "difference": found.step.difference}
+    for stage, made in zip(data["stages"], found.stages, strict=True):
+        for kind, parts in (("each", made.each), ("step", made.step)):
+            for name, part in parts.items():
+                stage[kind][name] |= {"ratio": part.ratio}
+    return data
 
 
 def write(path: str, text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.cli.tracing import asked_trace, ended
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+    from fxpart.runtime import Trainer
     from fxpart.target import Workload
 
 
@@ -24,28 +27,37 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
+@click.option("--trace", type=click.Path(), help="Measure the last steps, for Perfetto and report.")
+@click.option("--trace-steps", type=click.IntRange(1, 1000), default=5, show_default=True)
 @json_option
 def command(
     nproc: int | None,
     steps: int,
     lr: float | None,
     clip_norm: float | None,
+    trace: str | None,
+    trace_steps: int,
     as_json: bool,
     **options: Any,
 ) -> int:
     """Train TARGET by a plan and print the loss of each step.
 
     With --nproc N, N processes are started by torchrun; without it all ranks run in this one.
-    Batches come from the Workload's data; without data, the example batch is repeated.
+    Batches come from the Workload's data; without data, the example batch is repeated. With
+    --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
+    FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares.
     """
     from fxpart.environment import launch
 
     request = Request(**options)
     started = launch()
+    asked = None if trace is None else asked_trace(trace, trace_steps, steps)
     if started is None and nproc is not None and nproc > 1:
         from fxpart.cli.processes import run_on
 
-        more = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
+        more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
+        if asked is not None:
+            more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return run_on(request, nproc, "train", more, as_json)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
@@ -53,21 +65,50 @@ def command(
     first = started is None or started.rank == 0
     if first and workload.data is None:
         output.note("no data in the target: the example batch is repeated")
-    batches = _batches(workload, program)
-    for step in range(1, steps + 1):
-        batch = _next(batches, request.target)
-        if batch is None:
-            if first:
-                output.note(f"the data ended after {step - 1} steps")
-            break
-        before = time.perf_counter()
-        loss = float(trainer.step(batch))
-        seconds = time.perf_counter() - before
-        if first and as_json:
-            output.line({"step": step, "loss": loss, "seconds": seconds})
-        elif first:
-            output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
+    run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
+    if asked is None:
+        run.steps(1, steps)
+        return 0
+    warm = steps - asked.steps
+    run.steps(1, warm)
+    with trainer.record() as recorder:
+        run.steps(warm + 1, steps)
+    if run.done <= warm:
+        raise ended(run.done)
+    if first:
+        asked.write(recorder.recording, program.plan, as_json)
     return 0
+
+
+@dataclass
+class _Run:
+    """The steps, and how far they have come. first: whether this process is the one that tells."""
+
+    trainer: Trainer
+    batches: Iterator[Any]
+    target: str
+    first: bool
+    as_json: bool
+    done: int = 0
+    ended: bool = False
+
+    def steps(self, start: int, stop: int) -> None:
+        """Steps ``start`` to ``stop``, the first being 1, or until the data ends."""
+        for step in range(start, stop + 1):
+            batch = None if self.ended else _next(self.batches, self.target)
+            if batch is None:
+                if self.first and not self.ended:
+                    output.note(f"the data ended after {step - 1} steps")
+                self.ended = True
+                return
+            before = time.perf_counter()
+            loss = float(self.trainer.step(batch))
+            seconds = time.perf_counter() - before
+            self.done = step
+            if self.first and self.as_json:
+                output.line({"step": step, "loss": loss, "seconds": seconds})
+            elif self.first:
+                output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
 
 
 def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from fxpart.plan import Plan
-from fxpart.report import sharding, units
+from fxpart.report import comparing, sharding, units
+from fxpart.report.compared import Comparison, played
 from fxpart.report.explain import (
     by,
     certificate,
@@ -17,24 +18,32 @@ from fxpart.report.explain import (
 )
 from fxpart.report.explained import Explanation, Rejected
 from fxpart.report.figures import explanation
+from fxpart.report.overlay import drawn, overlay_svg
 from fxpart.report.stages import degrees
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
 from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.recording import Recording
 
 # Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
 
 
-def report_html(plan: Plan) -> str:
-    """The whole file, below a megabyte, as text."""
+def report_html(
+    plan: Plan, recording: Recording | None = None, comparison: Comparison | None = None
+) -> str:
+    """The whole file, below a megabyte, as text.
+
+    recording, comparison: of steps by the plan and what :func:`.compared.compare` says of them.
+    """
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
     found = explanation(plan)
     body = "\n".join(
         (
-            _head(plan), _cards(plan, found), _timeline(plan), _step(found), _memory(plan, found),
+            _head(plan), _cards(plan, found), _measured(plan, recording, comparison),
+            _timeline(plan), _step(found), _memory(plan, found),
             _stages(found), _sharding(plan), _certificate(plan),
             _rejected("Rejected", found.rejected),
             _rejected("With one decision changed", found.changes), _ties(plan),
@@ -84,6 +93,32 @@ def _cards(plan: Plan, found: Explanation) -> str:
     )
     items = "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
     return f'<dl class="cards">{items}</dl>'
+
+
+def _measured(plan: Plan, recording: Recording | None, found: Comparison | None) -> str:
+    if recording is None or found is None:
+        return ""
+    names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
+    key = _key((*names, ("idle", "waiting")))
+    caption = "Of each rank the predicted step above and below it a measured one of median length."
+    if len(drawn(recording)) < len(recording.ranks):
+        caption += f" {len(drawn(recording))} of the {len(recording.ranks)} ranks are drawn."
+    words = [comparing.headline(found), *found.notes]
+    text = "".join(f"<p>{escape(line)}</p>" for line in words)
+    heads, rows = comparing.stage_rows(found)
+    told = "".join(f"<li>{escape(line)}</li>" for line in comparing.differences(found))
+    parts = [
+        f"<h2>Predicted and measured</h2>\n{text}",
+        f"<figure>{overlay_svg(played(plan), recording, found)}{key}"
+        f"<figcaption>{caption}</figcaption></figure>",
+        f"<h2>Largest differences</h2>\n<p>As rank {comparing.pace(found)} spends its step:</p>"
+        f"<ul>{told}</ul>",
+        f"<h2>By stage</h2>\n{_table(heads, rows, left={2})}",
+    ]
+    if found.memory:
+        heads, rows = comparing.memory_rows(found.memory)
+        parts.append(f"<h2>Measured memory</h2>\n{_table(heads, rows, left=set())}")
+    return "\n".join(parts)
 
 
 def _timeline(plan: Plan) -> str:

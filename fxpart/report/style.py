@@ -36,7 +36,8 @@ svg { display: block; width: 100%; min-width: 640px; height: auto }
 .in { fill: var(--in); font-size: 11px; text-anchor: middle; pointer-events: none }
 .idle { fill: var(--idle) } .tick { stroke: var(--line); stroke-dasharray: 2 4; fill: none }
 .f0 { fill: var(--f0) } .f1 { fill: var(--f1) } .b0 { fill: var(--b0) } .b1 { fill: var(--b1) }
-.t { fill: var(--t) } .limit { stroke: var(--bad); stroke-width: 2; fill: none }
+.t { fill: var(--t) } .u { fill: var(--m2) }
+.limit { stroke: var(--bad); stroke-width: 2; fill: none }
 .m0 { fill: var(--m0) } .m1 { fill: var(--m1) } .m2 { fill: var(--m2) } .m3 { fill: var(--m3) }
 .m4 { fill: var(--m4) } .m5 { fill: var(--m5) }
 .scroll { overflow-x: auto }

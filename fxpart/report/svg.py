@@ -29,7 +29,7 @@ def timeline_svg(timeline: Timeline) -> str:
         f"Timeline of {timeline.ranks} ranks over {units.seconds(timeline.step_seconds)}; "
         f"they compute {units.percent(1 - timeline.bubble)} of the time."
     )
-    parts = [_open(height, label)]
+    parts = [opening(height, label)]
     for rank in range(timeline.ranks):
         if row >= 16 or rank % 8 == 0:
             y = max(rank * row + row / 2 + 4, 10)
@@ -40,12 +40,13 @@ def timeline_svg(timeline: Timeline) -> str:
         )
     draw = _detailed if len(timeline.spans) <= DETAILED else _merged
     parts += draw(timeline.spans, row, scale)
-    parts += _ticks(timeline.step_seconds, scale, timeline.ranks * row)
+    parts += ticks(timeline.step_seconds, scale, timeline.ranks * row)
     parts.append("</svg>")
     return "\n".join(parts)
 
 
-def _open(height: int, label: str) -> str:
+def opening(height: int, label: str) -> str:
+    """The start of a picture of this height in pixels, described by ``label``."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">'
@@ -99,7 +100,8 @@ def _class(span: Span) -> str:
     return f"{kind}{span.action.microbatch % 2}"
 
 
-def _ticks(total: float, scale: float, y: int) -> list[str]:
+def ticks(total: float, scale: float, y: int) -> list[str]:
+    """A time axis at ``y``, from 0 to ``total`` seconds."""
     parts = []
     for index in range(6):
         at = total * index / 5
@@ -120,7 +122,7 @@ def memory_svg(plan: Plan) -> str:
     most = max((max(r.memory.total, r.memory_limit) for r in ranks), default=0) or 1
     scale = (WIDTH - LEFT - 160) / most
     label = f"Peak memory of {plan.world} ranks against the limit of each."
-    parts = [_open(len(ranks) * row + 8, label)]
+    parts = [opening(len(ranks) * row + 8, label)]
     for position, entry in enumerate(ranks):
         y, x = position * row + 2, float(LEFT)
         if row >= 16 or position % 8 == 0:

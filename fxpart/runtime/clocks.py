@@ -26,8 +26,9 @@ def offset(
 
     A message is heard after it was sent. So what this process heard of the first one bounds the
     offset from above, and what the first one heard of this bounds it from below; over several
-    rounds, at least two, the fastest message each way decides (Marzullo, "Maintaining the time in a distributed
-    system", 1983). Where 0 is within the bounds it is taken: on one host the clocks are the same.
+    rounds, at least two, the fastest message each way decides (Marzullo, "Maintaining the time in
+    a distributed system", 1983). Where 0 is within the bounds it is taken: on one host the clocks
+    are the same.
     """
     low, high = None, None
     sent = heard = 0

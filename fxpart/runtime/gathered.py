@@ -49,6 +49,12 @@ class Gathered:
         """A span."""
         self.spans.append((rank, step, lane, name, start, end))
 
+    def forget(self, step: int) -> None:
+        """Drop what was noted of a step."""
+        self.spans = [span for span in self.spans if span[1] != step]
+        self.sends = [send for send in self.sends if send[2] != step]
+        self.arrivals = [arrival for arrival in self.arrivals if arrival.step != step]
+
     def send(self, rank: int, target: int, step: int, name: str, start: int, end: int) -> None:
         """A send that was issued from start to end."""
         self.sends.append((rank, target, step, name, start, end))

@@ -95,6 +95,8 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """A step begins: its batch is about to be read."""
+        if any((rank, step) not in self.gathered.whole for rank in self._pens):
+            self.gathered.forget(step)  # one that failed before it, under the same number
         self.step = step
         for pen in self._pens.values():
             pen.begin()

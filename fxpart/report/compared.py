@@ -1,0 +1,386 @@
+"""A plan's prediction against a recording of it: the numbers, and where the difference is.
+
+Every rank's step is taken apart in the same way on both sides, so that the differences of the parts
+add up to the difference of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from statistics import median, quantiles
+
+from fxpart.errors import error
+from fxpart.plan import Plan, RankPrediction
+from fxpart.plan_io.runs import text_of
+from fxpart.report.timeline import plan_timeline
+from fxpart.schedule.action import Kind
+from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.recording import (
+    AGREE,
+    CLIP,
+    END,
+    OPTIMIZER,
+    SPREAD,
+    SUMS,
+    TIES,
+    Measured,
+    Recording,
+)
+from fxpart.schedule.timeline import Timeline
+
+# Computations of a schedule that is played through for the comparison; beyond, the plan's means do.
+_PLAYED = 200_000
+FORWARD, BACKWARD, TRANSFER = "forward", "backward", "transfer"
+WAITING, RUNTIME = "waiting", "the runtime itself"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Seconds as predicted and as measured.
+
+    measured: None where a recording cannot tell. ratio: measured over predicted, None without both.
+    """
+
+    predicted: float
+    measured: float | None
+
+    @property
+    def difference(self) -> float:
+        """Measured minus predicted; 0 where it was not measured."""
+        return 0.0 if self.measured is None else self.measured - self.predicted
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.measured and self.predicted else None
+
+
+@dataclass(frozen=True)
+class StageCompared:
+    """One stage. Per microbatch: forward, backward, transfer; the other parts once a step.
+
+    slowest: the rank whose step the parts of a step are of, the one that computes longest.
+    """
+
+    stage: int
+    ranks: str
+    slowest: int
+    each: dict[str, Compared]
+    step: dict[str, Compared]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part of the step's error, as the pace-setting rank spends it.
+
+    share: of the whole difference; None where predicted and measured step agree. source: where the
+    prediction of the part comes from, as the plan says.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+    difference: float
+    share: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class MemoryCompared:
+    """Bytes of a rank: predicted peak, and the process's before the recorded steps and at its peak.
+
+    exact: the peak is one of the recorded steps. shared: ranks in the same process.
+    """
+
+    rank: int
+    predicted: int
+    limit: int
+    baseline: int
+    peak: int
+    live: int
+    exact: bool
+    shared: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All of it. low, high: the quartiles of the steps' seconds. stage: the one that sets the pace.
+
+    shown: the step that took the median time. notes: what limits the comparison.
+    """
+
+    steps: int
+    step: Compared
+    low: float
+    high: float
+    bubble_predicted: float
+    bubble_measured: float
+    stages: tuple[StageCompared, ...]
+    stage: int
+    differences: tuple[Difference, ...]
+    memory: tuple[MemoryCompared, ...]
+    shown: int
+    notes: tuple[str, ...]
+
+
+# Predicted and measured steps that are this near have no difference worth dividing.
+AGREES = 0.02
+
+
+def compare(plan: Plan, recording: Recording) -> Comparison:
+    """The figures of a recording that belongs to the plan (see :func:`.measured.belongs`).
+
+    FXP109 where no recorded step has the plan's number of microbatches.
+    """
+    kept = _full(recording, plan.microbatches)
+    timeline = played(plan)
+    whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))
+    times = sorted(whole.values())
+    low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]
+    step = Compared(plan.prediction.simulated_seconds, median(times))
+    stages = tuple(_stage(plan, kept, stage.index, timeline) for stage in plan.stages)
+    pace = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
+    busy = [
+        fsum((*kept.each(rank, "compute"), *_phases(kept, rank, (SUMS, TIES, CLIP, OPTIMIZER))))
+        for rank in kept.ranks
+    ]
+    spent = fsum(whole.values()) * len(kept.ranks)
+    return Comparison(
+        steps=len(times),
+        step=step,
+        low=low,
+        high=high,
+        bubble_predicted=plan.prediction.bubble,
+        bubble_measured=max(0.0, 1 - fsum(busy) / spent) if spent else 0.0,
+        stages=stages,
+        stage=pace.stage,
+        differences=_differences(plan, pace, step),
+        memory=_memory(plan, recording),
+        shown=min(whole, key=lambda each: abs(whole[each] - median(times))),
+        notes=tuple(_notes(plan, recording, len(recording.steps) - len(times))),
+    )
+
+
+def played(plan: Plan) -> Timeline | None:
+    """The predicted timeline; None where the schedule has no simulation or is too long for one."""
+    if plan.schedule not in BUILDERS or 2 * len(plan.stages) * plan.microbatches > _PLAYED:
+        return None
+    return plan_timeline(plan)
+
+
+def _full(recording: Recording, microbatches: int) -> Recording:
+    """Without steps of other numbers of microbatches, and with spans sorted as they were."""
+    counts: dict[tuple[int, int], int] = {}
+    for span in recording.of("compute"):
+        if span.action.kind is Kind.F:
+            counts[span.step, span.rank] = counts.get((span.step, span.rank), 0) + 1
+    good = {
+        step
+        for step in recording.steps
+        if all(counts.get((step, rank)) == microbatches for rank in recording.ranks)
+    }
+    if not good:
+        raise error(
+            "FXP109",
+            where="the recorded steps",
+            why=f"none has {microbatches} microbatches, as the plan has",
+            fix="record steps of whole batches",
+        )
+    spans = tuple(span for span in recording.spans if span.step in good)
+    return Recording(
+        schedule=recording.schedule, microbatches=recording.microbatches,
+        stage_ranks=recording.stage_ranks, spans=spans, clocks=recording.clocks,
+        memory=recording.memory, setting=recording.setting, decisions=recording.decisions,
+    )  # fmt: skip
+
+
+def _stage(
+    plan: Plan, recording: Recording, stage: int, timeline: Timeline | None
+) -> StageCompared:
+    """The stage's figures: of each microbatch over all its ranks, of the step on the slowest."""
+    entries = [entry for entry in plan.prediction.ranks if entry.stage == stage]
+    ranks = recording.stage_ranks[stage]
+    m = plan.microbatches
+    made = {rank: _spent(recording, rank) for rank in ranks}
+    slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
+    entry = max(entries, key=lambda e: slowest in e.ranks)
+    predicted = _predicted(entry, m, plan.prediction.simulated_seconds, timeline)
+    each = {
+        name: Compared(predicted[name] / m, median(made[rank][name] for rank in ranks) / m)
+        for name in (FORWARD, BACKWARD)
+    }
+    transfer = max(entry.transfer_seconds for entry in entries)
+    each[TRANSFER] = Compared(transfer, _transfer(recording, stage))
+    return StageCompared(
+        stage=stage,
+        ranks=text_of(ranks),
+        slowest=slowest,
+        each=each,
+        step={name: Compared(predicted[name], made[slowest][name]) for name in predicted},
+    )
+
+
+def _predicted(
+    entry: RankPrediction, microbatches: int, step: float, timeline: Timeline | None
+) -> dict[str, float]:
+    """Seconds of a rank's step by part; waiting is the rest."""
+    half = entry.gather_seconds / 2
+    parts = {
+        FORWARD: microbatches * (entry.forward_seconds + half),
+        BACKWARD: microbatches * (entry.backward_seconds + half),
+    }
+    if timeline is not None:  # ranks that wait leave the others their share of the host
+        spans = [
+            span
+            for span in timeline.spans
+            if span.lane == "compute" and span.action.stage == entry.stage
+        ]
+        forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
+        backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
+        parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
+    parts |= {
+        SUMS: entry.sync_seconds, TIES: entry.tie_seconds, OPTIMIZER: entry.optimizer_seconds,
+        RUNTIME: entry.overhead_seconds,
+    }  # fmt: skip
+    return {**parts, WAITING: step - fsum(parts.values())}
+
+
+def _spent(recording: Recording, rank: int) -> dict[str, float]:
+    """Seconds of a rank's step by part, medians over the steps; the runtime itself is the rest."""
+
+    def of(kinds: Sequence[Kind]) -> float:
+        sums = dict.fromkeys(recording.steps, 0.0)
+        for span in recording.of("compute", rank=rank):
+            if span.action.kind in kinds:
+                sums[span.step] += span.seconds
+        return median(sums.values())
+
+    waits = [
+        fsum(parts)
+        for parts in zip(
+            recording.each(rank, "wait"), _phases(recording, rank, (AGREE, END)), strict=True
+        )
+    ]
+    parts = {
+        FORWARD: of((Kind.F,)),
+        BACKWARD: of((Kind.B, Kind.I, Kind.W)),
+        SUMS: median(_phases(recording, rank, (SUMS, SPREAD))),
+        TIES: median(_phases(recording, rank, (TIES,))),
+        OPTIMIZER: median(_phases(recording, rank, (CLIP, OPTIMIZER))),
+    }
+    rest = median(recording.whole_seconds()) - fsum(parts.values()) - median(waits)
+    return {**parts, RUNTIME: rest, WAITING: median(waits)}
+
+
+def _phases(recording: Recording, rank: int, names: Iterable[str]) -> list[float]:
+    """Per step the seconds of these phases."""
+    return [fsum(parts) for parts in zip(*(recording.each(rank, "step", n) for n in names))]  # noqa: B905
+
+
+def _transfer(recording: Recording, stage: int) -> float | None:
+    """Seconds per microbatch of what a stage receives and of the gradients that it sends for it.
+
+    Of each connection the median of the messages that were waited for; None where a connection has
+    none: its messages came while the receiver computed.
+    """
+    found: dict[tuple[str, int | None], list[float]] = {}
+    for span in recording.spans:
+        if span.lane in ("send", "receive") and recording.stage(span.rank) == stage:
+            kind = span.action.kind
+            if kind in (Kind.RECV_F, Kind.SEND_B):
+                seen = found.setdefault((kind.value, span.action.peer), [])
+                seen += [span.seconds] if span.exact else []
+    if not all(found.values()):
+        return None
+    return fsum(median(times) for times in found.values())
+
+
+def _busy_seconds(parts: dict[str, float]) -> float:
+    return fsum(value for name, value in parts.items() if name != WAITING)
+
+
+def _busy(parts: Iterable[Compared], waiting: Compared) -> float:
+    return fsum(part.measured or 0.0 for part in parts if part is not waiting)
+
+
+def _differences(plan: Plan, pace: StageCompared, step: Compared) -> tuple[Difference, ...]:
+    """The parts of the pace-setting rank's step by the size of their difference."""
+    near = step.predicted and abs(step.difference) <= AGREES * step.predicted
+    whole = fsum(part.difference for part in pace.step.values())
+    found = [
+        Difference(
+            name=name,
+            predicted=part.predicted,
+            measured=part.measured or 0.0,
+            difference=part.difference,
+            share=None if near or not whole else part.difference / whole,
+            source=_source(plan, name),
+        )
+        for name, part in pace.step.items()
+        if part.predicted or part.measured
+    ]
+    return tuple(sorted(found, key=lambda each: -abs(each.difference)))
+
+
+def _source(plan: Plan, name: str) -> str:
+    """Where the plan has the prediction of a part from."""
+    keys: dict[str, tuple[str, ...]] = {
+        FORWARD: ("compute",),
+        BACKWARD: ("compute",),
+        SUMS: ("transfers", "links"),
+        TIES: ("transfers", "links"),
+        OPTIMIZER: ("optimizer", "compute"),
+        WAITING: ("transfers", "links"),
+        RUNTIME: ("overhead",),
+    }
+    said = [plan.provenance[key] for key in keys[name] if key in plan.provenance]
+    if name == WAITING:
+        said.insert(0, plan.prediction.method)
+    if name == RUNTIME and not said:
+        return "not measured before" if not plan.prediction.ranks[0].overhead_seconds else "profile"
+    return "; ".join(dict.fromkeys(said)) or "not said"
+
+
+def _memory(plan: Plan, recording: Recording) -> tuple[MemoryCompared, ...]:
+    entries = {rank: entry for entry in plan.prediction.ranks for rank in entry.ranks}
+    return tuple(
+        MemoryCompared(
+            rank=found.rank,
+            predicted=entries[found.rank].memory.total,
+            limit=entries[found.rank].memory_limit,
+            baseline=found.baseline,
+            peak=found.peak,
+            live=found.live,
+            exact=found.exact,
+            shared=found.shared,
+        )
+        for found in recording.memory
+        if found.rank in entries
+    )
+
+
+def _notes(plan: Plan, recording: Recording, left_out: int) -> Iterable[str]:
+    if plan.world > 1 and recording.setting.get("processes") == "1":
+        yield (
+            "All ranks ran in one process, one after another: forward, backward and optimizer can "
+            "be compared, waiting and the step cannot."
+        )
+    if left_out:
+        yield f"{left_out} recorded steps of another number of microbatches are left out."
+    within = max((clock.within for clock in recording.clocks), default=0.0)
+    if within > 1e-3:
+        yield f"The ranks' clocks are known to {within * 1e3:.1f} ms of each other."
+    if plan.prediction.method == "closed form":
+        yield "The predicted step is the closed form: this schedule was not played through."
+
+
+def spans_of(recording: Recording, step: int, keep: Callable[[Measured], bool]) -> list[Measured]:
+    """The spans of one step that are kept, from the moment its first rank began it."""
+    begin = min(span.start for span in recording.of("whole", step=step))
+    return [
+        Measured(s.rank, s.step, s.lane, s.name, s.start - begin, s.end - begin, s.exact)
+        for s in recording.spans
+        if s.step == step and keep(s)
+    ]

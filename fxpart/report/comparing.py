@@ -1,0 +1,123 @@
+"""A comparison of prediction and measurement as people read it: words, text and HTML tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpart.report import units
+from fxpart.report.compared import WAITING, Compared, Comparison, Difference, MemoryCompared
+from fxpart.report.table import shortened, table
+
+_TOLD = 4  # differences that are told in words
+
+
+def told(found: Comparison) -> str:
+    """The whole comparison as text."""
+    lines = [headline(found), "", "By stage (once a step: on the stage's busiest rank)"]
+    heads, rows = stage_rows(found)
+    lines += [f"  {line}" for line in table(heads, "><<" + ">" * 3, rows)]
+    lines += ["", f"Largest differences (as rank {pace(found)} spends its step)"]
+    lines += [f"  {line}" for line in differences(found)]
+    if found.memory:
+        heads, rows = memory_rows(found.memory)
+        lines += ["", "Peak memory by rank"]
+        lines += [f"  {line}" for line in table(heads, ">" * len(heads), rows)]
+    lines += ["", *found.notes] if found.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def headline(found: Comparison) -> str:
+    """Both steps, their ratio and both bubbles in a sentence or two."""
+    assert found.step.measured is not None, "a recording has steps"
+    spread = f"{units.seconds(found.low)} to {units.seconds(found.high)}"
+    return (
+        f"A step was predicted to take {units.seconds(found.step.predicted)} and took "
+        f"{units.seconds(found.step.measured)}: {ratio(found.step)} "
+        f"(median of {units.plural(found.steps, 'step')}, {spread}). "
+        f"Ranks idle {units.percent(found.bubble_measured)} of it, predicted "
+        f"{units.percent(found.bubble_predicted)}."
+    )
+
+
+def ratio(part: Compared) -> str:
+    """Measured over predicted."""
+    if part.ratio is None:
+        return "-"
+    return f"{part.ratio:.2f} of it"
+
+
+def pace(found: Comparison) -> int:
+    """The rank whose step the differences are of."""
+    return next(stage.slowest for stage in found.stages if stage.stage == found.stage)
+
+
+def stage_rows(found: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and rows: stage, ranks, what, predicted, measured, ratio."""
+    rows: list[tuple[str, ...]] = []
+    for stage in found.stages:
+        parts = [(f"{name} of a microbatch", part) for name, part in stage.each.items()]
+        once = {name: part for name, part in stage.step.items() if name not in stage.each}
+        parts += [(f"{name}, once a step", part) for name, part in once.items()]
+        first = True
+        for name, part in parts:
+            if not part.predicted and not part.measured:
+                continue
+            where = (str(stage.stage), shortened(stage.ranks, 12)) if first else ("", "")
+            rows.append((*where, name, _seconds(part.predicted), _measured(part), _ratio(part)))
+            first = False
+    return ("stage", "rank", "what", "predicted", "measured", "ratio"), rows
+
+
+def differences(found: Comparison) -> list[str]:
+    """The largest differences in words, or that there is none to speak of."""
+    if not found.differences or found.differences[0].share is None:
+        return [f"The step is as predicted, to {units.percent(_off(found.step))}."]
+    return [_difference(each) for each in found.differences[:_TOLD] if each.difference]
+
+
+def _difference(each: Difference) -> str:
+    more = "longer" if each.difference > 0 else "shorter"
+    share = "" if each.share is None else f", {units.percent(abs(each.share))} of the difference"
+    if each.share is not None and each.share < 0:
+        share = f", which makes up for {units.percent(-each.share)} of the difference"
+    name = "waiting for other ranks" if each.name == WAITING else each.name
+    return (
+        f"{name}: {_seconds(each.measured)} instead of {_seconds(each.predicted)}, "
+        f"{units.seconds(abs(each.difference))} {more}{share} (predicted by {each.source})"
+    )
+
+
+def memory_rows(
+    memory: Sequence[MemoryCompared],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Heads and rows: rank, predicted peak, what the process had and its peak, live tensors."""
+    counted = any(each.live for each in memory)
+    heads: tuple[str, ...] = ("rank", "predicted", "process before", "process peak", "more by")
+    rows = [
+        (
+            str(each.rank), units.size(each.predicted), units.size(each.baseline),
+            units.size(each.peak) + ("" if each.exact else " (ever)")
+            + (f" of {each.shared} ranks" if each.shared > 1 else ""),
+            units.size(max(0, each.peak - each.baseline)),
+            *((units.size(each.live),) if counted else ()),
+        )
+        for each in memory
+    ]  # fmt: skip
+    return (*heads, "live tensors") if counted else heads, rows
+
+
+def _seconds(value: float) -> str:
+    """As units has it; a rest may be below 0."""
+    return f"-{units.seconds(-value)}" if value < 0 else units.seconds(value)
+
+
+def _measured(part: Compared) -> str:
+    return "hidden" if part.measured is None else _seconds(part.measured)
+
+
+def _ratio(part: Compared) -> str:
+    return "" if part.ratio is None else f"{part.ratio:.2f}"
+
+
+def _off(step: Compared) -> float:
+    return abs(step.difference) / step.predicted if step.predicted else 0.0

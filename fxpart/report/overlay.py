@@ -1,0 +1,113 @@
+"""A predicted and a measured step on one time axis, as inline SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from fxpart.report import units
+from fxpart.report.compared import Comparison, spans_of
+from fxpart.report.svg import DETAILED, LEFT, WIDTH, opening, ticks
+from fxpart.schedule.action import Kind
+from fxpart.schedule.recording import AGREE, END, Measured, Recording
+from fxpart.schedule.timeline import Timeline
+
+ROWS = 32  # ranks that are drawn; of more, one lane of each stage, and then the first ones
+_HIGH = 15  # pixels of one of a rank's two rows
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A rectangle: its row (0: the first rank's prediction, 1: its measurement, and so on)."""
+
+    row: int
+    style: str
+    title: str
+    start: float
+    end: float
+    strip: bool = False
+
+
+def overlay_svg(timeline: Timeline | None, recording: Recording, comparison: Comparison) -> str:
+    """Two rows for each rank, predicted above measured, from the start of the step.
+
+    Computations in colour, transfers as a strip below them, sums and the optimizer after them.
+    timeline: the predicted one, None where there is none.
+    """
+    ranks = drawn(recording)
+    measured = spans_of(recording, comparison.shown, lambda span: span.rank in set(ranks))
+    bars = [bar for at, rank in enumerate(ranks) for bar in _measured(measured, rank, 2 * at + 1)]
+    if timeline is not None:
+        bars += [
+            bar
+            for at, rank in enumerate(ranks)
+            for bar in _predicted(timeline, recording.stage(rank), 2 * at)
+        ]
+    total = max((bar.end for bar in bars), default=0.0)
+    scale = (WIDTH - LEFT - 10) / total if total > 0 else 0.0
+    deep = len(ranks) * (2 * _HIGH + 8)
+    words = f"Predicted and measured step of {len(ranks)} ranks over {units.seconds(total)}."
+    parts = [opening(deep + 30, words)]
+    for at, rank in enumerate(ranks):
+        y = at * (2 * _HIGH + 8)
+        parts.append(f'<text class="axis" x="0" y="{y + _HIGH + 4}">rank {rank}</text>')
+        for row in (y, y + _HIGH):
+            area = f"M{LEFT} {row + 1}h{WIDTH - LEFT - 10}v{_HIGH - 2}H{LEFT}z"
+            parts.append(f'<path class="idle" d="{area}"/>')
+    detailed = len(bars) <= DETAILED
+    parts += [_rectangle(bar, scale, detailed) for bar in bars]
+    parts += ticks(total, scale, deep)
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def drawn(recording: Recording) -> list[int]:
+    """The ranks that are drawn."""
+    ranks = list(recording.ranks)
+    if len(ranks) > ROWS:
+        ranks = sorted(stage[0] for stage in recording.stage_ranks)
+    return ranks[:ROWS]
+
+
+def _measured(spans: Iterable[Measured], rank: int, row: int) -> Iterable[_Bar]:
+    for span in spans:
+        if span.rank != rank or span.lane in ("wait", "receive", "whole"):
+            continue
+        title = f"measured {span.name}: {units.seconds(span.seconds)}"
+        if span.lane == "compute":
+            style = _style(span.action.kind, span.action.microbatch)
+            yield _Bar(row, style, title, span.start, span.end)
+        elif span.lane == "send":
+            title += "" if span.exact else " at most"
+            yield _Bar(row, "t", title, span.start, span.end, strip=True)
+        elif span.name not in (AGREE, END):  # in these it waits
+            yield _Bar(row, "u", title, span.start, span.end)
+
+
+def _predicted(timeline: Timeline, stage: int, row: int) -> Iterable[_Bar]:
+    for span in timeline.spans:
+        if span.action.stage != stage or span.lane == "receive":
+            continue
+        title = f"predicted {span.action}: {units.seconds(span.end - span.start)}"
+        strip = span.lane == "send"
+        style = "t" if strip else _style(span.action.kind, span.action.microbatch)
+        yield _Bar(row, style, title, span.start, span.end, strip)
+    for update in timeline.updates:
+        if update.stage == stage:
+            title = f"predicted sums and optimizer: {units.seconds(update.end - update.start)}"
+            yield _Bar(row, "u", title, update.start, update.end)
+
+
+def _style(kind: Kind, microbatch: int) -> str:
+    return f"{'f' if kind is Kind.F else 'b'}{microbatch % 2}"
+
+
+def _rectangle(bar: _Bar, scale: float, detailed: bool) -> str:
+    top = (bar.row // 2) * (2 * _HIGH + 8) + (bar.row % 2) * _HIGH + 1
+    y, tall = (top + _HIGH - 5, 2) if bar.strip else (top, _HIGH - 6)
+    x, width = LEFT + bar.start * scale, max((bar.end - bar.start) * scale, 0.4)
+    place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{tall}"'
+    if not detailed:
+        return f'<rect class="{bar.style}" {place}/>'
+    return f'<rect class="{bar.style}" {place}><title>{escape(bar.title)}</title></rect>'
