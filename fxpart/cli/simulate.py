@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.plan import Plan
 
+if TYPE_CHECKING:
+    from fxpart.schedule.steps import Steps
+
 
 @click.command()
 @click.argument("plan", type=click.Path())
 @click.option("--schedule", help="Another schedule in the plan's place, such as gpipe.")
 @click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Another number.")
+@click.option("--steps", "-n", type=click.IntRange(1, 1000), default=1, help="Several steps.")
+@click.option("--no-flush", is_flag=True, help="The next step follows at once (1F1B alone).")
+@click.option(
+    "--no-contention", is_flag=True, help="As if each rank had the cores of its host to itself."
+)
 @click.option("--trace", type=click.Path(), help="Write a trace for Chrome or Perfetto.")
 @json_option
 def command(
-    plan: str, schedule: str | None, microbatches: int | None, trace: str | None, as_json: bool
+    plan: str,
+    schedule: str | None,
+    microbatches: int | None,
+    steps: int,
+    no_flush: bool,
+    no_contention: bool,
+    trace: str | None,
+    as_json: bool,
 ) -> int:
-    """Run PLAN's schedule by its predicted costs; no model is needed."""
-    from fxpart.plan_io.runs import text_of
-    from fxpart.report import units
-    from fxpart.report.table import shortened
-    from fxpart.report.timeline import plan_timeline
+    """Run PLAN's schedule by its predicted costs; no model is needed.
+
+    Microbatches keep the size that the plan gives them, whatever their number here.
+    """
+    from fxpart.report.timeline import plan_steps
 
     loaded = Plan.load(plan)
-    timeline = plan_timeline(loaded, schedule, microbatches)
+    found = plan_steps(
+        loaded, schedule, microbatches, steps=steps, flush=not no_flush,
+        contention=not no_contention,
+    )  # fmt: skip
     if trace is not None:
         from fxpart.cli.report import write
 
-        write(trace, output.as_json(timeline.chrome_trace()))
+        write(trace, output.as_json(found.timeline.chrome_trace()))
         output.note(f"wrote {trace}")
     if as_json:
-        output.data(timeline.as_dict())
+        output.data({**found.timeline.as_dict(), "ends": list(found.ends)})
         return 0
-    step = timeline.step_seconds
-    output.text(
-        f"{timeline.name}: {units.seconds(step)}, bubble {units.percent(timeline.bubble)} "
-        "(without gradient sums and optimizer)"
-    )
-    for stage, busy in zip(loaded.stages, timeline.busy, strict=True):
-        share = busy / step if step else 0.0
-        flying = [timeline.in_flight[stage.index]]
-        ranks = f"rank {shortened(text_of(stage.ranks), 40)}"
-        output.text(
-            f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "
-            f"{units.plural(max(flying, default=0), 'microbatch')} in flight"
-        )
+    for line in _lines(loaded, found, no_contention):
+        output.text(line)
     return 0
+
+
+def _lines(plan: Plan, found: Steps, alone: bool) -> list[str]:
+    """What a person reads."""
+    from fxpart.plan_io.runs import text_of
+    from fxpart.report import units
+    from fxpart.report.table import shortened
+
+    timeline, count = found.timeline, len(found.ends)
+    whole = timeline.step_seconds
+    what = units.seconds(whole)
+    if count > 1:
+        what += f" for {count} steps, {units.seconds(found.steady_seconds)} each after the first"
+    words = ["sums, optimizer and the runtime included"]
+    hosts = plan.prediction.hosts
+    if hosts and alone:
+        words.append("each rank as if alone on its host")
+    elif hosts:
+        words.append(f"ranks that share {units.plural(len(hosts), 'host')} slow each other down")
+    lines = [
+        f"{timeline.name}: {what}, bubble {units.percent(timeline.bubble)} ({'; '.join(words)})"
+    ]
+    for stage, busy in zip(plan.stages, timeline.busy, strict=True):
+        share = busy / whole if whole else 0.0
+        ranks = f"rank {shortened(text_of(stage.ranks), 40)}"
+        flying = units.plural(timeline.in_flight[stage.index], "microbatch")
+        lines.append(
+            f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "
+            f"{flying} in flight"
+        )
+    return lines
