@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from math import exp, fsum, log
 from typing import TYPE_CHECKING
 
 from fxpart.costs import Cost
@@ -104,11 +106,27 @@ def scaled(curve: Curve, ranks: int, hosts: int) -> tuple[Points, float, float]:
 
 @lru_cache(maxsize=4096)
 def rising(points: Points) -> Points:
-    """The points with seconds that never fall: each at least the one before."""
-    result: list[tuple[float, float]] = []
-    for size, seconds in points:
-        result.append((size, max(seconds, result[-1][1]) if result else seconds))
-    return tuple(result)
+    """The points with seconds that never fall: where they would, all get their geometric mean.
+
+    That is isotonic regression of the logarithms (pool adjacent violators): the closest rising
+    points by relative error. Points that rise already stay as they are.
+    """
+    blocks: list[list[float]] = []
+    for _, seconds in points:
+        blocks.append([seconds])
+        while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    level = [_mean(block) for block in blocks for _ in block]
+    # the last digit of a mean may fall behind that of the one before
+    level = list(accumulate(level, max))
+    return tuple((size, seconds) for (size, _), seconds in zip(points, level, strict=True))
+
+
+def _mean(block: Sequence[float]) -> float:
+    if len(block) == 1 or min(block) <= 0:
+        return min(block)
+    return exp(fsum(map(log, block)) / len(block))
 
 
 def along(points: Points, size: float, latency: float, slope: float) -> tuple[float, bool]:

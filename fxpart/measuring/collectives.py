@@ -2,8 +2,8 @@
 
 Point to point: the receive is posted early into a new buffer, as the executor does; a short reply
 tells the sender that all has arrived, and half of the shortest round trip is taken off.
-Collectives: several in a row, the slowest rank counts. All tasks are done once a round, so that a
-disturbance meets each of them alike; the median over rounds stands.
+Collectives: the median of several in a row, of which the slowest rank's counts. All tasks are done
+once a round, so that a disturbance meets each of them alike; the median over rounds stands.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -132,14 +133,16 @@ def results(payload: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) ->
     """Medians and fitted lines of what all ranks have answered."""
     todo = tasks(payload, len(answers))
     medians = [_median(task, index, answers) for index, task in enumerate(todo)]
-    half = {t.ranks: s / 2 for t, s in zip(todo, medians, strict=True) if t.operation == "answer"}
+    trips: dict[tuple[int, ...], float] = {}
+    for task, seconds in zip(todo, medians, strict=True):
+        if _is_transfer(task):  # none takes less than the shortest message there and back
+            trips[task.ranks] = min(seconds, trips.get(task.ranks, seconds))
     table: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
     for task, seconds in zip(todo, medians, strict=True):
         if task.operation == "answer":
             continue
         if task.operation == "send":
-            # never less than what the shortest message takes one way
-            seconds = max(seconds - half[task.ranks], half[task.ranks])
+            seconds -= trips[task.ranks] / 2
         table.setdefault((task.operation, task.ranks), []).append((float(task.size), seconds))
     rounds = len(next(s for s in answers[todo[0].ranks[0]]["samples"] if s)) if todo else 0
     return [
@@ -162,9 +165,13 @@ def curve(measured: Measured, hosts: int, source: str) -> Curve:
     )
 
 
+def _is_transfer(task: Task) -> bool:
+    return task.operation in ("send", "answer")
+
+
 def _median(task: Task, index: int, answers: Sequence[Mapping[str, Any]]) -> float:
     """Over rounds, of the slowest rank's seconds; of a transfer the sender's."""
-    ranks = task.ranks[:1] if task.operation in ("send", "answer") else task.ranks
+    ranks = task.ranks[:1] if _is_transfer(task) else task.ranks
     rounds = zip(*(answers[rank]["samples"][index] for rank in ranks), strict=True)
     return typical([max(seconds) for seconds in rounds])
 
@@ -199,28 +206,27 @@ class _Bench:
     lanes: Mapping[tuple[int, ...], GroupCommunicator]
 
     def run(self, task: Task) -> float:
-        """Seconds of one, the mean over those in a row."""
-        if task.operation in ("send", "answer"):
-            return self._send(task)
-        once = self._collective(task)
+        """Seconds of one, the median of those in a row."""
+        once = self._transfer(task) if _is_transfer(task) else self._collective(task)
         self._settle()
-        start = time.perf_counter()
+        taken = []
         for _ in range(task.times):
+            start = time.perf_counter()
             once()
-        self._settle()
-        return (time.perf_counter() - start) / task.times
+            self._settle()
+            taken.append(time.perf_counter() - start)
+        return median(taken)
 
-    def _send(self, task: Task) -> float:
+    def _transfer(self, task: Task) -> Callable[[], object]:
         """There and a short answer back. Both ends post what they will receive first."""
         a, b = task.ranks
         move, shape, short = self.transport, (max(1, task.size // 4),), (1,)
         here, peer = (a, b) if self.rank == a else (b, a)
         channel, wanted = (BACKWARD, short) if here == a else (FORWARD, shape)
         given = torch.zeros(shape if here == a else short, device=self.device)
-        float32 = torch.float32
-        start = time.perf_counter()
-        for _ in range(task.times):
-            posted = move.post(peer, here, channel, wanted, float32, self.device)
+
+        def once() -> None:
+            posted = move.post(peer, here, channel, wanted, given.dtype, self.device)
             if here == a:
                 sent = move.send(a, b, FORWARD, given)
                 move.wait(posted)
@@ -228,8 +234,8 @@ class _Bench:
                 move.wait(posted)
                 sent = move.send(b, a, BACKWARD, given)
             move.wait(sent)
-            self._settle()
-        return (time.perf_counter() - start) / task.times
+
+        return once
 
     def _collective(self, task: Task) -> Callable[[], object]:
         """One call of the runtime's communicator, its result dropped."""

@@ -125,6 +125,22 @@ def test_an_unknown_placement_is_told_with_curves_as_without() -> None:
         communication.reshard("shard", "replicate", 1.0, ring(2), (curve("all_gather", 2),))
 
 
+@given(points)
+@laws
+def test_rising_points_are_the_closest_that_rise(given_: communication.Points) -> None:
+    """Against the max-min formula of isotonic regression: over starts, the largest least mean."""
+    found = [seconds for _, seconds in communication.rising(given_)]
+    logs = [math.log(seconds) for _, seconds in given_]
+    for i, value in enumerate(found):
+        best = max(
+            min(sum(logs[a:b]) / (b - a) for b in range(i + 1, len(logs) + 1)) for a in range(i + 1)
+        )
+        assert math.log(value) == pytest.approx(best, abs=1e-9)
+    assert found == sorted(found)
+    if list(given_) == sorted(given_, key=lambda p: p[1]):
+        assert found == [seconds for _, seconds in given_]
+
+
 @given(size=st.floats(0, 1e13), more=st.floats(0, 1e13), link=links, faster=st.floats(1, 100))
 @laws
 def test_laws_of_transfers(size: float, more: float, link: Link, faster: float) -> None:

@@ -39,12 +39,16 @@ def test_lines_are_found_again() -> None:
         assert curve.latency == each.fit.latency
 
 
-def test_a_message_never_takes_less_than_the_shortest_one() -> None:
+def test_half_of_the_shortest_round_trip_is_the_answer() -> None:
+    """A shortest message that was disturbed throughout does not make the others too fast."""
     payload = request([(0, 1)], [], sizes=[4, 1024])
     given = answers(payload, 2)
-    given[0]["samples"][1] = [1e-9] * 7  # below the round trip: noise alone
+    given[0]["samples"][0] = [1e-2] * 7
     (found,) = results(payload, given)
-    assert all(took >= seconds("send", 0) for _, took in found.points)
+    assert [size for size, _ in found.points] == [4, 1024]
+    shortest = min(given[0]["samples"][1])
+    assert found.points[0][1] == pytest.approx(shortest / 2)
+    assert found.points[1][1] == pytest.approx(min(given[0]["samples"][2]) - shortest / 2)
 
 
 def on_rank(payload: dict[str, Any]) -> dict[str, Any]:
