@@ -46,6 +46,9 @@ def place(
     for actions in schedule.ranks:
         for action in actions:
             queues[action.stage].append(action)
+    if len(used) == schedule.stages:  # nothing to merge: every rank has its one stage's list
+        own = {rank: tuple(queue) for rank, queue in zip(stage_rank, queues, strict=True)}
+        return replace(moved, ranks=tuple(own[rank] for rank in sorted(own)))
     ends: dict[Action, int] = {}
     free = [0] * len(used)
     ranks: list[list[Action]] = [[] for _ in used]
