@@ -48,7 +48,7 @@ def benchmark() -> Any:
 
     yield load
     sys.path[:] = path
-    for name in {"record", "readme_planner"} & set(sys.modules) - known:
+    for name in {"record", "readme_costs", "readme_planner"} & set(sys.modules) - known:
         del sys.modules[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
     given = Cluster.parse(cluster)
     chosen = SIZES if sizes is None else _sizes(sizes)
     first = (job := launch()) is None or job.rank == 0
+    if first:
+        _warn_of_load()
     with _progress(f"measuring {given.name}", first) as show:
         found = measure(
             given,
@@ -120,6 +123,21 @@ def _row(each: Measured) -> tuple[str, ...]:
         seconds(each.fit.latency), f"{1e-9 / slope:.2f} GB/s" if slope else "-",
         percent(each.fit.typical), percent(each.fit.worst),
     )  # fmt: skip
+
+
+def _warn_of_load() -> None:
+    """Others that compute here at the same time make all figures too slow."""
+    from fxpart.cluster_io.detect import cores
+
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return
+    if load > 0.3 * cores():
+        output.note(
+            f"this machine is busy (load {load:.1f} on {cores()} cores): "
+            "what is measured now is slower than it will be when nothing else runs"
+        )
 
 
 @contextmanager

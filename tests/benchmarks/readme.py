@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import readme_costs
 import readme_planner
 from record import HERE, ROOT, parser, read
 
@@ -256,6 +257,7 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "startup": startup,
 }
 PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
+COSTS = {"communication": "communication"}  # table: result
 
 
 def planning(name: str) -> str:
@@ -264,10 +266,17 @@ def planning(name: str) -> str:
     return text
 
 
+def costs(name: str) -> str:
+    """One of the tables about predictions and what was measured."""
+    text: str = getattr(readme_costs, name)(made_by(read(COSTS[name])))
+    return text
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "zoo": zoo,
     "figures": figures,
     **{name: partial(planning, name) for name in PLANNING},
+    **{name: partial(costs, name) for name in COSTS},
 }
 
 
@@ -298,6 +307,7 @@ def main() -> None:
     if have >= set(FIGURES):
         contents["figures"] = figures()
     contents |= {name: planning(name) for name, result in PLANNING.items() if result in have}
+    contents |= {name: costs(name) for name, result in COSTS.items() if result in have}
     text = replaced(README.read_text(encoding="utf-8"), contents)
     if options.dry:
         sys.stdout.write(text)

@@ -1,0 +1,38 @@
+"""The README's tables about costs: predictions beside what was measured."""
+
+from __future__ import annotations
+
+from record import read
+
+_NAMES = {
+    "send": "point to point", "all_reduce": "all-reduce", "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "broadcast": "broadcast",
+}  # fmt: skip
+
+
+def communication(note: str) -> str:
+    """Transfers and collectives at sizes that were held out."""
+    found = read("communication")["figures"]
+    head = (
+        "ranks", "operation", "latency", "bandwidth", "fitted line", "measured curve",
+        "curve, next run",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in found["rows"]:
+        name = _NAMES[row["operation"]]
+        if row["operation"] == "send":
+            name += f", {row['between'][0]} to {row['between'][1]}"
+        bandwidth = row["gigabytes_per_second"]
+        cells = [
+            str(row["ranks"]), name, f"{row['latency_us']:.0f} µs",
+            f"{bandwidth:.2f} GB/s" if bandwidth else "-",
+            *(_errors(row[kind]) for kind in ("line", "curve", "next_run")),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    every = [_errors(found["all"][kind]) for kind in ("line", "curve", "next_run")]
+    lines.append(f"| | all | | | {' | '.join(every)} |")
+    return "\n".join([*lines, "", f"Median and worst error at held-out sizes. {note}"])
+
+
+def _errors(found: dict[str, float]) -> str:
+    return f"{100 * found['median']:.1f} %, {100 * found['worst']:.1f} %"
