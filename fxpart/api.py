@@ -7,44 +7,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
-from fxpart.choosing import (
-    best_of_all,
-    certificate,
-    choose_degrees,
-    costed,
-    others,
-    seats_of,
-)
+from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
-from fxpart.errors import FxpartError, Problem, error
-from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, solve_exactly
+from fxpart.deciding import decide
+from fxpart.errors import error
+from fxpart.exact import apply_plan, fields_of, make_schedule
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
-from fxpart.requests import (
-    Request,
-    check_trainable,
-    make_request,
-    with_mesh,
-)
+from fxpart.requests import Request, check_trainable, make_request
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 
-_TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
-_LARGE = 2000  # ops of a graph of which only the best proposal is
-
 if TYPE_CHECKING:
-    from fxpart.choosing import Chosen, Proposal
     from fxpart.costs import CostModel
     from fxpart.runtime.trainer import Trainer
     from fxpart.solver.joint.problem import JointProblem
@@ -304,49 +288,11 @@ def _solve(
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """The program with the least step time: on the given mesh, or on the best of those proposed."""
-    request, captured, graph = front.request, front.captured, front.graph
-    info, annotations = front.info, front.annotations
-    if not request.open:
-        plan, parts = solve_exactly(request, captured, graph, info, microbatches, annotations)
-        return Program(plan, request=request, annotations=annotations, **fields_of(parts))
-    problem, provenance = costed(graph, captured, request, microbatches)
-    chosen = choose_degrees(problem, provenance, request, progress=progress)
-    found: list[tuple[Plan, Parts, Proposal]] = []
-    problems: list[Problem] = []
-    tries = _TRIES if info.nodes <= _LARGE else 1
-    for number, one in enumerate(chosen.proposals):
-        if found and (number == tries or min(map(_seconds, found)) <= one.seconds):
-            break
-        fixed = with_mesh(request, one.mesh, one.zero)
-        seats = seats_of(chosen, one, request)
-        try:
-            made = solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
-            found.append((*made, one))
-        except FxpartError as fault:
-            problems += fault.problems
-    if not found:
-        raise FxpartError(problems)
-    plan, parts, one = min(found, key=_seconds)
+    found = decide(front, microbatches, progress)
     return Program(
-        with_proof(plan, chosen, one),
-        request=request,
-        annotations=annotations,
-        problem=problem,
-        **fields_of(parts),
-    )
-
-
-def _seconds(made: tuple[Plan, Parts, Proposal]) -> float:
-    return made[0].prediction.step_seconds
-
-
-def with_proof(plan: Plan, chosen: Chosen, one: Proposal) -> Plan:
-    """The plan with what is proven of the choice of its degrees, and what else was proposed."""
-    rejected, changes = others(chosen, one, plan)
-    return msgspec.structs.replace(
-        plan,
-        degrees=certificate(chosen),
-        alternatives=rejected or plan.alternatives,
-        changes=changes,
-        provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
+        found.plan,
+        request=front.request,
+        annotations=front.annotations,
+        problem=found.problem,
+        **fields_of(found.parts),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,12 +13,24 @@ from torch import fx
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
+from fxpart.planned.hosts import hosts_of
 from fxpart.planning import Shared, difference, make_plan
+from fxpart.prediction import HostLoad
 from fxpart.price import price, step_sums
 from fxpart.pricing.orders import best_order
-from fxpart.pricing.sharing import StepSums
+from fxpart.pricing.sharing import Sharing, StepSums
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request
+from fxpart.reranking import (
+    Looked,
+    Refined,
+    Stages,
+    is_measured,
+    keys_of,
+    proven,
+    refined,
+    rerank,
+)
 from fxpart.runtime.links import edges
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
@@ -28,8 +41,9 @@ from fxpart.sharded.programs import Lanes, assign, generate
 from fxpart.sharded.record import plan_sharding, restore
 from fxpart.solver.branches.staged import Staged, staged
 from fxpart.solver.joint.wishes.parse import read_wishes
+from fxpart.solver.objective import Evaluation
 from fxpart.solver.portfolio import explain_infeasible, solve
-from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
 
 _BRANCHES = 3.0  # seconds at most for graphs of stages, whose search takes the longest
 
@@ -86,33 +100,125 @@ def solve_exactly(
     problem = limited(problem, request, places.starts)
     problem, places = _in_best_order(problem, places, request)
     made = _stages(problem, places, request)
-    problem, solution, blocks = made.problem, made.solution, made.order
-    choice = solution.choice
-    assert choice is not None, "otherwise that is told"
-    parts = make_parts(captured, graph, sharded, choice.starts, request.seed, blocks)
-    count = problem.variants[choice.variant].microbatches
-    shared = None
-    if sharded is not None and sharing is not None:
-        ordered = places.ordered(request.cluster)
-        sums = step_sums(local, captured, ordered, request.cost_model, sharing)
-        shared = _shared(sharded, sums, blocks)
-        provenance = {**provenance, "placements": sharded.provenance}
-    plan = make_plan(
-        info,
-        request.cluster,
-        parts.spec,
-        make_schedule(parts.spec, choice.schedule, count),
-        problem,
-        solution,
-        batch_size=captured.batch_size,
-        optimizer=choose(request.optimizer).name,
+    answer = _Answer(
+        request=request,
+        captured=captured,
+        graph=graph,
+        info=info,
+        sharded=sharded,
+        local=local,
+        sharing=sharing,
         provenance=provenance,
-        constraints=request.constraints,
-        shared=shared,
-        order=places.order or (),
-        made=made,
+        places=places,
     )
-    return plan, parts
+    if made.over or not is_measured(request.cost_model):
+        return answer.plan(made, made.solution)
+    return answer.reranked(made)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What plans of one priced mesh have in common."""
+
+    request: Request
+    captured: Captured
+    graph: fx.GraphModule
+    info: PlanModel
+    sharded: Sharded | None
+    local: fx.GraphModule
+    sharing: Sharing | None
+    provenance: Mapping[str, str]
+    places: Seats
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Parts] = field(default_factory=dict)
+
+    def plan(
+        self, made: Staged, solution: Solution, evaluation: Evaluation | None = None
+    ) -> tuple[Plan, Parts]:
+        """The plan and program of a solution. evaluation: where more is known than the problem."""
+        problem, choice, request = made.problem, solution.choice, self.request
+        assert choice is not None, "otherwise that is told"
+        parts = self.parts(choice, made.order)
+        count = problem.variants[choice.variant].microbatches
+        shared, provenance = None, dict(self.provenance)
+        if self.sharded is not None:
+            shared = _shared(self.sharded, self.sums, made.order)
+            provenance["placements"] = self.sharded.provenance
+        plan = make_plan(
+            self.info,
+            request.cluster,
+            parts.spec,
+            make_schedule(parts.spec, choice.schedule, count),
+            problem,
+            solution,
+            batch_size=self.captured.batch_size,
+            optimizer=choose(request.optimizer).name,
+            provenance=provenance,
+            constraints=request.constraints,
+            shared=shared,
+            order=self.places.order or (),
+            made=replace(made, solution=solution, evaluation=evaluation or made.evaluation),
+            hosts=self.hosts(len(choice.starts)),
+        )
+        return plan, parts
+
+    def parts(self, choice: Choice, order: Sequence[int] = ()) -> Parts:
+        """The program of a choice, made once."""
+        key, seed = (choice.starts, tuple(order)), self.request.seed
+        if key not in self.made:
+            self.made[key] = make_parts(
+                self.captured, self.graph, self.sharded, choice.starts, seed, order
+            )
+        return self.made[key]
+
+    @cached_property
+    def sums(self) -> StepSums:
+        """Seconds a step of what the ranks of a stage exchange."""
+        assert self.sharing is not None, "a stage is several ranks"
+        ordered = self.places.ordered(self.request.cluster)
+        model = self.request.cost_model
+        return step_sums(self.local, self.captured, ordered, model, self.sharing)
+
+    def devices(self, stages: int) -> list[int]:
+        """Of the cluster, as indices, in the order in which stages and their lanes take them."""
+        count = stages * self.request.mesh.size
+        return list((self.places.order or ())[:count]) or list(range(count))
+
+    def hosts(self, stages: int) -> tuple[HostLoad, ...] | None:
+        """How ranks of a host slow each other down, where it was measured."""
+        model, cluster = self.request.cost_model, self.request.cluster
+        if not isinstance(model, Stages):
+            return None
+        return hosts_of(cluster, sorted(self.devices(stages)), model.crowding)
+
+    def reranked(self, made: Staged) -> tuple[Plan, Parts]:
+        """Of the solver's answers the one with the shortest simulated step."""
+
+        def look(choice: Choice, evaluation: Evaluation) -> Looked:
+            known = self.refined(made.problem, choice, evaluation)
+            answer = msgspec.structs.replace(made.solution, choice=choice, candidates=(choice,))
+            plan, _ = self.plan(made, answer, known.evaluation)
+            return Looked(plan, known)
+
+        found = rerank(made.problem, made.solution, look)
+        choice = found.solution.choice
+        assert choice is not None, "one of them"
+        plan, parts = self.plan(made, found.solution, found.found[choice].refined.evaluation)
+        return msgspec.structs.replace(
+            plan,
+            certificate=proven(plan.certificate, found.solution),
+            provenance={**plan.provenance, "choice": found.words()},
+        ), parts
+
+    def refined(self, problem: PartitionProblem, choice: Choice, evaluation: Evaluation) -> Refined:
+        """The evaluation with whole stages as they were measured; a stage of several ranks not."""
+        model, cluster = self.request.cost_model, self.request.cluster
+        if self.sharded is not None or not isinstance(model, Stages):
+            return Refined(evaluation)
+        parts = self.parts(choice)
+        rows = problem.variants[choice.variant].microbatch_size
+        keys = keys_of(self.captured, parts.spec, parts.sources, rows, self.request.optimizer)
+        devices = [cluster.devices[d] for d in self.devices(len(choice.starts))]
+        return refined(evaluation, problem, choice, keys, model, devices)
 
 
 def _shared(sharded: Sharded, sums: StepSums, blocks: Sequence[int]) -> Shared:

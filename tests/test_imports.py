@@ -19,6 +19,7 @@ LAYERS = (
     ("cli",),
     ("report", "api"),
     ("measuring",),
+    ("deciding",),
     ("verify", "running", "front", "exact", "choosing", "whatif"),
     ("reranking",),
     ("sharded", "rounding"),

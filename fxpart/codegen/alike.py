@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from fxpart.errors import FxpartError
 from fxpart.program import Dim, ProgramSpec, ValueSpec, dim_value
 
+FIRST = " first"  # what the key of a microbatch that adds to no gradients ends with
+
 
 def stage_key(
     source: str, spec: ProgramSpec, stage: int, sizes: Mapping[str, int], optimizer: str

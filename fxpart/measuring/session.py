@@ -1,36 +1,72 @@
-"""``fxpart profile``: measure what plans of a model would be made of, until the budget is used."""
+"""``fxpart profile``: measure what plans of a model would be made of, until the budget is used.
+
+In turn: every distinct op at the sizes that plans would use; the stages of the best few plans,
+whole; factors fitted to these; how ranks of this host slow each other down on the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
+from torch import fx
 
-from fxpart.profile import Calibration, Crowding
+from fxpart import costmodels
+from fxpart.capture import Captured
+from fxpart.cluster import Cluster, Device
+from fxpart.deciding import decide
+from fxpart.errors import error
+from fxpart.exact import make_parts
+from fxpart.front import Asked, Front, make_front, of_model
+from fxpart.measuring import crowding as crowds
+from fxpart.measuring.calibrate import calibration, errors
+from fxpart.measuring.ops import measure
+from fxpart.measuring.runtime import overhead
+from fxpart.measuring.setting import setting
+from fxpart.measuring.stages import StageWork, microbatch, time_stages
+from fxpart.optimizers import choose
+from fxpart.planned.words import label
+from fxpart.price import price
+from fxpart.pricing.parts import StageParts
+from fxpart.pricing.variants import Sizes, Split
+from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming
+from fxpart.solver.portfolio import solve
+from fxpart.solver.problem import Choice, PartitionProblem
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from fxpart.costs import CostModel
     from fxpart.target import Workload
 
-# What is being measured ("ops", "stages", "runtime", "crowding"), how many of how many are done.
+# What is being measured ("ops", "stages", "crowding"), how many of how many are done.
 Progress = Callable[[str, int, int], None]
+
+_SIZES = 4  # microbatch sizes at which ops are measured first
+_PLANS = 4  # plans of which the stages are measured whole
+_OPS, _STAGES = 0.5, 0.8  # shares of the budget that are used when ops, and stages, are done
+_SOLVING = 5.0  # seconds for each search
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """What a run of ``fxpart profile`` did.
 
-    ops, stages: measured now; known_ops, known_stages: found in the profile. calibration,
-    crowding: of this model here, None where there was no time for them. median_error, worst_error:
-    of stages predicted from ops with these factors, relative. plan: the best plan in words;
-    step_seconds: what it is predicted to take. left_out: in words, what the budget did not reach.
+    seconds: of measuring and planning; capture_seconds: before that. ops, stages: measured now;
+    known_ops, known_stages: found in the profile. calibration, crowding: of this model here, None
+    where there was no time for them. median_error, worst_error: of stages predicted from ops with
+    these factors, relative. plan: the best plan in words; step_seconds: what it is predicted to
+    take. left_out: in words, what the budget did not reach.
     """
 
     path: str
     model: str
     device: str
     seconds: float
+    capture_seconds: float = 0.0
     ops: int = 0
     known_ops: int = 0
     stages: int = 0
@@ -63,6 +99,326 @@ def profile(
 
     The profile is made where there is none; what it holds for this device is not measured again.
     budget: seconds for measurements. date: YYYY-MM-DD, kept with them. progress: told what is
-    measured. The other arguments are those of :func:`fxpart.compile`, and so are errors.
+    measured. The other arguments are those of :func:`fxpart.compile`, and so are errors; FXP602
+    where the cluster's first device is not of this machine's kind.
     """
-    raise NotImplementedError
+    start = time.monotonic()
+    front = make_front(
+        workload.model,
+        cluster,
+        None,
+        (workload.example, workload.example_kwargs),
+        Asked(
+            batch_size or workload.batch_size,
+            microbatches,
+            optimizer if optimizer is not None else workload.optimizer,
+            "roofline",
+            constraints or {},
+            seed,
+        ),
+        {"loss": workload.loss, "batch_dims": batch_dims},
+    )
+    captured = time.monotonic()
+    with _threads(front.request.cluster.devices[0]) as device, Profile(path, create=True) as held:
+        session = _Session(
+            front=front,
+            profile=held,
+            device=device,
+            setting=setting(front.request.cluster.devices[0].model, device),
+            microbatches=microbatches,
+            start=captured,
+            budget=budget,
+            date=date,
+            progress=progress or _silent,
+        )
+        found = session.run()
+    return msgspec.structs.replace(found, capture_seconds=captured - start)
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """Nobody listens."""
+
+
+@contextmanager
+def _threads(device: Device) -> Iterator[torch.device]:
+    """This machine's device of the cluster's kind, with as many threads as a rank has there."""
+    if device.kind == "gpu":
+        if not torch.cuda.is_available():
+            raise error(
+                "FXP602",
+                where=f"profiling {device.name} ({device.model})",
+                why="torch sees no GPU here",
+                fix="profile on a machine that has one, and merge the files",
+            )
+        yield torch.device("cuda", 0)
+        return
+    before = torch.get_num_threads()
+    if not isinstance(device.threads, msgspec.UnsetType):
+        torch.set_num_threads(device.threads)
+    try:
+        yield torch.device("cpu")
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class _Session:
+    """One run; each phase stops when its share of the budget is used."""
+
+    front: Front
+    profile: Profile
+    device: torch.device
+    setting: Setting
+    microbatches: int | None
+    start: float
+    budget: float
+    date: str
+    progress: Progress
+
+    def run(self) -> Profiled:
+        """All phases."""
+        left_out: list[str] = []
+        ops, known_ops = self._ops(left_out)
+        stages, known_stages = self._stages(unfitted(self._model()), left_out)
+        calibrated = self._calibration(stages)
+        crowding = self._crowding(left_out)
+        # What is best may be others now. Factors stay, so that the same are best the next time.
+        again, known_again = self._stages(self._model(), left_out)
+        planned = decide(replace(self.front, request=self._request()), self.microbatches)
+        shown = planned.plan
+        middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
+        return Profiled(
+            path=str(self.profile.path),
+            model=self.front.info.name,
+            device=f"{self.setting.device} ({self.setting.chip})",
+            seconds=time.monotonic() - self.start,
+            ops=ops,
+            known_ops=known_ops,
+            stages=stages + again,
+            known_stages=known_stages + known_again,
+            calibration=calibrated,
+            crowding=crowding,
+            median_error=middle,
+            worst_error=worst,
+            plan=(
+                f"{len(shown.stages)} stages, {shown.world} ranks, "
+                f"{shown.microbatches} microbatches, {shown.schedule}"
+            ),
+            step_seconds=shown.prediction.simulated_seconds,
+            left_out=tuple(left_out),
+        )
+
+    @property
+    def captured(self) -> Captured:
+        return self.front.captured
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        return self.front.graph
+
+    def _left(self, share: float = 1.0) -> float:
+        return self.start + share * self.budget - time.monotonic()
+
+    def _model(self) -> CostModel:
+        """The profile as it is now, for the cluster and the model."""
+        found = costmodels.find(self.profile.path, self.front.request.cluster)
+        return of_model(replace(self.front.request, cost_model=found), self.front.info).cost_model
+
+    def _request(self) -> Any:
+        return replace(self.front.request, cost_model=self._model())
+
+    # -- phases ---------------------------------------------------------------------------------
+
+    def _ops(self, left_out: list[str]) -> tuple[int, int]:
+        """Ops at the microbatch sizes of the plans that formulas prefer, then at others."""
+        problem, choices = self._choices(self.front.request.cost_model)
+        done, known = 0, 0
+        wanted = sizes(problem, choices)
+        for number, rows in enumerate(wanted):
+            left = self._left(_OPS)
+            if left <= 0:
+                left_out.append(f"ops at microbatches of {', '.join(map(str, wanted[number:]))}")
+                break
+            counts = measure(
+                self.graph,
+                self.captured,
+                [Sizes(self.captured, Split(rows, 1))],
+                self.profile,
+                self.setting,
+                left,
+                self.progress,
+                device=self.device,
+                date=self.date,
+            )
+            done, known = done + counts.measured, known + counts.known
+            if counts.left:
+                left_out.append(f"{counts.left} ops at microbatches of {rows}")
+        return done, known
+
+    def _stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
+        """The stages of the model's best few plans, and the whole as one stage at their size."""
+        problem, choices = self._choices(model)
+        known = self.profile.get("stages", self.setting, StageTiming)
+        name = choose(self.front.request.optimizer).name
+        parts = StageParts(
+            self.graph, self.captured, alone(model), self._first, self.front.request.optimizer
+        )
+        works = [self._work(problem, choice) for choice in with_wholes(choices)[:_PLANS]]
+        fresh: dict[str, StageTiming] = {}
+        found = 0
+        for number, work in enumerate(works):
+            self.progress("stages", number, len(works))
+            had = {*known, *fresh}
+            made = time_stages(
+                work.stages,
+                self.captured,
+                self.front.request.optimizer,
+                name,
+                had,
+                self.device,
+                seconds=self._each(len(works)),
+                left=lambda: self._left(_STAGES),
+                parts=work.parts(parts),
+            )
+            found += len(work.stages.sources) - len(made) // 2
+            self.profile.put("stages", self.setting, made, self.date)
+            fresh |= made
+            if self._left(_STAGES) <= 0 and number + 1 < len(works):
+                left_out.append(f"the stages of {len(works) - number - 1} plans")
+                break
+        self.progress("stages", len(works), len(works))
+        return len(fresh) // 2, found
+
+    def _calibration(self, fresh: int) -> Calibration | None:
+        """Factors of the model's own stages; those that are kept, where nothing was measured."""
+        key = self.front.info.fingerprint
+        kept = self.profile.get("calibrations", self.setting, Calibration).get(key)
+        if kept is not None and not fresh:
+            return kept
+        mine = [
+            timing
+            for name, timing in self.profile.get("stages", self.setting, StageTiming).items()
+            if timing.label.startswith(f"{key[:12]} ")
+        ]
+        if not mine:
+            return kept
+        own = overhead(self.device)
+        made = calibration(mine, action=own.action, step=own.step)
+        self.profile.put("calibrations", self.setting, {key: made}, self.date)
+        return made
+
+    def _crowding(self, left_out: list[str]) -> Crowding | None:
+        """How the ranks of this host slow each other down on the whole model."""
+        key, cluster = self.front.info.fingerprint, self.front.request.cluster
+        ranks = sum(device.host == self._first.host for device in cluster.devices)
+        wanted = min(crowds.MOST, ranks)
+        kept = self.profile.get("crowding", self.setting, Crowding).get(key)
+        if (kept is not None and len(kept.slowdown) >= wanted) or self.device.type != "cpu":
+            return kept
+        left = self._left()
+        if left <= 1:
+            left_out.append(f"how {wanted} ranks slow each other down")
+            return kept
+        self.progress("crowding", 0, 1)
+        problem, choices = self._choices(self._model())
+        work = self._work(problem, Choice(variant=choices[0].variant, schedule="1f1b", starts=(0,)))
+        values, _, _ = microbatch(self.captured, work.stages.spec, work.stages.microbatches)
+        made = crowds.crowding(
+            work.stages.spec,
+            work.stages.sources[0],
+            self.captured.state,
+            values,
+            ranks,
+            seconds=min(2.0, max(0.2, left / (3 * wanted))),
+            timeout=max(60.0, 10 * self.budget),
+        )
+        self.profile.put("crowding", self.setting, {key: made}, self.date)
+        self.progress("crowding", 1, 1)
+        return made
+
+    # -- what is measured -----------------------------------------------------------------------
+
+    @property
+    def _first(self) -> Device:
+        return self.front.request.cluster.devices[0]
+
+    def _each(self, works: int) -> float:
+        """Seconds for each stage."""
+        return min(1.0, max(0.1, self._left(_STAGES) / (4.0 * works)))
+
+    def _choices(self, model: CostModel) -> tuple[PartitionProblem, list[Choice]]:
+        """The problem of stages of one rank, and its best choices of different kinds."""
+        request = self.front.request
+        problem, _ = price(
+            self.graph,
+            self.captured,
+            request.cluster,
+            cost_model=model,
+            batch_size=self.captured.batch_size,
+            microbatches=self.microbatches,
+            optimizer=request.optimizer,
+        )
+        found = solve(problem, time_limit=_SOLVING, seed=request.seed)
+        whole = Choice(variant=0, schedule="1f1b", starts=(0,))
+        return problem, list(found.candidates) or [whole]
+
+    def _work(self, problem: PartitionProblem, choice: Choice) -> _Work:
+        parts = make_parts(self.captured, self.graph, None, choice.starts, self.front.request.seed)
+        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
+        blocks = tuple(zip(choice.starts, ends, strict=True))
+        count = problem.variants[choice.variant].microbatches
+        mark = self.front.info.fingerprint[:12]
+        labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
+        return _Work(StageWork(parts.spec, parts.sources, count, labels), blocks)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Stages to time, and the first and last block of each."""
+
+    stages: StageWork
+    blocks: tuple[tuple[int, int], ...]
+
+    def parts(self, of: StageParts) -> Callable[[int, int, bool], dict[str, float]]:
+        """By stage, rows, and whether gradients are there: predicted seconds by class."""
+
+        def found(stage: int, rows: int, later: bool) -> dict[str, float]:
+            first, last = self.blocks[stage]
+            return of(first, last, rows, later=later)
+
+        return found
+
+
+def sizes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[int]:
+    """Rows of microbatches at which ops are measured: the best plans' own, and the ends."""
+    every = sorted({v.microbatch_size for v in problem.variants}, reverse=True)
+    found = [problem.variants[c.variant].microbatch_size for c in choices]
+    return list(dict.fromkeys([*found, every[0], every[-1]]))[:_SIZES]
+
+
+def with_wholes(choices: Sequence[Choice]) -> list[Choice]:
+    """The best choice, the whole model as one stage at its size, then the others."""
+    best = choices[0]
+    whole = Choice(variant=best.variant, schedule=best.schedule, starts=(0,))
+    kept: dict[tuple[int, tuple[int, ...]], Choice] = {}
+    for choice in (best, whole, *choices[1:]):
+        kept.setdefault((choice.variant, choice.starts), choice)
+    return list(kept.values())
+
+
+def unfitted(model: Any) -> CostModel:
+    """A measured model that knows ops alone."""
+    bare = {
+        setting: replace(found, calibrations={}, crowding={})
+        for setting, found in model.measurements.items()
+    }
+    found: CostModel = replace(model, measurements=bare)
+    return found
+
+
+def alone(model: CostModel) -> CostModel:
+    """A measured model without factors, for a device beside which all others are idle."""
+    bare: Any = unfitted(model)
+    cluster = msgspec.structs.replace(bare.cluster, hosts=msgspec.UNSET)
+    found: CostModel = replace(bare, cluster=cluster)
+    return found

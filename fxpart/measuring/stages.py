@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fxpart.codegen import load_stage
-from fxpart.codegen.alike import stage_key
+from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.profile import StageTiming, Timing
 from fxpart.program import ProgramSpec
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from fxpart.capture import Captured
 
 Values = dict[str, torch.Tensor]
-FIRST = " first"  # what the key of a microbatch that adds to no gradients ends with
-
 _WARM = 1  # steps that are not counted
 _LEAST, _MOST = 3, 15  # steps that are
 _FAR = 3.0  # median deviations beyond which a sample is an outlier
@@ -163,8 +161,11 @@ class StageRun:
         return gradients
 
     def _now(self) -> float:
+        """Of one thread its own seconds, which other processes do not lengthen."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        elif torch.get_num_threads() == 1:
+            return time.thread_time()
         return time.perf_counter()
 
 
@@ -198,7 +199,7 @@ def time_stages(
     captured: Captured,
     optimizer: Any,
     name: str,
-    known: Mapping[str, object],
+    known: Container[str],
     device: torch.device,
     *,
     seconds: float = 1.0,

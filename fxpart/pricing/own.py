@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fxpart.profile import Calibration, Setting
     from fxpart.solver.problem import Weight
 
-RATE = 5e9  # bytes/s, and
-CALL = 1e-5  # seconds: of memory and of one tensor, before any factor
+RATE = 15e9  # bytes/s, and
+CALL = 3e-6  # seconds: of memory and of one tensor, before any factor
 # Classes of work beside ops, as calibrations name them: per microbatch, and per step.
 FRESH, ADDED = "fresh backward", "accumulate backward"
 UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"

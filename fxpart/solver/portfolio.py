@@ -69,7 +69,7 @@ def solve(
 def shifted(found: Solution, seconds: float) -> Solution:
     """The answer to the same problem where every choice takes ``seconds`` more."""
     objective, bound = found.objective + seconds, found.bound + seconds
-    status = found.status if found.choice is None else _status(objective, bound)
+    status = found.status if found.choice is None else status_of(objective, bound)
     return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
 
 
@@ -77,7 +77,7 @@ def solution(record: Record, bound: float, solver: str) -> Solution:
     """What ``record`` and a proven lower bound in seconds amount to."""
     bound = min(bound, record.seconds)
     return Solution(
-        status=_status(record.seconds, bound),
+        status=status_of(record.seconds, bound),
         choice=record.choice,
         objective=record.seconds,
         bound=bound,
@@ -86,9 +86,10 @@ def solution(record: Record, bound: float, solver: str) -> Solution:
     )
 
 
-def _status(
+def status_of(
     objective: float, bound: float
 ) -> Literal["optimal", "within gap", "best found", "infeasible", "unknown"]:
+    """How good an answer of this objective is, whose lower bound is proven; both in seconds."""
     if objective == inf:
         return "infeasible" if bound == inf else "unknown"
     if bound >= objective * (1 - PROVEN):

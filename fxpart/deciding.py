@@ -1,0 +1,101 @@
+"""The best plan: of one mesh, or of those that are proposed, each lowered and priced exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.choosing import (
+    Chosen,
+    Proposal,
+    certificate,
+    choose_degrees,
+    costed,
+    others,
+    seats_of,
+)
+from fxpart.errors import FxpartError, Problem
+from fxpart.exact import Parts, solve_exactly
+from fxpart.front import Front
+from fxpart.plan import Plan
+from fxpart.requests import with_mesh
+from fxpart.reranking import is_measured, plan_seconds
+from fxpart.solver.joint.problem import JointProblem
+
+if TYPE_CHECKING:
+    from fxpart.solver.progress import Progress
+
+_TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
+_LARGE = 2000  # ops of a graph of which only the best proposal is
+_NEAR = 1.5  # how much longer than the best a proposal may seem to take, and be tried, if measured
+
+_Tried = tuple[Plan, Parts, Proposal]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, the program's parts that follow from it, and what its degrees were chosen from.
+
+    problem: None where the mesh was given.
+    """
+
+    plan: Plan
+    parts: Parts
+    problem: JointProblem | None = None
+
+
+def decide(
+    front: Front,
+    microbatches: int | None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Decided:
+    """The plan with the least step time, on the given mesh or on the best of those proposed.
+
+    With a measured cost model meshes are compared by simulated seconds, which know that ranks of
+    a host are not always busy together; otherwise by what was minimised. Raises FXP2xx where
+    nothing fits.
+    """
+    request, captured, graph = front.request, front.captured, front.graph
+    info, annotations = front.info, front.annotations
+    if not request.open:
+        plan, parts = solve_exactly(request, captured, graph, info, microbatches, annotations)
+        return Decided(plan, parts)
+    problem, provenance = costed(graph, captured, request, microbatches)
+    chosen = choose_degrees(problem, provenance, request, progress=progress)
+    found: list[_Tried] = []
+    problems: list[Problem] = []
+    tries = _TRIES if info.nodes <= _LARGE else 1
+    reach = _NEAR if is_measured(request.cost_model) else 1.0
+    for number, one in enumerate(chosen.proposals):
+        if found and (number == tries or min(map(_closed, found)) * reach <= one.seconds):
+            break
+        fixed = with_mesh(request, one.mesh, one.zero)
+        seats = seats_of(chosen, one, request)
+        try:
+            made = solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
+            found.append((*made, one))
+        except FxpartError as fault:
+            problems += fault.problems
+    if not found:
+        raise FxpartError(problems)
+    plan, parts, one = min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
+    return Decided(with_proof(plan, chosen, one), parts, problem)
+
+
+def _closed(made: _Tried) -> float:
+    return made[0].prediction.step_seconds
+
+
+def with_proof(plan: Plan, chosen: Chosen, one: Proposal) -> Plan:
+    """The plan with what is proven of the choice of its degrees, and what else was proposed."""
+    rejected, changes = others(chosen, one, plan)
+    return msgspec.structs.replace(
+        plan,
+        degrees=certificate(chosen),
+        alternatives=rejected or plan.alternatives,
+        changes=changes,
+        provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
+    )

@@ -1,0 +1,199 @@
+"""The last choice among a solver's best answers, by what was measured.
+
+The solver minimises a closed form over costs of single ops, with all ranks of a host busy. Of its
+best answers of different kinds (numbers of stages, microbatches, schedules) the one is taken whose
+simulated step is shortest: ranks of a host slow each other down only while they really compute
+together, and a stage that was measured whole takes what was measured. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import msgspec
+
+from fxpart.codegen.alike import FIRST, stage_key, symbol_sizes
+from fxpart.optimizers import choose
+from fxpart.plan import Certificate, Plan
+from fxpart.pricing.own import Calibrated, Own
+from fxpart.profile import Crowding, StageTiming
+from fxpart.program import ProgramSpec
+from fxpart.solver.objective import Evaluation, StageCost, evaluate
+from fxpart.solver.portfolio import status_of
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.cluster import Device
+
+
+@runtime_checkable
+class Stages(Calibrated, Protocol):
+    """A cost model that knows stages measured whole, and how ranks of a host slow each other."""
+
+    def stage(self, key: str) -> StageTiming | None:
+        """A stage alone on its device."""
+
+    def crowding(self, host: str) -> Crowding:
+        """The ranks of a host."""
+
+
+def is_measured(model: object) -> bool:
+    """Whether answers are compared by simulation: the cost model comes from a profile."""
+    return isinstance(model, Stages)
+
+
+def plan_seconds(plan: Plan, model: object) -> float:
+    """What plans of different meshes are compared by, in seconds a step."""
+    found = plan.prediction
+    return found.simulated_seconds if is_measured(model) else found.step_seconds
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A choice with what is known of its stages. whole: stages that were measured as a whole."""
+
+    evaluation: Evaluation
+    whole: tuple[int, ...] = ()
+
+    def words(self) -> str:
+        """Which stages were measured whole, for the plan."""
+        count = len(self.evaluation.stages)
+        if len(self.whole) == count:
+            return "every stage measured whole"
+        if not self.whole:
+            return "stages as sums of their ops"
+        named = ", ".join(map(str, self.whole))
+        return f"stages {named} of {count} measured whole, others as sums of their ops"
+
+
+def refined(
+    evaluation: Evaluation,
+    problem: PartitionProblem,
+    choice: Choice,
+    keys: Sequence[str],
+    model: Stages,
+    devices: Sequence[Device],
+) -> Refined:
+    """The evaluation with measured seconds for stages measured whole.
+
+    keys: of each stage; devices: on which each runs. Seconds are those while all ranks of the host
+    compute, as in the problem; sums of ties and transfers stay.
+    """
+    count = problem.variants[choice.variant].microbatches
+    stages: list[StageCost] = []
+    whole = []
+    for index, (stage, key, device) in enumerate(
+        zip(evaluation.stages, keys, devices, strict=True)
+    ):
+        later, first = model.stage(key), model.stage(key + FIRST)
+        if later is None or first is None:
+            stages.append(stage)
+            continue
+        own = Own.of(model, device)
+        share = 1 / count
+        back = share * first.backward.seconds + (1 - share) * later.backward.seconds
+        stages.append(
+            msgspec.structs.replace(
+                stage,
+                forward_seconds=own.full * later.forward.seconds + problem.action,
+                backward_seconds=own.full * back + problem.action,
+                optimizer_seconds=own.full * later.optimizer.seconds + problem.once,
+            )
+        )
+        whole.append(index)
+    longest = max((count - 1) * s.seconds + s.step_only_seconds for s in stages)
+    seconds = fsum(s.seconds for s in stages) + longest
+    made = msgspec.structs.replace(evaluation, seconds=seconds, stages=tuple(stages))
+    return Refined(made, tuple(whole)) if whole else Refined(evaluation)
+
+
+def keys_of(
+    captured: Captured, spec: ProgramSpec, sources: Sequence[str], rows: int, optimizer: object
+) -> list[str]:
+    """The keys of a program's stages for microbatches of ``rows`` rows."""
+    dims = {item.name: item.batch_dim for item in spec.inputs}
+    if not captured.symbolic:
+        dims = {}
+    sizes = symbol_sizes(spec.symbols, dims, captured.hints, rows)
+    name = choose(optimizer).name
+    return [stage_key(text, spec, k, sizes, name) for k, text in enumerate(sources)]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was found out about one answer. plan: made of it, with its simulated step."""
+
+    plan: Plan
+    refined: Refined
+
+    @property
+    def seconds(self) -> float:
+        """By which answers are compared."""
+        return self.plan.prediction.simulated_seconds
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """The solver's answer with the choice that simulates best, and what was found out about all.
+
+    found: by choice, in the order in which they were looked at.
+    """
+
+    solution: Solution
+    found: Mapping[Choice, Looked]
+
+    def words(self) -> str:
+        """What was re-ranked, for the plan."""
+        assert self.solution.choice is not None, "one was chosen"
+        stages = self.found[self.solution.choice].refined.words()
+        if len(self.found) == 1:
+            return f"the only answer, simulated; {stages}"
+        return f"the best of {len(self.found)} answers by simulated step; {stages}"
+
+
+def rerank(
+    problem: PartitionProblem,
+    solution: Solution,
+    look: Callable[[Choice, Evaluation], Looked],
+) -> Reranked:
+    """The candidate with the least simulated step; of equal ones the solver's first.
+
+    look: what becomes of a choice. The bound stays what was proven of the closed form, and the
+    status says how far the chosen one is from it.
+    """
+    assert solution.choice is not None, "there is something to choose from"
+    found: dict[Choice, Looked] = {}
+    for choice in (solution.choice, *solution.candidates):
+        evaluation = evaluate(problem, choice)
+        if choice not in found and evaluation.feasible:
+            found[choice] = look(choice, evaluation)
+    best = min(found, key=lambda choice: found[choice].seconds)
+    rest = sorted((c for c in found if c != best), key=lambda choice: found[choice].seconds)
+    objective = evaluate(problem, best).seconds
+    same = best == solution.choice
+    answer = msgspec.structs.replace(
+        solution,
+        choice=best,
+        objective=objective,
+        status=solution.status if same else status_of(objective, solution.bound),
+        candidates=(best, *rest),
+    )
+    return Reranked(answer, found)
+
+
+def proven(certificate: Certificate, solution: Solution) -> Certificate:
+    """The certificate for the closed form over costs of ops, whatever is known of whole stages."""
+    objective, bound = solution.objective, min(solution.bound, solution.objective)
+    status = solution.status
+    assert status in ("optimal", "within gap", "best found"), "there is a choice"
+    return msgspec.structs.replace(
+        certificate,
+        status=status,
+        objective=objective,
+        lower_bound=bound,
+        gap=(objective - bound) / objective if objective > 0 else 0.0,
+    )
