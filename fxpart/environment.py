@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
@@ -171,3 +172,19 @@ def for_rank(
         "MKL_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(path),
     }
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """As if no launcher had started this process, which is then no rank of any job."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_LAUNCHERS or name.startswith("TORCHELASTIC_")
+    }
+    for name in kept:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

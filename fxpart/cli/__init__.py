@@ -21,6 +21,7 @@ from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError
 # Verb -> what `fxpart --help` says of it; a verb's module is loaded when the verb is used.
 VERBS = {
     "doctor": "Can this model be captured? Says what was tried and what stands in the way.",
+    "profile": "Measure a model's ops and stages on the devices at hand; write a profile.",
     "plan": "Choose stages, devices and microbatches for a model; write the plan.",
     "explain": "Say what a plan decides and why, or what an error code means.",
     "validate": "Check plan files; every fault, not the first.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -127,7 +128,10 @@ def compile_options(command: Command) -> Command:
             click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch."),
             click.option("--microbatches", "-m", type=click.IntRange(1), help="Fix their number."),
             click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
-            click.option("--cost-model", default="auto", show_default=True, help="Its name."),
+            click.option(
+                "--cost-model", "--profile", "cost_model", default="auto", show_default=True,
+                metavar="NAME|FILE", help="auto, roofline, or a file that fxpart profile wrote.",
+            ),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
                 help="Any constraint of fxpart.compile, such as solver=cp-sat; may be repeated.",
@@ -163,6 +167,23 @@ def compile_options(command: Command) -> Command:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+_SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min)?")
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """ "60s", "2m" or "30" as seconds, at most a day. Raises FXP109."""
+    found = _SECONDS.fullmatch(text.strip())
+    value = float(found[1]) * (60 if found[2] in ("m", "min") else 1) if found else 0.0
+    if not 0 < value <= 86400:
+        raise error(
+            "FXP109",
+            where=f"{option} {text}",
+            why="it is not a time above 0 and up to a day",
+            fix="write it as 60s or 2m",
+        )
+    return value
 
 
 def parse_constraints(items: tuple[str, ...]) -> dict[str, int | float | str | bool] | None:

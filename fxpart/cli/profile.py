@@ -1,0 +1,178 @@
+"""``fxpart profile``: measure what plans of a model are made of, and say what a profile holds."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option, parse_constraints, parse_seconds
+from fxpart.environment import launch
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.measuring.session import Profiled
+
+Show = Callable[[str, int, int], None]
+
+
+@click.command()
+@click.argument("target", required=False)
+@click.option(
+    "--cluster", "-c", default="auto", show_default=True,
+    help="local:4, auto, or a cluster file; measured is the device that this process has.",
+)  # fmt: skip
+@click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
+@click.option("--microbatches", "-m", type=click.IntRange(1), help="Fix their number.")
+@click.option("--optimizer", help="Its name, such as adamw.")
+@click.option("--constraint", multiple=True, metavar="KEY=VALUE", help="As for fxpart plan.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--budget", default="60s", show_default=True, help="Time for measuring: 60s, 2m.")
+@click.option("--output", "-o", "path", type=click.Path(), help="The profile; made or added to.")
+@click.option(
+    "--merge", multiple=True, type=click.Path(), metavar="OTHER",
+    help="Take another profile's measurements into it; may be repeated.",
+)  # fmt: skip
+@click.option("--show", type=click.Path(), metavar="FILE", help="Say what a profile holds.")
+@json_option
+def command(
+    target: str | None,
+    path: str | None,
+    merge: tuple[str, ...],
+    show: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Measure TARGET's ops, best stages and crowding of ranks on this machine; write a profile.
+
+    What the profile holds already is not measured again. Plan with it: --cost-model FILE. Use an
+    idle machine. Under torchrun, with one rank for each device of the cluster, each model of device
+    is measured by its first rank, and rank 0 writes one profile for all.
+    """
+    if show is not None:
+        return _show(show, as_json)
+    if path is None:
+        path = "model.profile"
+    if target is None:
+        if not merge:
+            fix = "fxpart profile TARGET -o FILE, --show FILE, or -o FILE --merge OTHER"
+            raise error("FXP109", where="fxpart profile", why="there is nothing to do", fix=fix)
+        return _merge(path, merge, as_json)
+    started = launch()
+    first = started is None or started.rank == 0
+    found = _measure(target, path, first, **options)
+    if not first:
+        return 0
+    if merge:
+        _merge(path, merge, as_json=True, quiet=True)
+    _tell(found, path, as_json)
+    return 0
+
+
+def _measure(
+    target: str,
+    path: str,
+    first: bool,
+    *,
+    cluster: str,
+    budget: str,
+    constraint: tuple[str, ...],
+    **options: Any,
+) -> list[Profiled]:
+    """One run here, or under torchrun one for each model of device."""
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.group import profile_group
+    from fxpart.measuring.session import profile
+    from fxpart.target import load_target
+
+    seconds = parse_seconds(budget, "--budget")
+    given = Cluster.parse(cluster)
+    workload = load_target(target)
+    _writable(path)
+    with watched(f"profiling {target}", first) as progress:
+        run = partial(
+            profile,
+            workload,
+            budget=seconds,
+            constraints=parse_constraints(constraint),
+            date=datetime.date.today().isoformat(),
+            progress=progress,
+            **options,
+        )
+        started = launch()
+        if started is None:
+            return [run(given, path)]
+        return profile_group(started, given, Path(path), run, timeout=300.0 + 10 * seconds)
+
+
+def _writable(path: str) -> None:
+    """Its folder is there; FXP603 before anything is measured."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise error("FXP603", where=path, why=f"there is no folder {folder}", fix="make it first")
+
+
+def _tell(found: list[Profiled], path: str, as_json: bool) -> None:
+    from fxpart.report.profiled import describe_run
+
+    output.note(f"wrote {path}")
+    if as_json:
+        output.data(found)
+        return
+    for number, one in enumerate(found):
+        output.text("\n".join([*([""] if number else []), *describe_run(one)]))
+
+
+def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = False) -> int:
+    """Other profiles into the one at ``path``; says how many measurements each gave."""
+    from fxpart.profile import Profile
+
+    _writable(path)
+    taken = {}
+    with Profile(path, create=True) as whole:
+        for other in others:
+            with Profile(other) as part:
+                taken[other] = whole.merge(part)
+    if quiet:
+        return 0
+    if as_json:
+        output.data({"path": path, "taken": taken})
+    else:
+        for other, count in taken.items():
+            output.text(f"{path}: {count} measurements from {other}")
+    return 0
+
+
+def _show(path: str, as_json: bool) -> int:
+    from fxpart.profile import Profile
+    from fxpart.report.profiled import contents, describe_profile
+
+    with Profile(path) as profile:
+        if as_json:
+            output.data(contents(profile))
+        else:
+            output.text("\n".join(describe_profile(profile)))
+    return 0
+
+
+@contextmanager
+def watched(words: str, first: bool) -> Iterator[Show | None]:
+    """On a terminal what is measured now; elsewhere one line; nothing on other ranks."""
+    if not first:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        output.note(f"{words} ...")
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words) as status:
+        yield lambda what, done, of: status.update(f"{words}: {what} {done} of {of}")

@@ -1,0 +1,147 @@
+"""What a profile holds, and what a run of ``fxpart profile`` did, for a person. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing
+from fxpart.report.table import shortened, table
+from fxpart.report.units import percent, plural, seconds, size
+
+_SHOWN = 12  # ops and stages
+_WIDTH = 60
+T = TypeVar("T")
+
+
+class Done(Protocol):
+    """What a run did (:class:`fxpart.measuring.session.Profiled`)."""
+
+    path: str
+    model: str
+    device: str
+    seconds: float
+    ops: int
+    known_ops: int
+    stages: int
+    known_stages: int
+    calibration: Calibration | None
+    crowding: Crowding | None
+    median_error: float
+    worst_error: float
+    plan: str
+    step_seconds: float
+    left_out: tuple[str, ...]
+
+
+def describe_run(done: Done) -> list[str]:
+    """The run in lines: what was measured, how well it explains stages, the best plan by it."""
+    rows = [
+        ("distinct ops", str(done.ops), str(done.known_ops)),
+        ("stages", str(done.stages), str(done.known_stages)),
+    ]
+    lines = [f"{done.model} on {done.device}, {seconds(done.seconds)}", ""]
+    lines += table(("", "measured now", "known before"), "<>>", rows)
+    if done.calibration is not None:
+        lines += ["", *_calibration(done.calibration)]
+        if done.calibration.residuals:
+            errors = f"median {percent(done.median_error)}, worst {percent(done.worst_error)}"
+            lines.append(f"  stages as predicted from their ops with these factors: {errors} off")
+    if done.crowding is not None:
+        lines += ["", *_crowding(done.crowding)]
+    if done.plan:
+        lines += ["", f"best plan by it: {done.plan}, {seconds(done.step_seconds)} a step"]
+    if done.left_out:
+        lines += ["", f"no time was left for {'; '.join(done.left_out)}"]
+    return lines
+
+
+def describe_profile(profile: Profile) -> list[str]:
+    """The file in lines, setting by setting: ops and stages that take longest, factors, crowds."""
+    lines: list[str] = []
+    for setting in profile.settings():
+        ops = profile.get("ops", setting, Timing)
+        stages = profile.get("stages", setting, StageTiming)
+        lines += [_said(setting), f"  {plural(len(ops), 'op timing')}"]
+        lines += [f"    {line}" for line in _ops(ops)]
+        if stages:
+            lines += [f"  {plural(len(stages), 'stage timing')}"]
+            lines += [f"    {line}" for line in _stages(stages)]
+        for key, calibration in profile.get("calibrations", setting, Calibration).items():
+            lines += [f"  of model {key[:12] or 'any'}"]
+            lines += [f"    {line}" for line in _calibration(calibration)]
+        for key, crowding in profile.get("crowding", setting, Crowding).items():
+            lines += [f"  of model {key[:12] or 'any'}"]
+            lines += [f"    {line}" for line in _crowding(crowding)]
+    return lines or ["nothing was measured"]
+
+
+def contents(profile: Profile) -> list[dict[str, object]]:
+    """The file for a machine: by setting everything that it holds."""
+    return [
+        {
+            "setting": setting,
+            "ops": profile.get("ops", setting, Timing),
+            "stages": profile.get("stages", setting, StageTiming),
+            "calibrations": profile.get("calibrations", setting, Calibration),
+            "crowding": profile.get("crowding", setting, Crowding),
+        }
+        for setting in profile.settings()
+    ]
+
+
+def _said(setting: Setting) -> str:
+    threads = f", threads: {setting.threads}" if setting.threads else ""
+    return f"{setting.device} ({setting.chip}{threads}, torch {setting.torch})"
+
+
+def _ops(ops: Mapping[str, Timing]) -> list[str]:
+    rows = [
+        (shortened(key, _WIDTH), seconds(t.seconds), _spread(t), str(t.runs))
+        for key, t in _longest(ops, lambda t: t.seconds)
+    ]
+    return table(("op", "median", "quartiles", "runs"), "<>>>", rows) if rows else []
+
+
+def _stages(stages: Mapping[str, StageTiming]) -> list[str]:
+    rows = [
+        (
+            shortened(t.label or key, _WIDTH),
+            str(t.rows),
+            seconds(t.forward.seconds),
+            seconds(t.backward.seconds),
+            seconds(t.optimizer.seconds),
+        )
+        for key, t in _longest(stages, lambda t: t.forward.seconds)
+    ]
+    return table(("stage", "rows", "forward", "backward", "optimizer"), "<>>>>", rows)
+
+
+def _longest(values: Mapping[str, T], took: Callable[[T], float]) -> list[tuple[str, T]]:
+    return sorted(values.items(), key=lambda item: (-took(item[1]), item[0]))[:_SHOWN]
+
+
+def _spread(timing: Timing) -> str:
+    apart = timing.high - timing.low
+    return percent(apart / timing.seconds) if timing.seconds > 0 else "-"
+
+
+def _calibration(found: Calibration) -> list[str]:
+    rows = [(name, f"{factor:.2f}") for name, factor in sorted(found.factors.items())]
+    lines = table(("within stages", "times as long"), "<>", rows) if rows else []
+    lines.append(
+        f"the runtime's own: {seconds(found.action)} an action, {seconds(found.step)} a step"
+    )
+    return lines
+
+
+def _crowding(found: Crowding) -> list[str]:
+    slow = ", ".join(f"{value:.2f}" for value in found.slowdown)
+    lines = []
+    if slow:
+        lines.append(f"1 to {len(found.slowdown)} ranks at work: each {slow} times as long")
+    if found.transfer:
+        lines.append(f"a transfer slows a rank down as {found.transfer:.2f} ranks would")
+    if found.baseline:
+        lines.append(f"a process without a model: {size(found.baseline)}")
+    return lines
