@@ -222,10 +222,18 @@ def _facts(
     from fxpart.cluster import Cluster
     from fxpart.cluster_io.facts import Facts
 
-    rates = {"pcie": pcie_gbs, "nvlink": nvlink_gbs, "network": network_gbs, "memory": memory_gbs}
-    scaled = {key: None if value is None else value * 1e9 for key, value in rates.items()}
-    cluster = None if into is None else Cluster.parse(into)
-    return Facts(into=cluster, network_latency=network_us / 1e6, **scaled, **rest)
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value * 1e9
+
+    return Facts(
+        into=None if into is None else Cluster.parse(into),
+        pcie=scaled(pcie_gbs),
+        nvlink=scaled(nvlink_gbs),
+        network=scaled(network_gbs),
+        network_latency=network_us / 1e6,
+        memory=scaled(memory_gbs),
+        **rest,
+    )
 
 
 def _done(found: Found, out: str | None, as_json: bool) -> None:

@@ -70,7 +70,8 @@ def to_builtins(cluster: Cluster) -> dict[str, Any]:
     for kind in _parts():
         if kind in made:
             made[kind] = [_flat(item) for item in made[kind]]
-    return made
+    listed: dict[str, Any] = _listed(made)
+    return listed
 
 
 def dump(cluster: Cluster, path: Path) -> None:
@@ -140,6 +141,13 @@ def _flat(item: msgspec.Struct) -> dict[str, Any]:
     return given if extra is msgspec.UNSET else {**extra, **given}
 
 
+def _listed(value: Any) -> Any:
+    """The value with lists for tuples, as a parser gives it."""
+    if isinstance(value, dict):
+        return {key: _listed(entry) for key, entry in value.items()}
+    return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -156,7 +164,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{_toml(key)} = {_toml(entry)}" for key, entry in value.items())
         return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()

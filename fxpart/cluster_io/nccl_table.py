@@ -84,8 +84,9 @@ def _row(now: _Open, place: int, line: str) -> None:
     half = halves[1] - halves[0] if len(halves) > 1 else later
     numbers = [word for word in words[2:] if re.match(r"[-+.\d]|nan|inf|N/A", word)]
     tail = words[2:][-later:] if len(numbers) >= later else words[2:][-half:]
-    if len(words) < 3 or len(tail) < half:
-        raise fault(at(place, line), f"the line has {len(words)} columns", "give the whole table")
+    if len(tail) < half or len(words) < 3 + half:
+        why = f"the line has {len(words)} columns, the header {len(now.columns)}"
+        raise fault(at(place, line), why, "give the whole table")
     size, time = number(words[0], at(place, line)), number(tail[0], at(place, line))
     if size != int(size) or size < 0 or time < 0 or (size and not time):
         raise fault(at(place, line), f"{size:g} bytes in {time:g} us cannot be")

@@ -269,7 +269,7 @@ def local_id(entry: dict[str, Any], where: str) -> int:
 
 def identity(value: Any, where: str) -> int:
     """An id: a whole number, or a text of one."""
-    if (isinstance(value, str) and not re.fullmatch(r"\d{1,15}", value)) or value is None:
+    if (isinstance(value, str) and not re.fullmatch(r"[0-9]{1,15}", value)) or value is None:
         raise fault(where, f"{value!r} is no id")
     found = number(value, where)
     if found != int(found) or not 0 <= found < 1 << 53:

@@ -46,7 +46,7 @@ def document_of(cluster: Cluster) -> dict[str, Any]:
     if not _says_all(made, cluster):
         rest = {key: value for key, value in extra.items() if key != KEY}
         own = msgspec.structs.replace(cluster, extra=rest or UNSET)
-        made[OWN] = to_builtins(own)
+        made[OWN] = msgspec.to_builtins(to_builtins(own))  # dates become texts, as in any JSON
     return made
 
 

@@ -27,8 +27,8 @@ from fxpart.cluster_io.merge import hosts_of
 from fxpart.cluster_io.presets import grid
 
 _VARIABLE = re.compile(r"(?:export )?(SLURM\w*)=(.*)")
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
-_REPEATED = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -132,7 +132,7 @@ def count(text: str, name: str) -> int | None:
     """The number in a variable of SLURM's, None where it is not set; FXP407."""
     if not text:
         return None
-    if re.fullmatch(r"\d{1,6}", text):
+    if re.fullmatch(r"[0-9]{1,6}", text):
         return int(text)
     raise fault(f"{name}={text[:80]!r}", "it is no number of devices")
 

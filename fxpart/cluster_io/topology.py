@@ -202,7 +202,7 @@ def _segment(table: Topology, host: str, one: str, other: str) -> str:
     """The switch whose one way up a pair shares with its neighbours; "" where there is none.
 
     GPUs that reach each other over one bridge (PIX) are behind one switch. What leaves it for
-    another host bridge takes its one port up, whichever of them sends, and what comes the port down.
+    another host bridge takes its one port up, whichever of them sends; what comes, the port down.
     """
     if table.types[one, other] not in ("PHB", "NODE", "SYS", "SOC"):
         return ""
