@@ -27,6 +27,7 @@ from fxpart.measuring.processes import Progress, together, within
 _PATIENCE = 10.0  # how many times the budget a measurement may take before it counts as stuck
 _START = 120.0  # seconds for processes to start
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_MOST = 64  # processes that this host is asked to start
 _HELPERS = 3  # processes that it takes to see a transfer slow a rank down
 
 
@@ -53,7 +54,7 @@ def bench(
     sizes: bytes of transfers. budget: seconds, half for what is sent and half for hosts; a few
     rounds are done in any case. date: YYYY-MM-DD, kept with the figures. Under torchrun all ranks
     call this, and all get the same. Raises FXP502 where the processes do not match the devices,
-    FXP602 without the GPUs, FXP109 for CPUs beside GPUs, FXP507 where a rank fails.
+    FXP602 without the GPUs, FXP109 for CPUs beside GPUs or too many ranks, FXP507 where one fails.
     """
     start = time.monotonic()
     kind = _checked(cluster)
@@ -125,6 +126,13 @@ def _checked(cluster: Cluster) -> str:
             where=f"cluster {cluster.name}",
             why=f"it has {len(hosts)} hosts, and this process can start ranks on its own alone",
             fix="torchrun --nnodes HOSTS --nproc-per-node RANKS -m fxpart cluster bench ...",
+        )
+    if job is None and count > _MOST:
+        raise error(
+            "FXP109",
+            where=f"cluster {cluster.name}",
+            why=f"its {count} devices would take as many processes on this host, above {_MOST}",
+            fix="measure a smaller cluster of the same devices, such as local:4",
         )
     if job is not None and job.world != count:
         raise error(

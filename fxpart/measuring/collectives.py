@@ -50,7 +50,7 @@ class Task:
     @property
     def times(self) -> int:
         """How often it is done in a row: more often where it is short."""
-        return max(1, min(16, (1 << 20) // max(1, self.size)))
+        return max(1, min(16, (1 << 23) // max(1, self.size)))
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,8 @@ def test_figures_from_samples() -> None:
 
 
 def test_a_window_is_a_mean() -> None:
-    calls = []
-    took = window(lambda: calls.append(time.sleep(0.002)), 0.02)
-    assert took >= 0.002 and len(calls) >= 1
+    took = window(lambda: time.sleep(0.002), 0.02)
+    assert took >= 0.002
     assert window(lambda: time.sleep(0.01), 0.0) >= 0.01
 
 
