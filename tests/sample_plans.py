@@ -8,6 +8,7 @@ from fxpart.cluster import Cluster, Device, Link
 from fxpart.plan import (
     Alternative,
     Certificate,
+    HostLoad,
     Memory,
     Plan,
     PlanInput,
@@ -188,6 +189,18 @@ def plans(draw: st.DrawFn) -> Plan:
             simulated_seconds=draw(_seconds),
             bubble=draw(st.floats(0, 1)),
             ranks=prediction.ranks,
+            hosts=draw(
+                st.one_of(
+                    st.just(()),
+                    st.builds(
+                        HostLoad,
+                        ranks=st.just(tuple(range(count))),
+                        slowdown=st.lists(st.floats(0.5, 9), min_size=1, max_size=6).map(tuple),
+                        transfer=st.floats(0, 2),
+                        full=st.sampled_from((0, count, count + 3)),
+                    ).map(lambda load: (load,)),
+                )
+            ),
         ),
         "certificate": Certificate(
             status="best found",

@@ -82,9 +82,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     spans = crowd_oracle.Machine(case).run()
     last = max(end for action, (_, end) in spans.items() if action.kind in (Kind.F, Kind.B))
     left = [r.step_only_seconds / full for r in rows]
-    # The last backward may leave a transfer behind it, which would slow the updates down.
-    if max(end for _, end in spans.values()) > last:
-        return
+    assert max(end for _, end in spans.values()) == last, "nothing is sent behind the last"
     once = 0.0
     while any(left):
         busy = [x for x in left if x]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import sample_plans
 
-from fxpart.plan import Plan
+from fxpart.plan import HostLoad, Plan
 from fxpart.report.explain import explain
 from fxpart.report.figures import explanation
 from fxpart.report.timeline import plan_timeline
@@ -32,12 +32,28 @@ def mixed() -> Plan:
     return joint_plans.plan_of(problem, solve(problem, time_limit=5.0), turns=False)
 
 
+def crowded_plan() -> Plan:
+    """Six ranks that share two hosts, with seconds of the runtime's own."""
+    plan = sample_plans.plan(6, 5)
+    given = plan.prediction
+    ranks = tuple(msgspec.structs.replace(e, overhead_seconds=0.003) for e in given.ranks)
+    hosts = (
+        HostLoad(ranks=(0, 1, 2, 5), slowdown=(1.0, 1.2, 1.9), transfer=0.25, full=8),
+        HostLoad(ranks=(3, 4), slowdown=(1.0, 1.5)),
+    )
+    prediction = msgspec.structs.replace(
+        given, ranks=ranks, hosts=hosts, step_seconds=given.step_seconds + 0.003
+    )
+    return msgspec.structs.replace(plan, prediction=prediction)
+
+
 PLANS: dict[str, Any] = {
     "sample": sample_plans.plan,
     "slow": lambda: sample_plans.plan(slow=2.0),
     "one": lambda: sample_plans.plan(1, 1),
     "many": lambda: sample_plans.plan(40, 3),
     "mixed": mixed,
+    "crowded": lambda: crowded_plan(),
     **{f"random {seed}": lambda seed=seed: joint_plans.solved(seed)[2] for seed in SEEDS[:24]},
 }
 
@@ -311,6 +327,20 @@ def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
                 assert 0 < value < 0.0005
 
 
+def check_hosts(text: str, wanted: dict[str, Any]) -> None:
+    """A line for each host that ranks share."""
+    found = re.findall(
+        r"(?m)^  host +shared by rank (.+): computations take (.+) times as long while all "
+        r"compute, (.+) alone \((.+) in the seconds below\)$", text,
+    )  # fmt: skip
+    assert len(found) == len(wanted["hosts"])
+    for (ranks, full, alone, assumed), given in zip(found, wanted["hosts"], strict=True):
+        assert ranks == given["ranks"]
+        for words, value in ((full, given["slowdown"][-1]), (alone, given["slowdown"][0]),
+                             (assumed, given["assumed"])):  # fmt: skip
+            assert float(words) == pytest.approx(value, rel=5e-3)
+
+
 def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
     """The summary, what the step consists of, and the sentences."""
     step, pace, full = wanted["step"], wanted["bottleneck"], wanted["fullest"]
@@ -413,6 +443,7 @@ def test_text_from_the_plan_file(name: str) -> None:
     )
     check_tables(lines, wanted)
     check_step(text, lines, wanted)
+    check_hosts(text, wanted)
     check_rejected(text, lines, wanted)
     check_certificate(text, wanted)
 
