@@ -65,3 +65,10 @@ def ended(done: int) -> FxpartError:
         why=f"the data ended after {done} steps, before those that were to be recorded",
         fix="fewer --steps, or more data",
     )
+
+
+def bare_bytes() -> int:
+    """Bytes of this process now: before a trainer is made, those that are not the ranks' own."""
+    from fxpart.runtime.footprint import resident
+
+    return resident()

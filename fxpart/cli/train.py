@@ -12,7 +12,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
-from fxpart.cli.tracing import asked_trace, ended
+from fxpart.cli.tracing import asked_trace, bare_bytes, ended
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -61,6 +61,7 @@ def command(
         return run_on(request, nproc, "train", more, as_json)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
+    before = None if asked is None else bare_bytes()
     trainer = program.trainer(_optimizer(request, workload, lr), clip_norm=clip_norm)
     first = started is None or started.rank == 0
     if first and workload.data is None:
@@ -71,7 +72,7 @@ def command(
         return 0
     warm = steps - asked.steps
     run.steps(1, warm)
-    with trainer.record() as recorder:
+    with trainer.record(baseline=before) as recorder:
         run.steps(warm + 1, steps)
     if run.done <= warm:
         raise ended(run.done)

@@ -89,7 +89,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class MemoryCompared:
-    """Bytes of a rank: predicted peak, and the process's before the recorded steps and at its peak.
+    """Bytes of a rank: the predicted peak, the process's before the model and at its peak.
 
     exact: the peak is one of the recorded steps. shared: ranks in the same process.
     """
@@ -102,6 +102,11 @@ class MemoryCompared:
     live: int
     exact: bool
     shared: int
+
+    @property
+    def needed(self) -> int:
+        """The process's peak without what it had before the model."""
+        return max(0, self.peak - self.baseline)
 
 
 @dataclass(frozen=True)
@@ -286,8 +291,8 @@ def _transfer(recording: Recording, stage: int) -> float | None:
     none: its messages came while the receiver computed.
     """
     found: dict[tuple[str, int | None], list[float]] = {}
-    for span in recording.spans:
-        if span.lane in ("send", "receive") and recording.stage(span.rank) == stage:
+    for rank in recording.stage_ranks[stage]:
+        for span in (*recording.of("receive", rank=rank), *recording.of("send", rank=rank)):
             kind = span.action.kind
             if kind in (Kind.RECV_F, Kind.SEND_B):
                 seen = found.setdefault((kind.value, span.action.peer), [])

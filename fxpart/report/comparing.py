@@ -30,20 +30,14 @@ def headline(found: Comparison) -> str:
     """Both steps, their ratio and both bubbles in a sentence or two."""
     assert found.step.measured is not None, "a recording has steps"
     spread = f"{units.seconds(found.low)} to {units.seconds(found.high)}"
+    times = "" if found.step.ratio is None else f", {found.step.ratio:.2f} times as long"
     return (
         f"A step was predicted to take {units.seconds(found.step.predicted)} and took "
-        f"{units.seconds(found.step.measured)}: {ratio(found.step)} "
+        f"{units.seconds(found.step.measured)}{times} "
         f"(median of {units.plural(found.steps, 'step')}, {spread}). "
         f"Ranks idle {units.percent(found.bubble_measured)} of it, predicted "
         f"{units.percent(found.bubble_predicted)}."
     )
-
-
-def ratio(part: Compared) -> str:
-    """Measured over predicted."""
-    if part.ratio is None:
-        return "-"
-    return f"{part.ratio:.2f} of it"
 
 
 def pace(found: Comparison) -> int:
@@ -83,7 +77,7 @@ def _difference(each: Difference) -> str:
     name = "waiting for other ranks" if each.name == WAITING else each.name
     return (
         f"{name}: {_seconds(each.measured)} instead of {_seconds(each.predicted)}, "
-        f"{units.seconds(abs(each.difference))} {more}{share} (predicted by {each.source})"
+        f"{units.seconds(abs(each.difference))} {more}{share}; prediction: {each.source}"
     )
 
 
@@ -92,13 +86,21 @@ def memory_rows(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Heads and rows: rank, predicted peak, what the process had and its peak, live tensors."""
     counted = any(each.live for each in memory)
-    heads: tuple[str, ...] = ("rank", "predicted", "process before", "process peak", "more by")
+    heads: tuple[str, ...] = (
+        "rank",
+        "predicted",
+        "needed",
+        "ratio",
+        "process before",
+        "at its peak",
+    )
     rows = [
         (
-            str(each.rank), units.size(each.predicted), units.size(each.baseline),
+            str(each.rank), units.size(each.predicted), units.size(each.needed),
+            f"{each.needed / each.predicted:.2f}" if each.shared == 1 and each.predicted else "",
+            units.size(each.baseline),
             units.size(each.peak) + ("" if each.exact else " (ever)")
             + (f" of {each.shared} ranks" if each.shared > 1 else ""),
-            units.size(max(0, each.peak - each.baseline)),
             *((units.size(each.live),) if counted else ()),
         )
         for each in memory

@@ -91,6 +91,8 @@ def _check(recording: Recording, where: str) -> None:
     if not steps or whole != {(rank, step) for rank in ranks for step in steps}:
         raise _wrong(where, "it does not have every step of every rank")
     for span in recording.spans:
+        if span.rank not in ranks:
+            raise _wrong(where, f"there is no rank {span.rank}")
         if span.lane in ("compute", "send", "receive", "wait"):
             action = span.action
             stage, microbatch = recording.stage(span.rank), action.microbatch

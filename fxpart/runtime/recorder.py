@@ -49,14 +49,20 @@ class Recorder:
         *,
         schedule: str,
         microbatches: int,
+        baseline: int | None = None,
     ) -> None:
-        """ranks: of each stage and lane. devices: of the local ranks."""
+        """ranks: of each stage and lane. devices: of the local ranks.
+
+        baseline: bytes of this process before it held the model; None: those when recording began.
+        On a GPU, where the allocator counts what tensors hold, it is 0 and need not be given.
+        """
         self._transport = transport
         self._ranks = ranks
         self._schedule = schedule
         self._microbatches = microbatches
         self._pens = {rank: Pen(self, rank, devices[rank]) for rank in transport.local}
         self._footprint = Footprint(devices[transport.local[0]])
+        self._baseline = 0 if devices[transport.local[0]].type == "cuda" else baseline
         self._shown: Recording | None = None
         self.settles = len(transport.local) != transport.ranks
         self.gathered = Gathered()
@@ -147,7 +153,7 @@ class Recorder:
         return [
             MeasuredMemory(
                 rank=rank,
-                baseline=found.baseline,
+                baseline=found.baseline if self._baseline is None else self._baseline,
                 peak=found.peak,
                 live=found.live,
                 exact=found.exact,

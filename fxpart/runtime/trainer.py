@@ -204,7 +204,7 @@ class Trainer:
             raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
         return loss
 
-    def record(self) -> AbstractContextManager[Recorder]:
+    def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
         """Measure the training steps within: what each rank does when, and its memory.
 
             with trainer.record() as recorder:
@@ -213,10 +213,11 @@ class Trainer:
 
         Every rank must begin and end it at the same steps; when it ends, what was measured is
         exchanged. If the block raises, nothing is. Recording changes no number of the training.
+        baseline: bytes of this process before it held the model, if they are known.
         """
         recorder = Recorder(
             self._transport, self._ranks, self._devices,
-            schedule=self._schedule, microbatches=self.microbatches,
+            schedule=self._schedule, microbatches=self.microbatches, baseline=baseline,
         )  # fmt: skip
         return recorder.during(self._attach)
 

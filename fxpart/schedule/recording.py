@@ -8,6 +8,7 @@ them. :mod:`fxpart.runtime.recorder` makes recordings, :mod:`fxpart.report` comp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
 from statistics import median
 from typing import Literal, get_args
 
@@ -58,7 +59,7 @@ class Measured(msgspec.Struct, frozen=True):
     @property
     def action(self) -> Action:
         """What the name says, of lanes whose names are actions."""
-        return parse(self.name)
+        return _parsed(self.name)
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +71,9 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a rank's process: before the recording, and at the peak of it.
+    """Bytes of a rank's process: before it held the model, and at the peak of the recording.
+
+    baseline: when the recording began, where what was before the model is not known.
 
     live: held by tensors at the peak, where that was counted. exact: whether the peak is of the
     recorded steps and not one of before. shared: ranks that share the process.
@@ -84,7 +87,7 @@ class MeasuredMemory(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 1
 
 
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
+class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Some steps of training.
 
     stage_ranks: of each stage, its ranks by lane. decisions: of the plan that ran, see
@@ -101,35 +104,46 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     setting: dict[str, str] = {}
     decisions: dict[str, str] = {}
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
         return tuple(sorted(rank for stage in self.stage_ranks for rank in stage))
 
-    @property
+    @cached_property
     def steps(self) -> tuple[int, ...]:
         """The numbers of the recorded steps."""
         return tuple(sorted({span.step for span in self.spans}))
 
     def stage(self, rank: int) -> int:
         """The stage of a rank."""
-        return next(s for s, ranks in enumerate(self.stage_ranks) if rank in ranks)
+        return self._stages[rank]
+
+    @cached_property
+    def _stages(self) -> dict[int, int]:
+        return {rank: s for s, ranks in enumerate(self.stage_ranks) for rank in ranks}
 
     def of(
         self, lane: Lane, *, rank: int | None = None, step: int | None = None
     ) -> Iterator[Measured]:
         """The spans of a lane, of one rank and one step if they are given."""
+        for each in self.ranks if rank is None else (rank,):
+            for span in self._found.get((lane, each), ()):
+                if step in (None, span.step):
+                    yield span
+
+    @cached_property
+    def _found(self) -> dict[tuple[Lane, int], list[Measured]]:
+        found: dict[tuple[Lane, int], list[Measured]] = {}
         for span in self.spans:
-            if span.lane == lane and rank in (None, span.rank) and step in (None, span.step):
-                yield span
+            found.setdefault((span.lane, span.rank), []).append(span)
+        return found
 
     def whole_seconds(self) -> list[float]:
         """Per step the mean over ranks of how long it took there."""
-        return [
-            sum(times) / len(times)
-            for step in self.steps
-            if (times := [span.seconds for span in self.of("whole", step=step)])
-        ]
+        times: dict[int, list[float]] = {step: [] for step in self.steps}
+        for span in self.of("whole"):
+            times[span.step].append(span.seconds)
+        return [sum(each) / len(each) for each in times.values() if each]
 
     def chrome_trace(self) -> dict[str, object]:
         """Events for Perfetto or chrome://tracing; :func:`fxpart.report.measured.load` reads them.
@@ -226,6 +240,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
             if name in (None, span.name):
                 found[span.step] += span.seconds
         return list(found.values())
+
+
+@lru_cache(1 << 16)
+def _parsed(name: str) -> Action:
+    """The same few names come back in every step."""
+    return parse(name)
 
 
 def _middle(times: list[float]) -> float:
