@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 Points = tuple[tuple[float, float], ...]
 
-SOURCE = "measured"
+# What costs say of themselves, beside the "measured" of ops.
+TRANSFER, COLLECTIVE = "measured transfer", "measured collective"
 
 
 def transfer(size: float, link: Link) -> Cost:
@@ -32,7 +33,7 @@ def transfer(size: float, link: Link) -> Cost:
         return alphabeta.transfer(size, link)
     points = rising(curve)
     seconds, inside = along(points, size, link.latency, 1 / link.bandwidth)
-    return Cost(seconds, size, source=SOURCE if inside else f"{SOURCE} (fitted line)")
+    return Cost(seconds, size, source=TRANSFER if inside else f"{TRANSFER} (fitted line)")
 
 
 def reshard(
@@ -60,7 +61,7 @@ def reshard(
     note = "" if inside else " (fitted line)"
     if (curve.ranks, curve.hosts) != (len(links), hosts):
         note = f" on {curve.ranks} ranks, scaled to {len(links)}"
-    return Cost(seconds, cost.bytes, source=SOURCE + note)
+    return Cost(seconds, cost.bytes, source=COLLECTIVE + note)
 
 
 def closest(curves: Sequence[Curve], operation: str, ranks: int, hosts: int) -> Curve | None:

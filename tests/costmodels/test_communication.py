@@ -63,7 +63,7 @@ def test_a_measured_group_costs_what_was_measured(operation: str) -> None:
         assert cost.seconds == pytest.approx(1e-4 + slope * size)
         assert cost.bytes == alphabeta.reshard(*CHANGES[operation], size, ring(2)).bytes
         inside = SIZES[0] <= size <= SIZES[-1]
-        assert cost.source == ("measured" if inside else "measured (fitted line)")
+        assert cost.source == ("measured collective" + ("" if inside else " (fitted line)"))
 
 
 def test_between_points_a_line_and_beyond_the_fitted_one() -> None:
@@ -85,7 +85,7 @@ def test_a_group_of_other_size_is_scaled_and_says_so() -> None:
     alpha = alphabeta.RING
     steps = (alpha.base + 3 * alpha.intra) / (alpha.base + alpha.intra)
     assert cost.seconds == pytest.approx(1e-4 * steps + 2e-9 * 4e6 * (3 / 4) / (1 / 2))
-    assert cost.source == "measured on 2 ranks, scaled to 4"
+    assert cost.source == "measured collective on 2 ranks, scaled to 4"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

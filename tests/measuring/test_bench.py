@@ -69,7 +69,10 @@ def test_a_local_cluster(quiet: list[tuple[int, str]], tmp_path: Path) -> None:
     names = [device.name for device in found.devices]
     ring = (Links(found)(names[0], names[1]), Links(found)(names[1], names[0]))
     cost = reshard("partial", "replicate", 3e6, ring, found.collectives)
-    assert cost.seconds == pytest.approx(seconds("all_reduce", 3e6)) and cost.source == "measured"
+    assert (
+        cost.seconds == pytest.approx(seconds("all_reduce", 3e6))
+        and cost.source == "measured collective"
+    )
     assert isinstance(found.hosts, tuple)
     assert found.hosts[0].slowdown == pytest.approx((1.0, 1.25))
     for device, old in zip(found.devices, before.devices, strict=True):
