@@ -45,7 +45,9 @@ def detect(facts: Facts) -> Found:
     if job is None:
         made = _unaddressed(made)
     if len(nodes) > 1:
-        notes += (f"{len(nodes) - 1} hosts were not looked at: taken to be like {seen}",)
+        others = [node for node in nodes if node != seen]
+        words = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+        notes += (f"not looked at, taken to be like {seen}: {words}",)
         notes += (NO_NETWORK,) if facts.network is None else ()
     return Found(checked(made, "the job"), notes)
 
