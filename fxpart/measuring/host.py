@@ -173,6 +173,7 @@ class Mixture:
         out = self.x + F.linear(inner, self.down)
         loss = out.square().mean() + (self.scores.softmax(-1) * self.scores).mean()
         torch.autograd.grad(loss, (self.x, self.scores, self.up, self.down))
+        _settle(self.device)
 
 
 def window(work: Callable[[], object], seconds: float) -> float:
@@ -233,8 +234,7 @@ def _rates(
     def settled(work: Callable[[], object]) -> Callable[[], object]:
         def done() -> None:
             work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            _settle(device)
 
         return done
 
@@ -255,3 +255,9 @@ def _rates(
     transport.exchange([0])
     rates["bandwidth"] = 2 * _COPIED / window(settled(lambda: target.copy_(source)), _RATE_WINDOW)
     return rates
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what a GPU was given; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

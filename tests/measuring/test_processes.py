@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ def test_answers_come_by_rank_and_processes_are_gone() -> None:
     assert not any(alive(answer["pid"]) for answer in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
@@ -90,6 +92,7 @@ def test_the_rank_that_failed_first_is_named(how: str, code: str, text: str) -> 
         assert "rank 1 of 2" in str(found.value)
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_killed_at_the_timeout(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     with pytest.raises(FxpartError, match="no answer within 6 s"):
@@ -97,7 +100,9 @@ def test_a_hanging_rank_is_killed_at_the_timeout(tmp_path: Path) -> None:
     assert not pids.exists() or not alive(int(pids.read_text()))
 
 
-def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_die_with_the_process_that_started_them(how: int, tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     code = (
         "from fxpart.measuring.processes import together\n"
@@ -110,8 +115,8 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
         while not (pids.exists() and pids.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
     finally:
-        parent.kill()
-        parent.wait()
+        parent.send_signal(how)
+        parent.wait(30)
     child, end = int(pids.read_text()), time.monotonic() + 10
     while alive(child) and time.monotonic() < end:
         time.sleep(0.05)
