@@ -130,10 +130,11 @@ def _timeline(plan: Plan) -> str:
     if whole > DRAWN:
         drawn = max(1, DRAWN // (2 * len(plan.stages)))
     timeline = plan_timeline(plan, microbatches=drawn)
-    caption = "One step by the predicted costs, without what is done once a step."
+    caption = "One step by the predicted costs."
     if drawn < plan.microbatches:
         caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."
-    key = _key((("f0", "forward"), ("b0", "backward"), ("t", "transfer"), ("idle", "waiting")))
+    names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
+    key = _key((*names, ("idle", "waiting")))
     return (
         f"<h2>Timeline</h2>\n<figure>{timeline_svg(timeline)}{key}"
         f"<figcaption>{caption}</figcaption></figure>"

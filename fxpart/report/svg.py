@@ -10,7 +10,7 @@ from fxpart.plan_io.runs import text_of
 from fxpart.report import units
 from fxpart.report.table import shortened
 from fxpart.schedule.action import Kind
-from fxpart.schedule.timeline import Span, Timeline
+from fxpart.schedule.timeline import Once, Span, Timeline
 
 WIDTH = 1120
 LEFT = 76
@@ -40,6 +40,7 @@ def timeline_svg(timeline: Timeline) -> str:
         )
     draw = _detailed if len(timeline.spans) <= DETAILED else _merged
     parts += draw(timeline.spans, row, scale)
+    parts += _updates(timeline.updates, row, scale)
     parts += ticks(timeline.step_seconds, scale, timeline.ranks * row)
     parts.append("</svg>")
     return "\n".join(parts)
@@ -68,6 +69,20 @@ def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
             middle, base = x + width / 2, y + tall / 2 + 4
             number = span.action.microbatch
             parts.append(f'<text class="in" x="{middle:.1f}" y="{base:.0f}">{number}</text>')
+    return parts
+
+
+def _updates(updates: Sequence[Once], row: int, scale: float) -> list[str]:
+    """A rectangle for what each rank does once a step."""
+    parts = []
+    for update in updates:
+        if update.end > update.start:
+            x, width = LEFT + update.start * scale, (update.end - update.start) * scale
+            title = f"once a step: {units.seconds(update.end - update.start)}"
+            parts.append(
+                f'<rect class="u" x="{x:.2f}" y="{update.rank * row + 1}" '
+                f'width="{max(width, 0.4):.2f}" height="{row - 2}"><title>{title}</title></rect>'
+            )
     return parts
 
 
