@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from msgspec import UNSET
 
 from fxpart.cluster_io.lookup import Links
 from fxpart.solver.problem import DeviceLimit
@@ -16,13 +19,21 @@ _LARGE = float(1 << 30)
 
 
 def kinds(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """One device of each kind that costs can tell apart, and the kind of every device."""
+    """One device of each kind that costs can tell apart, and the kind of every device.
+
+    Ranks of one host slow each other down, so hosts of CPUs with other curves, or with more or
+    fewer ranks, make other kinds.
+    """
+    ranks = Counter(device.host for device in cluster.devices)
+    curves = {} if cluster.hosts is UNSET else {h.name: h.slowdown for h in cluster.hosts}
     found: dict[tuple[object, ...], int] = {}
     samples: list[Device] = []
     types = []
     for device in cluster.devices:
         rates = tuple(sorted(device.flops.items()))
-        key = (device.kind, device.model, rates, device.bandwidth, device.launch)
+        curve = curves.get(device.host, ())
+        shared = (ranks[device.host], curve) if curve or device.kind == "cpu" else ()
+        key = (device.kind, device.model, rates, device.bandwidth, device.launch, shared)
         if key not in found:
             found[key] = len(samples)
             samples.append(device)

@@ -1,0 +1,138 @@
+"""Predicted and measured step time and process peak: 6 models, 6 plans each, real processes.
+
+    python tests/benchmarks/accuracy.py          (--models gpt2,vit for some; --dry for a try)
+
+Each model is profiled once (``fxpart profile``, 60 s), for up to 4 ranks of one thread. The plans
+are fixed beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several
+numbers of microbatches, two replicas. Predictions are made before anything of them is run; then
+each plan runs over gloo on this machine, and the median step is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record import parser, write
+
+CLUSTER = "local:4"
+MODELS = ("gpt2", "llama", "bert", "vit", "resnet50", "recommender")
+# What is fixed of each plan, and its microbatches; the planner chooses the rest.
+PLANS: tuple[tuple[dict[str, int | float | str | bool], int], ...] = (
+    ({"mesh": "none", "stages": 1}, 2),
+    ({"mesh": "none", "stages": 2, "schedule": "1f1b"}, 4),
+    ({"mesh": "none", "stages": 2, "schedule": "gpipe"}, 2),
+    ({"mesh": "none", "stages": 3, "schedule": "1f1b"}, 8),
+    ({"mesh": "none", "stages": 4, "schedule": "gpipe"}, 4),
+    ({"mesh": "dp=2", "stages": 1}, 1),
+)
+
+
+def of_model(name: str, options: argparse.Namespace, bench: Any) -> list[dict[str, Any]]:
+    """The rows of one model: profile, predict all plans, then measure them."""
+    import cpu_models
+
+    import fxpart
+    from fxpart.errors import FxpartError
+    from fxpart.measuring.session import profile
+
+    work = cpu_models.build(name)
+    given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
+    example: Any = {given: work.example}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
+        path = Path(folder) / "model.profile"
+        found = profile(work, CLUSTER, path, budget=options.budget)
+        say(f"{name}: profiled in {found.seconds:.0f} s, stages within {found.median_error:.1%}")
+        programs = []
+        for constraints, count in PLANS[: options.plans]:
+            try:
+                program = fxpart.compile(
+                    work.model, CLUSTER, loss=work.loss, microbatches=count, cost_model=path,
+                    constraints=constraints, **example,
+                )  # fmt: skip
+            except FxpartError as fault:
+                say(f"{name} {words(constraints, count)}: {fault.problems[0].why}")
+                continue
+            programs.append((words(constraints, count), program))
+        baseline = found.crowding.baseline if found.crowding is not None else 0
+        for label, program in programs:
+            measured = bench.measure(program, steps=options.steps)
+            rows.append(row(name, label, program.plan, baseline, measured))
+            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {measured['seconds']:.4f} s")
+    return rows
+
+
+def row(
+    model: str, label: str, plan: Any, baseline: int, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """A plan's figures: seconds of a step, and bytes of its largest process."""
+    needs = {rank: e.memory.total for e in plan.prediction.ranks for rank in e.ranks}
+    thought = [baseline + needs[rank] for rank in range(plan.world)]
+    fullest = max(range(plan.world), key=lambda rank: measured["peaks"][rank])
+    return {
+        "model": model,
+        "plan": label,
+        "ranks": plan.world,
+        "predicted": plan.prediction.simulated_seconds,
+        "measured": measured["seconds"],
+        "error": plan.prediction.simulated_seconds / measured["seconds"] - 1,
+        "spread": max(measured["all"]) / min(measured["all"]) - 1,
+        "stages": plan.provenance.get("choice", ""),
+        "predicted_bytes": thought[fullest],
+        "measured_bytes": measured["peaks"][fullest],
+        "bytes_error": thought[fullest] / measured["peaks"][fullest] - 1,
+    }
+
+
+def words(constraints: dict[str, int | float | str | bool], microbatches: int) -> str:
+    """A plan in words: "2 stages, 4 microbatches, 1f1b"."""
+    mesh = "" if constraints["mesh"] == "none" else f"{constraints['mesh']}, "
+    schedule = f", {constraints['schedule']}" if "schedule" in constraints else ""
+    return f"{mesh}{constraints['stages']} stages, {microbatches} microbatches{schedule}"
+
+
+def summary(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """The median and the worst absolute error, and the most that is too low."""
+    errors = [row[name] for row in rows]
+    return {
+        "median": statistics.median(map(abs, errors)),
+        "worst": max(map(abs, errors)),
+        "under": max(0.0, -min(errors)),
+    }
+
+
+def say(text: str) -> None:
+    """How far it is."""
+    sys.stderr.write(text + "\n")
+
+
+def main() -> None:
+    """All models, or those named."""
+    made = parser(__doc__)
+    made.add_argument("--models", default=",".join(MODELS))
+    made.add_argument("--plans", type=int, default=len(PLANS))
+    made.add_argument("--steps", type=int, default=9)
+    made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
+    options = made.parse_args()
+
+    import torch
+    from measured_plans import Bench
+
+    torch.set_num_threads(1)
+    with Bench() as bench:
+        rows = [r for name in options.models.split(",") for r in of_model(name, options, bench)]
+    figures = {
+        "rows": rows,
+        "time": summary(rows, "error"),
+        "memory": summary(rows, "bytes_error"),
+    }
+    write("accuracy", figures, options)
+
+
+if __name__ == "__main__":
+    main()

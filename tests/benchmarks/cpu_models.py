@@ -1,0 +1,142 @@
+"""Models of which a training step takes 50 to 500 ms on one core: what predictions are tried on.
+
+Imported by the benchmarks beside it, not run. Each is a workload with random weights and inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fxpart.target import Workload
+
+BATCH = 8
+
+
+def _ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, length))
+
+
+def _hugging(kind: str, configuration: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, configuration)(**options)
+    config.use_cache = False
+    model: nn.Module = getattr(transformers, kind)(config)
+    return model.train()
+
+
+def gpt2(rows: int = BATCH) -> Workload:
+    """A GPT-2 of 8 layers, with tied embeddings and dropout."""
+    model = _hugging(
+        "GPT2LMHeadModel", "GPT2Config", vocab_size=1024, n_positions=128, n_embd=256, n_layer=8,
+        n_head=4,
+    )  # fmt: skip
+    tokens = _ids(rows, 64, 1024)
+    return Workload(model, {"input_ids": tokens, "labels": tokens.clone()})
+
+
+def llama(rows: int = BATCH) -> Workload:
+    """A Llama of 6 layers: rotary positions, grouped queries, gated layers."""
+    model = _hugging(
+        "LlamaForCausalLM", "LlamaConfig", vocab_size=2048, hidden_size=256, intermediate_size=688,
+        num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    tokens = _ids(rows, 64, 2048)
+    return Workload(model, {"input_ids": tokens, "labels": tokens.clone()})
+
+
+def bert(rows: int = BATCH) -> Workload:
+    """A BERT of 6 layers with a mask, trained on masked words."""
+    model = _hugging(
+        "BertForMaskedLM", "BertConfig", vocab_size=2048, hidden_size=256, num_hidden_layers=6,
+        num_attention_heads=4, intermediate_size=1024, max_position_embeddings=128,
+    )  # fmt: skip
+    tokens = _ids(rows, 64, 2048)
+    mask = torch.ones_like(tokens)
+    mask[0, 48:] = 0
+    return Workload(model, {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()})
+
+
+def vit(rows: int = BATCH) -> Workload:
+    """A vision transformer of 6 layers on 64 patches."""
+    model = _hugging(
+        "ViTForImageClassification", "ViTConfig", hidden_size=256, num_hidden_layers=6,
+        num_attention_heads=4, intermediate_size=1024, image_size=64, patch_size=8, num_labels=100,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(rows, 3, 64, 64), "labels": _ids(rows, 1, 100)[:, 0]}
+    return Workload(model, batch)
+
+
+def resnet50(rows: int = BATCH) -> Workload:
+    """ResNet-50 of a quarter of the width on 64 x 64 pixels."""
+    from zoo_vision import ResNet50
+
+    model = ResNet50(width=16, classes=100).train()
+    batch = (torch.randn(rows, 3, 64, 64), _ids(rows, 1, 100)[:, 0])
+    return Workload(model, batch, loss=functional.cross_entropy)
+
+
+class Towers(nn.Module):
+    """A recommender: bags of embeddings of user and item, deep towers, their product."""
+
+    def __init__(self, items: int = 20000, width: int = 64, inner: int = 1024) -> None:
+        super().__init__()
+        self.history = nn.EmbeddingBag(items, width, mode="mean")
+        self.user = nn.Embedding(5000, width)
+        self.item = nn.Embedding(items, width)
+        self.tags = nn.EmbeddingBag(500, width, mode="sum")
+        self.left, self.right = self._tower(width, inner), self._tower(width, inner)
+
+    @staticmethod
+    def _tower(width: int, inner: int) -> nn.Sequential:
+        layers: list[nn.Module] = [nn.Linear(2 * width, inner), nn.ReLU()]
+        for _ in range(2):
+            layers += [nn.Linear(inner, inner), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(inner, width))
+
+    def forward(
+        self, user: torch.Tensor, history: torch.Tensor, item: torch.Tensor, tags: torch.Tensor
+    ) -> torch.Tensor:
+        left = self.left(torch.cat([self.user(user), self.history(history)], 1))
+        right = self.right(torch.cat([self.item(item), self.tags(tags)], 1))
+        return (left * right).sum(1)
+
+
+def recommender(rows: int = 512) -> Workload:
+    """Two towers over embedding tables, many rows, few operations."""
+    batch = {
+        "user": torch.randint(0, 5000, (rows,)),
+        "history": _ids(rows, 20, 20000),
+        "item": torch.randint(0, 20000, (rows,)),
+        "tags": _ids(rows, 5, 500),
+        "target": torch.randint(0, 2, (rows,)).float(),
+    }
+    return Workload(Towers().train(), batch, loss=functional.binary_cross_entropy_with_logits)
+
+
+def t5(rows: int = BATCH) -> Workload:
+    """A T5 of 4 and 4 layers: two branches that meet."""
+    model = _hugging(
+        "T5ForConditionalGeneration", "T5Config", vocab_size=1024, d_model=256, d_kv=64, d_ff=1024,
+        num_layers=4, num_heads=4, decoder_start_token_id=0,
+    )  # fmt: skip
+    batch = {"input_ids": _ids(rows, 64, 1024), "labels": _ids(rows, 48, 1024)}
+    return Workload(model, batch)
+
+
+MODELS: dict[str, Callable[[], Workload]] = {
+    "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "resnet50": resnet50,
+    "recommender": recommender, "t5": t5,
+}  # fmt: skip
+
+
+def build(name: str) -> Workload:
+    """The workload of that name, the same every time."""
+    torch.manual_seed(0)
+    return MODELS[name]()

@@ -1,0 +1,161 @@
+"""Stages timed whole: of every kind of model, equal layers once, with the runtime's own numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import pytest
+import torch
+from zoo import ZOO
+
+import fxpart
+from fxpart.api import Program
+from fxpart.codegen.alike import canonical, stage_key, symbol_sizes
+from fxpart.measuring.stages import (
+    FIRST,
+    StageRun,
+    StageWork,
+    keys_of,
+    microbatch,
+    time_stages,
+    timing,
+)
+from fxpart.profile import StageTiming
+
+CPU = torch.device("cpu")
+
+
+def compiled(name: str, stages: int, microbatches: int = 2) -> Program:
+    built = ZOO[name].build()
+    given = "example_kwargs" if isinstance(built.batch, dict) else "example_inputs"
+    return fxpart.compile(
+        built.model,
+        f"local:{stages}",
+        loss=built.loss,
+        microbatches=microbatches,
+        batch_dims=built.batch_dims,
+        constraints={"mesh": "none", "stages": stages},
+        **{given: built.batch},
+    )
+
+
+def work(program: Program) -> StageWork:
+    labels = tuple(stage.label for stage in program.plan.stages)
+    return StageWork(program.spec, program.sources, program.plan.microbatches, labels)
+
+
+def timed(program: Program, known: Mapping[str, object] | None = None) -> dict[str, StageTiming]:
+    return time_stages(
+        work(program), program.captured, "adamw", "adamw", known or {}, CPU, seconds=0.0
+    )
+
+
+# Ties, values that several stages use, masks, embeddings in bags, convolutions with statistics.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shared_mlp",
+        "recommender",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "side_mask", "t5", "unet")),
+    ],
+)
+def test_every_stage_of_a_model_is_timed(name: str) -> None:
+    program = compiled(name, 3)
+    found = timed(program)
+    keys = keys_of(work(program), microbatch(program.captured, program.spec, 2)[1], "adamw")
+    assert set(found) == {key + end for key in keys for end in ("", FIRST)}
+    for entry in found.values():
+        assert entry.forward.seconds > 0 and entry.optimizer.seconds > 0
+        assert entry.rows == -(-program.plan.batch_size // 2)
+    assert timed(program, found) == {}
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.drop(layer(x)).relu()
+        return x
+
+
+def layers(rows: int = 4) -> Program:
+    return fxpart.compile(
+        Layers(),
+        "local:6",
+        example_inputs=(torch.randn(rows, 8), torch.randn(rows, 8)),
+        loss=torch.nn.functional.mse_loss,
+        microbatches=2,
+        constraints={"mesh": "none", "stages": 6, "layout": ""},
+    )
+
+
+def test_equal_layers_have_one_key_and_are_timed_once() -> None:
+    program = layers()
+    sizes = microbatch(program.captured, program.spec, 2)[1]
+    keys = keys_of(work(program), sizes, "adamw")
+    middle = [
+        key
+        for key, stage in zip(keys, program.plan.stages, strict=True)
+        if stage.first not in (0, program.plan.stages[-1].first)
+    ]
+    same = max(middle.count(key) for key in middle)
+    assert same >= 2
+    assert len(timed(program)) == 2 * len(set(keys)) < 2 * len(keys)
+
+
+def test_keys_tell_apart_rows_optimizers_and_code() -> None:
+    program = layers()
+    spec, source = program.spec, program.sources[1]
+    sizes = microbatch(program.captured, spec, 2)[1]
+    one = stage_key(source, spec, 1, sizes, "adamw")
+    assert one == stage_key(source.replace("relu_1", "other"), spec, 1, sizes, "adamw")
+    assert one != stage_key(source, spec, 1, sizes, "sgd")
+    assert one != stage_key(source, spec, 1, dict.fromkeys(sizes, 7), "adamw")
+    assert one != stage_key(source.replace("aten_relu(", "aten_tanh("), spec, 1, sizes, "adamw")
+    assert "layers" not in canonical(source)
+
+
+@pytest.mark.parametrize(
+    "name", ["side_mask", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "t5"))]
+)
+def test_sizes_without_a_batch_are_those_of_a_microbatch(name: str) -> None:
+    """What planning knows of symbols gives the keys that measuring found."""
+    program = compiled(name, 2)
+    captured = program.captured
+    _, sizes, rows = microbatch(captured, program.spec, 2)
+    dims = {item.name: item.batch_dim for item in program.spec.inputs}
+    assert symbol_sizes(program.spec.symbols, dims, captured.hints, rows) == dict(sizes)
+
+
+def test_a_run_computes_what_the_runtime_does() -> None:
+    """Loss and gradients of one microbatch are those of the trainer, bit for bit."""
+    program = compiled("mlp", 1, microbatches=1)
+    trainer = program.trainer("sgd")
+    assert program.captured.example is not None
+    loss = trainer.backward(program.captured.example())
+    values, _, _ = microbatch(program.captured, program.spec, 1)
+    run = StageRun(program.spec, 0, program.sources[0], program.captured.state, "sgd", CPU)
+    cell = run.forward(values, train=True)
+    assert run.table.loss is not None
+    assert torch.equal(cell.outputs[run.table.loss].detach(), loss)
+    run.backward(cell, run.gradients(cell), 1.0)
+    names = {state.attribute: state.name for state in program.spec.stages[0].state}
+    expected = trainer.gradients()
+    for attribute, parameter in run.module.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[names[attribute]])
+    trainer.close()
+
+
+def test_outliers_are_dropped() -> None:
+    samples = [1.0, 1.01, 0.99, 1.02, 0.98, 30.0]
+    found = timing(samples)
+    assert found.runs == 5
+    assert found.seconds == statistics.median(samples[:5])
+    assert found.low <= found.seconds <= found.high < 2
+    assert timing([2.0]) == type(found)(2.0, 2.0, 2.0, 1)

@@ -1,0 +1,220 @@
+"""The last choice by simulated steps: constructed answers, whole stages, a model with a profile."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from msgspec.structs import replace
+from partition_problems import random_problem
+
+import fxpart
+from fxpart.cluster import Cluster
+from fxpart.exact import make_schedule
+from fxpart.measuring.setting import setting
+from fxpart.plan import Certificate, Plan
+from fxpart.profile import Calibration, Crowding, Profile, StageTiming, Timing
+from fxpart.reranking import FIRST, Looked, Refined, keys_of, proven, refined, rerank
+from fxpart.runtime.links import edges
+from fxpart.schedule.crowd import Crowd
+from fxpart.schedule.simulate import simulate
+from fxpart.solver.brute import choices
+from fxpart.solver.objective import evaluate
+from fxpart.solver.portfolio import solve
+from fxpart.solver.problem import Choice, PartitionProblem, Solution
+
+
+def solved(seed: int) -> tuple[PartitionProblem, Solution] | None:
+    problem = random_problem(seed)
+    found = solve(problem)
+    return None if len(found.candidates) < 3 else (problem, found)
+
+
+def looked(seconds: float, evaluation: Any) -> Looked:
+    plan = SimpleNamespace(prediction=SimpleNamespace(simulated_seconds=seconds))
+    return Looked(cast(Plan, plan), Refined(evaluation))
+
+
+def test_the_shortest_simulated_step_wins_whatever_the_closed_form_says() -> None:
+    r, tried = random.Random(1), 0
+    for seed in range(60):
+        given = solved(seed)
+        if given is None:
+            continue
+        problem, solution = given
+        seconds = {choice: r.random() for choice in solution.candidates}
+        found = rerank(problem, solution, lambda c, e, s=seconds: looked(s[c], e))
+        best = min(seconds, key=lambda c: seconds[c])
+        assert found.solution.choice == best == found.solution.candidates[0]
+        assert found.solution.objective == evaluate(problem, best).seconds
+        assert found.solution.bound == solution.bound <= found.solution.objective
+        if best != solution.choice:
+            tight = found.solution.bound >= found.solution.objective * (1 - 1e-6)
+            assert (found.solution.status == "optimal") == tight
+        tried += 1
+    assert tried > 10
+
+
+def test_of_equally_fast_answers_the_solvers_own_stays() -> None:
+    problem, solution = next(found for s in range(60) if (found := solved(s)) is not None)
+    found = rerank(problem, solution, lambda choice, e: looked(1.0, e))
+    assert found.solution.choice == solution.choice
+    assert found.solution.status == solution.status
+    assert f"{len(found.found)} answers" in found.words()
+
+
+def test_the_certificate_is_honest_about_the_gap() -> None:
+    problem, solution = next(found for s in range(60) if (found := solved(s)) is not None)
+    worst = solution.candidates[-1]
+    found = rerank(problem, solution, lambda c, e: looked(0.0 if c == worst else 1.0, e))
+    stub = Certificate(
+        status="optimal", objective=0.0, lower_bound=0.0, gap=0.0, solver="dp", over=""
+    )
+    made = proven(stub, found.solution)
+    objective = evaluate(problem, worst).seconds
+    assert made.objective == objective
+    assert made.gap == pytest.approx((objective - solution.bound) / objective)
+
+
+class Known:
+    """A measured model with some stages; everything takes half as long again when all compute."""
+
+    def __init__(self, stages: dict[str, StageTiming]) -> None:
+        self.stages = stages
+
+    def stage(self, key: str) -> StageTiming | None:
+        return self.stages.get(key)
+
+    def crowding(self, host: str) -> Crowding:
+        return Crowding(slowdown=(1.0, 1.5))
+
+    def setting_of(self, device: object) -> None:
+        return None
+
+    def calibration_of(self, setting: object) -> Calibration:
+        return Calibration()
+
+    def full(self, device: object) -> float:
+        return 1.5
+
+
+def once(seconds: float) -> Timing:
+    return Timing(seconds, seconds, seconds, 5)
+
+
+def stage_timing(forward: float, backward: float, optimizer: float) -> StageTiming:
+    return StageTiming(
+        forward=once(forward), backward=once(backward), optimizer=once(optimizer), rows=1
+    )
+
+
+def test_whole_stages_replace_sums_of_ops() -> None:
+    for seed in range(80):
+        problem = random_problem(seed)
+        two = [c for c in choices(problem) if len(c.starts) == 2 and evaluate(problem, c).feasible]
+        if two:
+            break
+    choice = two[0]
+    count = problem.variants[choice.variant].microbatches
+    before = evaluate(problem, choice)
+    model = Known({"b": stage_timing(2.0, 5.0, 0.5), "b" + FIRST: stage_timing(2.0, 3.0, 0.5)})
+    devices = Cluster.local(2).devices
+    after = refined(before, problem, choice, ["a", "b"], cast(Any, model), devices)
+    assert after.whole == (1,)
+    assert after.evaluation.stages[0] == before.stages[0]
+    stage = after.evaluation.stages[1]
+    share = 1 / count
+    assert stage.forward_seconds == pytest.approx(1.5 * 2 + problem.action)
+    assert stage.backward_seconds == pytest.approx(
+        1.5 * (share * 3 + (1 - share) * 5) + problem.action
+    )
+    assert stage.optimizer_seconds == pytest.approx(0.75 + problem.once)
+    assert stage.transfer_seconds == before.stages[1].transfer_seconds
+    rows = after.evaluation.stages
+    longest = max((count - 1) * s.seconds + s.step_only_seconds for s in rows)
+    assert after.evaluation.seconds == pytest.approx(sum(s.seconds for s in rows) + longest)
+    assert refined(before, problem, choice, ["x", "y"], cast(Any, model), devices).whole == ()
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def compiled(cost_model: str | Path, **constraints: Any) -> fxpart.Program:
+    torch.manual_seed(0)
+    return fxpart.compile(
+        Blocks(),
+        "local:2",
+        example_inputs=(torch.randn(8, 16), torch.randn(8, 16)),
+        loss=torch.nn.functional.mse_loss,
+        cost_model=cost_model,
+        constraints={"mesh": "none", **constraints},
+    )
+
+
+def test_a_profile_decides_and_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    """One stage is measured to be slow as a whole; then two stages are taken, and the reverse."""
+    path = tmp_path / "model.profile"
+    plain = compiled("roofline", stages=2)
+    cluster = plain.plan.cluster
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(cast(int, cluster.devices[0].threads)))
+    place = setting(cluster.devices[0].model)
+    torch.set_num_threads(before)
+    info = plain.plan.model.fingerprint
+    with Profile(path, create=True) as profile:
+        profile.put("calibrations", place, {info: Calibration(factors={"matmul forward": 1.0})})
+        profile.put("crowding", place, {info: Crowding(slowdown=(1.0, 1.0))})
+    first = compiled(path)
+    assert first.plan.dumps() == compiled(path).plan.dumps()
+    assert "simulated step" in first.plan.provenance["choice"]
+    for slow in (1, 2):
+        with Profile(path) as profile:
+            for stages in (1, 2):
+                profile.put("stages", place, whole(compiled(path, stages=stages), stages == slow))
+        chosen = compiled(path).plan
+        assert len(chosen.stages) == 3 - slow
+        assert "every stage measured whole" in chosen.provenance["choice"]
+        assert Plan.loads(chosen.dumps()) == chosen
+
+
+def whole(program: fxpart.Program, slow: bool) -> dict[str, StageTiming]:
+    """Timings of a program's stages at every size: 5 s of a stage, or next to nothing."""
+    found = {}
+    for rows in range(1, 9):
+        keys = keys_of(program.captured, program.spec, program.sources, rows, "adamw")
+        each = 5.0 if slow else 1e-8 * rows
+        for key in keys:
+            found[key] = found[key + FIRST] = stage_timing(each, each, 0.0)
+    return found
+
+
+def test_the_simulation_is_that_of_the_schedule(tmp_path: Path) -> None:
+    """What the plan says is the step of its own stages, with its own hosts."""
+    path = tmp_path / "model.profile"
+    program = compiled("roofline", stages=2)
+    plan = program.plan
+    schedule = make_schedule(program.spec, plan.schedule, plan.microbatches)
+    forward = [row.forward_seconds for row in plan.prediction.ranks]
+    backward = [row.backward_seconds for row in plan.prediction.ranks]
+    alone = simulate(schedule, edges(program.spec), forward, backward).step_seconds
+    crowd = Crowd((0, 0), ((1.0, 2.0),))
+    crowded = simulate(schedule, edges(program.spec), forward, backward, crowd=crowd).step_seconds
+    assert crowded <= alone * (1 + 1e-9)  # seconds are for both busy: alone they take half
+    assert not path.exists()
+
+
+def test_choices_are_hashable() -> None:
+    one = Choice(variant=0, schedule="1f1b", starts=(0, 2))
+    assert {one: 1}[replace(one)] == 1
