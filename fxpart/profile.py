@@ -11,7 +11,7 @@ import os
 import platform
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -124,11 +124,18 @@ class Profile:
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise _unreadable(self.path, "there is no such file", "fxpart profile TARGET -o FILE")
-        try:
+        with self._safely():
             self._base = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
             self._prepare(create)
-        except sqlite3.Error as why:
-            raise _unreadable(self.path, str(why), "give a file that fxpart profile wrote") from why
+
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
+        """Whatever is wrong with the file is FXP405."""
+        try:
+            yield
+        except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as why:
+            fix = "give a file that fxpart profile wrote, or profile again"
+            raise _unreadable(self.path, str(why), fix) from why
 
     def _prepare(self, create: bool) -> None:
         (version,) = self._base.execute("PRAGMA user_version").fetchone()
@@ -154,38 +161,43 @@ class Profile:
             for key, value in values.items()
         ]
         assert all(isinstance(value, _TABLES[kind]) for value in values.values()), "of its kind"
-        with self._base:
+        with self._safely(), self._base:
+            self._base.execute("BEGIN IMMEDIATE")
             self._base.executemany(f"INSERT OR REPLACE INTO {kind} VALUES (?, ?, ?, ?)", rows)
 
     def get(self, kind: str, setting: Setting, of: type[T]) -> dict[str, T]:
         """Everything of a kind in a setting, by key. ``of``: the kind's type."""
         assert _TABLES[kind] is of
-        found = self._base.execute(
-            f"SELECT key, value FROM {kind} WHERE setting = ? ORDER BY key", (_text(setting),)
-        )
-        try:
-            return {key: msgspec.json.decode(value, type=of) for key, value in found}
-        except msgspec.MsgspecError as why:
-            raise _unreadable(self.path, f"{kind}: {why}", "profile again") from why
+        with self._safely():
+            found = self._base.execute(
+                f"SELECT key, value FROM {kind} WHERE setting = ? ORDER BY key", (_text(setting),)
+            )
+            return {str(key): msgspec.json.decode(value, type=of) for key, value in found}
 
     def settings(self) -> tuple[Setting, ...]:
         """Every setting that something was measured in, in order."""
         found: set[Setting] = set()
-        for kind in _TABLES:
-            for (text,) in self._base.execute(f"SELECT DISTINCT setting FROM {kind}"):
-                found.add(msgspec.json.decode(text, type=Setting))
+        with self._safely():
+            for kind in _TABLES:
+                for (text,) in self._base.execute(f"SELECT DISTINCT setting FROM {kind}"):
+                    found.add(msgspec.json.decode(text, type=Setting))
         return tuple(sorted(found))
 
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
         """Everything as text: kind, setting, key, value, date."""
-        for kind in _TABLES:
-            for row in self._base.execute(f"SELECT * FROM {kind} ORDER BY setting, key"):
-                yield (kind, *row)
+        with self._safely():
+            rows = [
+                (kind, *row)
+                for kind in _TABLES
+                for row in self._base.execute(f"SELECT * FROM {kind} ORDER BY setting, key")
+            ]
+        yield from rows
 
     def merge(self, other: Profile) -> int:
         """Take another profile's measurements, the later date where both have one; how many."""
         taken = 0
-        with self._base:
+        with self._safely(), self._base:
+            self._base.execute("BEGIN IMMEDIATE")
             for kind, setting, key, value, date in other.rows():
                 done = self._base.execute(
                     f"INSERT INTO {kind} VALUES (?, ?, ?, ?) ON CONFLICT (setting, key) DO UPDATE "
