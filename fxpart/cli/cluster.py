@@ -178,35 +178,38 @@ def show(cluster: str, as_json: bool) -> int:
 @click.argument("clusters", nargs=-1, required=True, metavar="CLUSTER...")
 @json_option
 def validate(clusters: tuple[str, ...], as_json: bool) -> int:
-    """Check cluster files: every fault, every pair of devices without a link.
+    """Check cluster files: every fault, every pair without a link; what is not known.
 
     Exit status 2 where one has a fault.
     """
     from fxpart.cluster import Cluster
-    from fxpart.cluster_io.missing import missing_facts, missing_links
+    from fxpart.cluster_io.missing import missing_facts, missing_links, misspelt
 
     status, answers = 0, []
     for name in clusters:
-        answer: dict[str, Any] = {"cluster": name, "problems": [], "missing": ()}
+        answer: dict[str, Any] = {"cluster": name, "problems": [], "missing": (), "misspelt": ()}
         try:
             found = Cluster.parse(name).validate()
             if faults := missing_links(found):
                 raise FxpartError(faults)
             answer["missing"] = missing_facts(found)
+            answer["misspelt"] = misspelt(found)
         except FxpartError as fault:
             status = fault.exit_code
             answer["problems"] = output.problems(fault)
             output.note(str(fault))
         answers.append(answer)
         if not as_json and not answer["problems"]:
-            output.text("\n".join([f"{name}: valid", *_missing(answer["missing"])]))
+            output.text("\n".join([f"{name}: valid", *_remarks(answer)]))
     if as_json:
         output.data(answers)
     return status
 
 
-def _missing(facts: tuple[str, ...]) -> list[str]:
-    return [f"  not known: {fact}" for fact in facts]
+def _remarks(answer: dict[str, Any]) -> list[str]:
+    """What is no fault, and still worth knowing."""
+    missing = [f"  not known: {fact}" for fact in answer["missing"]]
+    return [*(f"  {words}" for words in answer["misspelt"]), *missing]
 
 
 def _facts(

@@ -1,22 +1,31 @@
-"""What a cluster does not say: pairs without a link, and facts that were never measured."""
+"""What a cluster does not say: missing links, facts never measured, keys that say nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from fxpart.cluster_io.lookup import Links
+from fxpart.cluster_io.lookup import ANY, Links
 from fxpart.errors import FxpartError, Problem
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster
 
+MOST = 64
+
 
 def missing_links(cluster: Cluster) -> tuple[Problem, ...]:
-    """An FXP403 for each pair without a link; one for all devices that no link tells apart."""
+    """An FXP403 for each pair without a link, one for all devices that no link tells apart.
+
+    The first ``MOST`` of them: of many hosts without links between them nobody reads every pair.
+    """
+    if any(link.source == ANY == link.target for link in cluster.links):
+        return ()
     links = Links(cluster)
     groups: dict[str, list[str]] = {}
     for device in cluster.devices:
@@ -30,6 +39,8 @@ def missing_links(cluster: Cluster) -> tuple[Problem, ...]:
             links(one[0], target)
         except FxpartError as fault:
             found += fault.problems
+        if len(found) >= MOST:
+            break
     return tuple(found)
 
 
@@ -48,13 +59,31 @@ def missing_facts(cluster: Cluster) -> tuple[str, ...]:
         count = sum(device.measured is UNSET for device in cluster.devices)
         found.append(f"measured rates of {count} of {len(cluster.devices)} devices")
     if without := len(missing_links(cluster)):
-        found.append(f"how devices reach each other: {without} links are missing")
+        count = f"{without} links" if without < MOST else "many links"
+        found.append(f"how devices reach each other: {count} are missing")
     if len(cluster.devices) > 1:
         count = sum(link.curve is UNSET for link in cluster.links)
         if count:
             found.append(f"measured times of {count} of {len(cluster.links)} links")
         if cluster.collectives is UNSET or not cluster.collectives:
             found.append("measured times of collectives")
+    return tuple(found)
+
+
+def misspelt(cluster: Cluster) -> tuple[str, ...]:
+    """Unknown keys that look like known ones: they are kept, and have no effect. In words."""
+    parts: list[tuple[str, Iterable[Any]]]
+    parts = [("the cluster", [cluster]), ("devices", cluster.devices), ("links", cluster.links)]
+    parts += [("hosts", () if cluster.hosts is UNSET else cluster.hosts)]
+    parts += [("collectives", () if cluster.collectives is UNSET else cluster.collectives)]
+    found: dict[str, None] = {}
+    for where, items in parts:
+        for item in items:
+            known = [name for name in item.__struct_fields__ if name != "extra"]
+            for key in () if item.extra is UNSET else item.extra:
+                if close := get_close_matches(key.lower(), known, n=1, cutoff=0.8):
+                    words = f"{key!r} of {where} has no effect: {close[0]!r} is the key"
+                    found.setdefault(words)
     return tuple(found)
 
 

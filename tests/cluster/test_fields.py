@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from fxpart.cluster import Cluster, Curve, Device, Host, Link
 from fxpart.cluster_io.files import decode, from_builtins, to_builtins, to_json, to_toml
-from fxpart.cluster_io.missing import missing_facts, missing_links
+from fxpart.cluster_io.missing import MOST, missing_facts, missing_links, misspelt
 from fxpart.errors import FxpartError
 
 CPU = Device(
@@ -164,6 +164,10 @@ def test_missing_links_name_the_pairs() -> None:
     (problem,) = missing_links(cluster)
     assert (problem.code, problem.where) == ("FXP403", "b/cpu:0 -> a/cpu:0")
     assert missing_links(Cluster.parse("16x8xh100")) == ()
+    hosts = Cluster.parse("128x2xh100")
+    apart = changed(hosts, links=hosts.links[:-1])
+    assert isinstance(apart, Cluster) and len(missing_links(apart)) == MOST
+    assert "many links are missing" in "\n".join(missing_facts(apart))
     assert missing_links(Cluster.parse("1xh100")) == ()
 
 
@@ -181,3 +185,15 @@ def test_missing_facts_shrink_as_they_are_given() -> None:
     )
     assert full.problems() == () and missing_facts(full) == ()
     assert "how many cores host 'a' has" in missing_facts(PLAIN)
+
+
+def test_keys_that_look_like_known_ones_are_told() -> None:
+    device = changed(CPU, extra={"lanch": 1e-6, "bought": 2024, "Threads": 2})
+    cluster = changed(PLAIN, devices=(device, changed(device, name="a/cpu:1")), extra={"links_": 1})
+    assert isinstance(cluster, Cluster) and cluster.problems() == ()
+    assert misspelt(cluster) == (
+        "'links_' of the cluster has no effect: 'links' is the key",
+        "'lanch' of devices has no effect: 'launch' is the key",
+        "'Threads' of devices has no effect: 'threads' is the key",
+    )
+    assert misspelt(PLAIN) == ()
