@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from fxpart.report import units
@@ -9,15 +10,23 @@ from fxpart.report.compared import WAITING, Compared, Comparison, Difference, Me
 from fxpart.report.table import shortened, table
 
 _TOLD = 4  # differences that are told in words
+_SMALL = 0.005  # of the whole difference: one below it is not told
+_NONE = 1e-9  # seconds that are none
+_WIDTH = 100
 
 
 def told(found: Comparison) -> str:
     """The whole comparison as text."""
-    lines = [headline(found), "", "By stage (once a step: on the stage's busiest rank)"]
+    lines = [
+        *textwrap.wrap(headline(found), _WIDTH),
+        "",
+        "By stage (once a step: on the stage's busiest rank)",
+    ]
     heads, rows = stage_rows(found)
     lines += [f"  {line}" for line in table(heads, "><<" + ">" * 3, rows)]
     lines += ["", f"Largest differences (as rank {pace(found)} spends its step)"]
-    lines += [f"  {line}" for line in differences(found)]
+    for line in differences(found):
+        lines += textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     if found.memory:
         heads, rows = memory_rows(found.memory)
         lines += ["", "Peak memory by rank"]
@@ -54,7 +63,7 @@ def stage_rows(found: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]
         parts += [(f"{name}, once a step", part) for name, part in once.items()]
         first = True
         for name, part in parts:
-            if not part.predicted and not part.measured:
+            if abs(part.predicted) < _NONE and abs(part.measured or 0.0) < _NONE:
                 continue
             where = (str(stage.stage), shortened(stage.ranks, 12)) if first else ("", "")
             rows.append((*where, name, _seconds(part.predicted), _measured(part), _ratio(part)))
@@ -66,7 +75,8 @@ def differences(found: Comparison) -> list[str]:
     """The largest differences in words, or that there is none to speak of."""
     if not found.differences or found.differences[0].share is None:
         return [f"The step is as predicted, to {units.percent(_off(found.step))}."]
-    return [_difference(each) for each in found.differences[:_TOLD] if each.difference]
+    shares = [(abs(each.share or 0.0), each) for each in found.differences[:_TOLD]]
+    return [_difference(each) for share, each in shares if share >= _SMALL]
 
 
 def _difference(each: Difference) -> str:

@@ -50,6 +50,6 @@ def _scaled(value: int, base: int, units: tuple[str, ...], gap: str) -> str:
 
 
 def _three(value: float) -> str:
-    if value >= 100:
+    if value >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

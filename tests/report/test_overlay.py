@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pages import Page, count
 from recordings import recorded
 
+import fxpart
 from fxpart import cli
 from fxpart.errors import FxpartError
 from fxpart.plan import Plan
@@ -101,11 +102,21 @@ def test_the_largest_difference_is_named_first() -> None:
     found = compare(plan, recorded(wrong(plan, 2, "backward_seconds", 3), of=plan))
     assert found.stage == 2 and found.differences[0].name == BACKWARD
     assert found.differences[0].source == plan.provenance["compute"]
-    text = told(found)
-    line = next(line for line in text.splitlines() if line.startswith("  backward: "))
-    assert "480 ms instead of 160 ms" in line and "; prediction: analytic roofline" in line
+    text = " ".join(told(found).split())
+    assert "backward: 480 ms instead of 160 ms, 320 ms longer" in text
+    assert "% of the difference; prediction: analytic roofline" in text
     others = [each for each in found.differences if each.name == WAITING]
     assert abs(others[0].difference) < found.differences[0].difference
+
+
+def test_the_output_in_the_documentation() -> None:
+    """The page shows what the verb says of a plan whose second backward was predicted too short."""
+    plan = sample(2, 4)
+    real = wrong(wrong(plan, 1, "backward_seconds", 1.5), 0, "optimizer_seconds", 0.5)
+    text = told(compare(plan, recorded(real, of=plan)))
+    said = f"```console\n$ fxpart report plan.json --measured run.json\n{text}```\n"
+    page = (Path(fxpart.__file__).parent / "docs" / "reading_a_run.md").read_text("utf-8")
+    assert f"<!-- output: comparison -->\n{said}<!-- /output -->" in page, said
 
 
 def test_a_trace_is_read_back() -> None:
