@@ -18,7 +18,7 @@ _WIDTH = 100
 def told(found: Comparison) -> str:
     """The whole comparison as text."""
     lines = [
-        *textwrap.wrap(headline(found), _WIDTH),
+        *_wrapped(headline(found)),
         "",
         "By stage (once a step: on the stage's busiest rank)",
     ]
@@ -26,7 +26,7 @@ def told(found: Comparison) -> str:
     lines += [f"  {line}" for line in table(heads, "><<" + ">" * 3, rows)]
     lines += ["", f"Largest differences (as rank {pace(found)} spends its step)"]
     for line in differences(found):
-        lines += textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += _wrapped(line, "  ", "    ")
     if found.memory:
         heads, rows = memory_rows(found.memory)
         lines += ["", "Peak memory by rank"]
@@ -68,6 +68,8 @@ def stage_rows(found: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]
             where = (str(stage.stage), shortened(stage.ranks, 12)) if first else ("", "")
             rows.append((*where, name, _seconds(part.predicted), _measured(part), _ratio(part)))
             first = False
+    step = found.step
+    rows.append(("", "all", "step", _seconds(step.predicted), _measured(step), _ratio(step)))
     return ("stage", "rank", "what", "predicted", "measured", "ratio"), rows
 
 
@@ -116,6 +118,12 @@ def memory_rows(
         for each in memory
     ]  # fmt: skip
     return (*heads, "live tensors") if counted else heads, rows
+
+
+def _wrapped(line: str, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(
+        line, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
 
 
 def _seconds(value: float) -> str:
