@@ -34,12 +34,17 @@ def hosts_of(
     measured curve, or else max(1, k threads / cores) for k ranks.
     """
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
+    if crowding is None and not known:
+        return ()
     ranks: dict[str, list[int]] = {}
     for rank, index in enumerate(devices):
         ranks.setdefault(cluster.devices[index].host, []).append(rank)
+    there: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        there.setdefault(device.host, []).append(device)
     found = []
     for name, mine in ranks.items():
-        all_of = [device for device in cluster.devices if device.host == name]
+        all_of = there[name]
         if crowding is None:
             curve, transfer = _curve(known.get(name), all_of), 0.0
         else:
