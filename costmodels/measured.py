@@ -149,7 +149,7 @@ class Measured:
     def _op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         formula = self.base.op(op, device, backward)
         if backward and not op.gradients:
-            return formula
+            return Cost(0.0, source=SOURCE)
         setting = self.setting_of(device)
         direction = "backward" if backward else "forward"
         calibrated = self.calibration_of(setting).factors.get(f"{op_class(op)} {direction}", 1.0)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpart import costmodels
+from fxpart.costmodels import Measured
 from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
@@ -240,8 +241,10 @@ def _provenance(
         "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
         "memory": f"{RESERVE:.0%} of each device kept free",
         "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
-        "transfers": model.name,
+        "transfers": model.base.name if isinstance(model, Measured) else model.name,
     }
+    if isinstance(model, Measured):
+        result["profile"] = model.origin
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
