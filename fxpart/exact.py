@@ -17,6 +17,7 @@ from fxpart.planned.hosts import hosts_of
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.prediction import HostLoad
 from fxpart.price import price, step_sums
+from fxpart.pricing.live import with_live_tensors
 from fxpart.pricing.orders import best_order
 from fxpart.pricing.sharing import Sharing, StepSums
 from fxpart.program import ProgramSpec
@@ -112,8 +113,12 @@ def solve_exactly(
         places=places,
     )
     if made.over or not is_measured(request.cost_model):
-        return answer.plan(made, made.solution)
-    return answer.reranked(made)
+        plan, parts = answer.plan(made, made.solution)
+    else:
+        plan, parts = answer.reranked(made)
+    if made.over:  # stages are no runs of blocks
+        return plan, parts
+    return with_live_tensors(plan, problem, local, captured, sharing), parts
 
 
 @dataclass(frozen=True)

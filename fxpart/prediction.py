@@ -32,6 +32,18 @@ class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )  # fmt: skip
 
 
+class LiveTensor(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the largest tensors at a rank's predicted peak.
+
+    name: of the parameter, or of the node in the graph. why: "weight", "buffer", "optimizer state",
+    "gradient", "saved for NODE, 2 microbatches", "result", "working memory, backward".
+    """
+
+    name: str
+    bytes: int
+    why: str
+
+
 class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ranks of one stage are predicted to need, said once for all that are alike.
 
@@ -40,7 +52,9 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Seconds per step: sync (gradient sums over replicas, and ZeRO's other gathering), tie (messages
     about shared parameters), optimizer, overhead (the runtime's own, where measured). Bytes at the
     peak; workspace: those of ``memory.activations`` that live only while a block runs. in_flight:
-    microbatches whose activations are held at once.
+    microbatches whose activations are held at once. peak: bytes that the rank's tensors take at
+    most at once, found by following a step op by op; at most ``memory.total``, which has every part
+    at its largest; 0 where it was not followed. top: the ten largest tensors at that moment.
     """
 
     ranks: tuple[int, ...]
@@ -58,6 +72,8 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_limit: int
     in_flight: int
     workspace: int = 0
+    peak: int = 0
+    top: tuple[LiveTensor, ...] = ()
 
     @property
     def busy_seconds(self) -> float:

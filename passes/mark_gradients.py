@@ -14,7 +14,7 @@ from fxpart.pipeline.edit import annotate, fake_mode
 
 @dataclass(frozen=True)
 class MarkGradients:
-    """Set ``Annotation.requires_grad`` on every value and ``Annotation.saved`` on every op.
+    """Set ``Annotation.requires_grad`` on every value, ``saved`` and ``working`` on every op.
 
     Each distinct op (same arguments, shapes, strides and gradients) runs once on fake tensors under
     ``torch.autograd.graph.saved_tensors_hooks``; repeats are looked up, so that 96 equal layers
@@ -34,7 +34,11 @@ class MarkGradients:
                 walk.start(node)
             elif node.op == "call_function":
                 kept = [home for home in walk.call(node) if not home.state]
-                annotate(node, saved=tuple(Saved(h.number, h.size, h.source) for h in kept))
+                annotate(
+                    node,
+                    saved=tuple(Saved(h.number, h.size, h.source) for h in kept),
+                    working=walk.working(node),
+                )
             if node.op != "output":
                 annotate(node, requires_grad=any(part.grad for part in walk.parts[node]))
         return graph_module

@@ -13,7 +13,7 @@ from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
 PAGES = (
-    "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "reading_a_plan",
+    "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "profiling", "reading_a_plan",
     "reading_a_run", "rules", "solve",
 )  # fmt: skip
 
@@ -21,13 +21,14 @@ PAGES = (
 @click.command()
 @click.argument("subject")
 @click.argument("name", required=False)
+@click.option("--memory", is_flag=True, help="The ten largest tensors at each rank's peak.")
 @json_option
-def command(subject: str, name: str | None, as_json: bool) -> int:
+def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `clusters`, `glossary`, `how_it_chooses`, `one_process`, `reading_a_plan`,
-    `reading_a_run`, `rules`, `solve`.
+    Pages: `annotations`, `clusters`, `glossary`, `how_it_chooses`, `one_process`, `profiling`,
+    `reading_a_plan`, `reading_a_run`, `rules`, `solve`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
@@ -35,6 +36,8 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
         _page({"subject": subject}, f"{subject}.md", as_json)
         return 0
     plan = Plan.load(subject)
+    if memory:
+        return _memory(plan, as_json)
     if name is not None:
         return _why(plan, name, as_json)
     if as_json:
@@ -45,6 +48,18 @@ def command(subject: str, name: str | None, as_json: bool) -> int:
     from fxpart.report.explain import explain
 
     output.text(explain(plan).rstrip("\n"))
+    return 0
+
+
+def _memory(plan: Plan, as_json: bool) -> int:
+    from fxpart.report.largest import largest
+
+    words = largest(plan)
+    if as_json:
+        rows = plan.prediction.ranks
+        output.data([{"stage": r.stage, "peak": r.peak, "top": r.top} for r in rows])
+    else:
+        output.text(words)
     return 0
 
 

@@ -60,6 +60,20 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Working:
+    """Bytes that an op takes while it runs, ints or sympy expressions in the graph's symbols.
+
+    forward: at most, beside operands and what is left (results, saved tensors). backward: at most,
+    with the gradients that it makes, beside what was saved and the gradients that it is given.
+    through: names of the operands whose gradient is that of the op's result, not a new tensor.
+    """
+
+    forward: int | sympy.Expr = 0
+    backward: int | sympy.Expr = 0
+    through: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class NodeSharding:
     """How a node is sharded over the graph's mesh; every tuple is per axis or holds such tuples.
 
@@ -82,7 +96,7 @@ class Annotation:
     line, "" if unknown. requires_grad: whether the node's value carries a gradient. random: the
     op's index among the graph's random ops, None for others. block: the block it belongs to.
     stage: the stage it is assigned to. saved: what autograd keeps for this op's backward, without
-    parameters and buffers.
+    parameters and buffers. working: what the op takes while it runs.
     """
 
     module: str = ""
@@ -93,3 +107,4 @@ class Annotation:
     stage: int | None = None
     saved: tuple[Saved, ...] = ()
     sharding: NodeSharding | None = None
+    working: Working = Working()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -18,12 +18,13 @@ from torch import fx
 
 from fxpart.compat import guards_off, python_dispatcher, quiet_fakes
 from fxpart.errors import error
-from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY
+from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY, Working
 from fxpart.pipeline.collective import bound, is_collective, is_random_shard
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.private import lstm_saved, result_bytes
 from fxpart.pipeline.sizes import expression, nbytes, tensors
+from fxpart.pipeline.temporaries import Taken, Watch, backward_working, convolution
 
 Size: TypeAlias = int | sympy.Expr
 BEHAVIOURS_KEY = "fxpart_behaviours"
@@ -65,7 +66,7 @@ class Behaviour:
     """One kind of call.
 
     For each result tensor: gradient, whose storage and whose object it is, bytes of its storage;
-    for each operand tensor: its gradient afterwards; and what is saved.
+    for each operand tensor: its gradient afterwards; what is saved; and what it takes meanwhile.
     """
 
     grads: tuple[bool, ...]
@@ -74,6 +75,7 @@ class Behaviour:
     sizes: tuple[Size, ...]
     after: tuple[bool, ...]
     saved: tuple[Link, ...]
+    working: Taken = field(default_factory=Taken)
 
 
 @dataclass
@@ -131,6 +133,15 @@ class Walk:
                 home = (flat if link.kind == "operand" else results)[link.index].home
             kept.setdefault(home.number, home)
         return tuple(kept.values())
+
+    def working(self, node: fx.Node) -> Working:
+        """What an op takes while it runs; call it after :meth:`call`."""
+        if not is_op(op_of(node)) and not is_collective(node.target):
+            return Working()
+        found = self.behaviour(node).working
+        names = [n.name for n in operand_nodes(node) for _ in self.parts[n]]
+        through = tuple(names[index] for index in found.through)
+        return Working(found.forward, found.backward, through)
 
     def behaviour(self, node: fx.Node) -> Behaviour:
         """What the node's call does; run once for each signature."""
@@ -200,17 +211,25 @@ class Walk:
         args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: given.get(n, value(n)))
         op = self._runnable(op)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        watch = Watch()
         with self.mode, guards_off(self.mode), torch.enable_grad(), hooks:
-            result = _run(node, lambda: op(*args, **kwargs), packed)
+            with watch:
+                result = _run(node, lambda: op(*args, **kwargs), packed)
+            outputs = tensors(result)
+            beside = watch.beside()
         name = ".".join(str(op_of(node)).split(".")[:2])
-        outputs = tensors(result)
-        return _relate(
+        found = _relate(
             inputs,
             outputs,
             packed,
             [result_bytes(name, index, t) for index, t in enumerate(outputs)],
             lstm_saved(args, kwargs) if name == "aten.lstm" else None,
         )
+        with self.mode, guards_off(self.mode):
+            back, through = backward_working(inputs, outputs)
+        if "conv" in name and len(inputs) > 1 and inputs[0].device.type == "cpu":
+            beside, back = convolution(inputs, outputs)
+        return replace(found, working=Taken(beside, back, through))
 
     def _runnable(self, op: Any) -> Any:
         """The op, or a collective with a communicator that knows shapes alone."""

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import sympy
+from numpy.typing import NDArray
 from torch import fx
 
 from fxpart.costmodels.sizes import is_floating, tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
+from fxpart.pipeline.annotation import Saved
 from fxpart.pipeline.effects import state_written
+from fxpart.pipeline.sizes import expression, tensors
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
 from fxpart.solver.problem import Value
@@ -131,89 +135,178 @@ class Scope:
         return Scope(tuple(wanted), kept)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """A storage that lives from op ``start`` up to op ``end``, both included."""
+
+    start: int
+    end: int
+    size: Size
+    node: fx.Node | None = None
+
+
 class Workspace:
     """Bytes that live only while a block runs: the larger of its forward's and its backward's peak.
 
-    Forward: results that autograd does not keep, from the op that makes them to the last one in the
-    block that uses them. Backward: the gradients of results, over the same spans, and the new
-    gradient of a weight before it is added. Views hold their base's memory.
+    Forward: results that autograd does not keep, from the op that makes them to the last one in
+    the block that uses them, and what ops take inside. Backward: the gradient of a result, from its
+    last user (or the block's end, if a later block uses it) to its own op, and what each op takes
+    for the gradients that it makes, less what its block kept and has freed by then. Views hold
+    their base's memory, and so does a gradient that an op hands on as it is.
     """
 
-    def __init__(self, graph: fx.Graph | Scope, specs: Specs, blocks: int) -> None:
-        """Find each result's span of life; sizes stay expressions."""
+    def __init__(
+        self, graph: fx.Graph | Scope, specs: Specs, blocks: int, *, whole: bool = False
+    ) -> None:
+        """Find each storage's span of life; sizes stay expressions.
+
+        whole: the scope is one stretch, as if it were one block.
+        """
         scope = graph if isinstance(graph, Scope) else Scope.of(graph)
-        self._blocks, self._nodes, kept = blocks, scope.nodes, scope.kept
-        order = {node: index for index, node in enumerate(self._nodes)}
-        base: dict[fx.Node, fx.Node] = {}
-        last: dict[fx.Node, int] = {}
-        kept_bases: set[fx.Node] = set()
+        self._blocks, self._nodes = blocks, scope.nodes
+        self._order = {node: index for index, node in enumerate(self._nodes)}
+        self._of = {n: 0 if whole else annotation(n).block for n in self._nodes}
+        self._ends: dict[int | None, int] = {}  # the last op of each block
+        for node, index in self._order.items():
+            self._ends[self._of[node]] = index
+        self._forward = self._results(scope.kept, specs)
+        self._backward = self._gradients(specs)
+        self._freed = self._dropped(specs)
+        self._inside = [_inside(node, specs) for node in self._nodes]
+
+    def _results(self, kept: frozenset[str], specs: Specs) -> list[_Span]:
+        """The storages that ops make and autograd does not keep."""
+        order, base, last = self._order, dict[fx.Node, fx.Node](), dict[fx.Node, int]()
+        held: set[fx.Node] = set()
         for node in self._nodes:
-            base[node] = _base(node, base)
-            root = base[node]
-            inside = [order[u] for u in node.users if _same_block(u, root)]
-            last[root] = (
-                max(inside, default=order[node], key=int)
-                if root not in last
-                else max([last[root], *inside])
-            )
+            root = base[node] = self._base(node, base)
+            inside = [order[u] for u in node.users if self._same(u, root)]
+            last[root] = max([last.get(root, order[root]), *inside])
             if node.name in kept:
-                kept_bases.add(root)
-        self._spans = [
-            (
-                order[node],
-                last[node],
-                node in kept_bases,
-                specs.requires_grad(node),
-                _amount(node, specs),
-            )
+                held.add(root)
+        return [
+            _Span(order[node], last[node], _amount(node, specs), node)
             for node in self._nodes
-            if base[node] is node
+            if base[node] is node and node not in held
         ]
-        self._weights = [
-            (order[node], _sum(tensor_bytes(t) for w in trained for t in specs.tensors(w)))
-            for node in self._nodes
-            if (trained := _weights(node, specs))
-        ]
+
+    def _gradients(self, specs: Specs) -> list[_Span]:
+        """The gradients that wait for the backward of the op whose result they belong to.
+
+        While the last user runs, they are among what it takes.
+        """
+        order, found = self._order, dict[fx.Node, tuple[int, int]]()
+        root: dict[fx.Node, fx.Node] = {}
+        size: dict[fx.Node, Size] = {}
+        for node in reversed(self._nodes):
+            if not specs.requires_grad(node):
+                continue
+            block = self._of[node]
+            users = [u for u in node.users if specs.requires_grad(u) or u.op == "output"]
+            mine = [order[u] for u in users if self._same(u, node)]
+            outside = len(mine) < len(users)
+            first = self._ends[block] + 1 if outside else max(mine, default=order[node])
+            giver = self._nodes[first] if first < len(self._nodes) and not outside else None
+            shares = giver is not None and node.name in annotation(giver).working.through
+            top = root[node] = root.get(giver, node) if shares and giver is not None else node
+            start, end = found.get(top, (order[node], first))
+            found[top] = min(start, order[node]), max(end, first)
+            size.setdefault(top, _amount(node, specs))
+        return [_Span(start, end - 1, size[top], top) for top, (start, end) in found.items()]
+
+    def _dropped(self, specs: Specs) -> list[_Span]:
+        """What a block makes and keeps for itself alone, where its backward has freed it."""
+        order, found = self._order, dict[int, tuple[int, Saved, set[int | None]]]()
+        start: dict[int | None, int] = {}
+        for node, index in order.items():
+            notes = annotation(node)
+            start.setdefault(self._of[node], index)
+            for saved in notes.saved:
+                first, _, blocks = found.setdefault(saved.storage, (index, saved, set()))
+                blocks.add(self._of[node])
+        home = {node.name: node for node in order}
+        spans = []
+        for first, saved, blocks in found.values():
+            maker, saver = home.get(saved.source), self._nodes[first]
+            block = self._of[saver]
+            handed = maker is None or not all(self._same(u, maker) for u in maker.users)
+            if len(blocks) > 1 or (
+                saved.source and (handed or self._of[home[saved.source]] != block)
+            ):
+                continue
+            # freed once the first op that keeps it has run its backward
+            spans.append(_Span(start[block], first - 1, saved.size * _part(saver, specs)))
+        return spans
 
     def bytes(self, sizes: Sizes) -> tuple[int, ...]:
         """The peak of each block at one microbatch size."""
-        count = len(self._nodes)
-        forward = np.zeros(count + 1, dtype=np.int64)
-        backward = np.zeros(count + 1, dtype=np.int64)
-        for start, end, kept, gradient, size in self._spans:
-            amount = sizes.number(size)
-            if not kept:
-                forward[start] += amount
-                forward[end + 1] -= amount
-            if gradient:
-                backward[start] += amount
-                backward[end + 1] -= amount
-        for start, size in self._weights:
-            amount = sizes.number(size)
-            backward[start] += amount
-            backward[start + 1] -= amount
-        live = np.maximum(np.cumsum(forward), np.cumsum(backward))[:count]
+        forward, backward = self.live(sizes)
+        # An op's own saved tensors are freed when it is done: the gradients come on top of them.
+        backward = backward - self._live(self._freed, sizes)
         peak = np.zeros(self._blocks, dtype=np.int64)
-        where = np.array([annotation(n).block for n in self._nodes], dtype=np.int64)
-        np.maximum.at(peak, where, live)
+        where = np.array([self._of[n] for n in self._nodes], dtype=np.int64)
+        np.maximum.at(peak, where, np.maximum(forward, backward))
         return tuple(int(p) for p in peak)
 
+    def live(self, sizes: Sizes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes beside saved tensors while each op's forward and backward runs."""
+        inside = np.array(
+            [[sizes.number(size) for size in pair] for pair in self._inside], dtype=np.int64
+        ).reshape(len(self._nodes), 2)
+        forward = self._live(self._forward, sizes) + inside[:, 0]
+        return forward, self._live(self._backward, sizes) + inside[:, 1]
 
-def _base(node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node of the same block whose memory this one's value is."""
-    if _is_view(node, base):
-        root = base[unwrapped(node)[1][0]]
-        return root if annotation(root).block == annotation(node).block else node
-    return node
+    def alive_at(self, sizes: Sizes, at: int, forward: bool) -> Iterator[tuple[fx.Node, int]]:
+        """The nodes whose result, or its gradient, lives while op ``at`` runs, and its bytes."""
+        for span in self._forward if forward else self._backward:
+            if span.start <= at <= span.end and span.node is not None:
+                yield span.node, sizes.number(span.size)
 
+    def inside(self, sizes: Sizes, at: int, forward: bool) -> int:
+        """What op ``at`` takes for itself."""
+        return sizes.number(self._inside[at][0 if forward else 1])
 
-def _same_block(user: fx.Node, node: fx.Node) -> bool:
-    return annotation(user).block == annotation(node).block
+    def _same(self, user: fx.Node, node: fx.Node) -> bool:
+        return user in self._of and node in self._of and self._of[user] == self._of[node]
+
+    def _base(self, node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The node of the same block whose memory this one's value is."""
+        if _is_view(node, base):
+            root = base[unwrapped(node)[1][0]]
+            return root if self._same(root, node) else node
+        return node
+
+    def _live(self, spans: Iterable[_Span], sizes: Sizes) -> NDArray[np.int64]:
+        """Bytes alive at each op."""
+        change = np.zeros(len(self._nodes) + 1, dtype=np.int64)
+        for span in spans:
+            if span.start <= span.end:
+                amount = sizes.number(span.size)
+                change[span.start] += amount
+                change[span.end + 1] -= amount
+        return np.cumsum(change)[:-1]
 
 
 def _amount(node: fx.Node, specs: Specs) -> Size:
     return _sum(tensor_bytes(t) for t in specs.tensors(node))
 
 
-def _weights(node: fx.Node, specs: Specs) -> list[fx.Node]:
-    return [w for w in node.all_input_nodes if w.op == "get_attr" and specs.requires_grad(w)]
+def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
+    """What an op takes in its forward and in its backward."""
+    taken = annotation(node).working
+    if taken.forward == 0 and taken.backward == 0:
+        return 0, 0
+    part = _part(node, specs)
+    return taken.forward * part, taken.backward * part
+
+
+def _part(node: fx.Node, specs: Specs) -> sympy.Expr | int:
+    """How much of an op's operands and results a rank has, 1 where nothing is cut."""
+    values = (node, *node.all_input_nodes)
+    cut = _sum(_amount(value, specs) for value in values)
+    whole = _sum(
+        expression(t.numel()) * t.element_size()
+        for value in values
+        for t in tensors(value.meta.get("val"))
+    )
+    return 1 if whole in (cut, 0) else sympy.sympify(cut) / whole
