@@ -7,7 +7,7 @@ All lanes of a group must start the same transfers in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Protocol, TypeAlias
@@ -26,6 +26,13 @@ class Handle(Protocol):
 
     def wait(self) -> torch.Tensor:
         """Its result; TransferTimeoutError, PeerLostError."""
+
+
+Start: TypeAlias = Callable[..., Handle]
+_STARTS = {
+    "all_reduce": "_reduce", "all_gather": "_gather", "reduce_scatter": "_scatter",
+    "all_to_all": "_exchange",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,16 @@ class Communicator(ABC):
             return Done(flat)
         self.counts.note("all_to_all", axis, flat.numel() * flat.itemsize)
         return self._exchange(flat.contiguous(), lanes, list(give), list(get))
+
+    def watch(self, around: Callable[[str, Start], Start] | None) -> None:
+        """Start transfers by what ``around(kind, start)`` makes of a kind's start; None: as ever.
+
+        The kinds are those of :class:`Counts`.
+        """
+        for kind, name in _STARTS.items():
+            vars(self).pop(name, None)
+            if around is not None:
+                vars(self)[name] = around(kind, getattr(self, name))
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         """A new tensor: the sum ("sum") or the largest ("max") over the lanes of the axis."""

@@ -33,6 +33,7 @@ from fxpart.schedule.timeline import Timeline
 # Computations of a schedule that is played through for the comparison; beyond, the plan's means do.
 _PLAYED = 200_000
 FORWARD, BACKWARD, TRANSFER = "forward", "backward", "transfer"
+COLLECTIVE = "collectives in both"
 WAITING, RUNTIME = "waiting", "the runtime itself"
 
 
@@ -59,7 +60,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class StageCompared:
-    """One stage. Per microbatch: forward, backward, transfer; the other parts once a step.
+    """One stage. each: of a microbatch, collectives being part of forward and backward. step: once.
 
     slowest: the rank whose step the parts of a step are of, the one that computes longest.
     """
@@ -217,6 +218,9 @@ def _stage(
         for name in (FORWARD, BACKWARD)
     }
     transfer = max(entry.transfer_seconds for entry in entries)
+    meets = max(e.collective_seconds + e.gather_seconds for e in entries)
+    met = median(median(recording.each(rank, "collective")) for rank in ranks)
+    each[COLLECTIVE] = Compared(meets, met / m)
     each[TRANSFER] = Compared(transfer, _transfer(recording, stage))
     return StageCompared(
         stage=stage,

@@ -74,7 +74,7 @@ def _span(event: _Event, where: str) -> Measured:
     start, end = event.ts / 1e6, (event.ts + event.dur) / 1e6
     lane: Lane = event.cat  # type: ignore[assignment]  # looked up above
     span = Measured(event.pid, step, lane, name, start, end, bool(exact))
-    if lane not in ("step", "whole"):
+    if lane not in ("step", "whole", "collective"):
         try:
             _ = span.action
         except FxpartError as why:

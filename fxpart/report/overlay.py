@@ -72,7 +72,7 @@ def drawn(recording: Recording) -> list[int]:
 
 def _measured(spans: Iterable[Measured], rank: int, row: int) -> Iterable[_Bar]:
     for span in spans:
-        if span.rank != rank or span.lane in ("wait", "receive", "whole"):
+        if span.rank != rank or span.lane in ("wait", "receive", "whole", "collective"):
             continue
         title = f"measured {span.name}: {units.seconds(span.seconds)}"
         if span.lane == "compute":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
+from fxpart.collectives.communicator import Start
 from fxpart.errors import error
 from fxpart.runtime.lanes import Lane, Ranks
 from fxpart.runtime.transport import Transport
@@ -31,6 +32,7 @@ class Meshes:
                 fix=f"{len(ranks)} stages on the mesh {mesh} need {len(ranks) * mesh.size} ranks",
             )
         self.mesh = mesh
+        self._ranks = ranks
         self.threads = len(transport.local) == transport.ranks
         self._hubs: list[InProcessHub] = []
         self._ends: dict[tuple[int, int], Communicator] = {}
@@ -52,6 +54,11 @@ class Meshes:
         """Give stage modules their communicator, as ``module.mesh``."""
         for stage, module in modules.items():
             vars(module)["mesh"] = self._ends[stage, lane]
+
+    def watch(self, around: Callable[[int], Callable[[str, Start], Start]] | None) -> None:
+        """Have every rank's collectives started through ``around(rank)``; None: as ever."""
+        for (stage, lane), end in self._ends.items():
+            end.watch(None if around is None else around(self._ranks[stage][lane]))
 
     def leave(self, lane: int, cause: BaseException | str) -> None:
         """The lane has ended or failed: no thread of this process waits for it any more."""

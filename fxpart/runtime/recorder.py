@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+from fxpart.collectives.communicator import Handle, Start
 from fxpart.errors import error
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clocks import Offset, offset
@@ -180,6 +181,7 @@ class Pen:
         self._rank = rank
         self.device = device
         self.begun = self.last = 0
+        self._meets = False  # whether collectives are noted now: inside a computation, outermost
 
     def now(self) -> int:
         """The clock, once the device is through."""
@@ -217,11 +219,41 @@ class Pen:
                 self._recorder.gathered.add(
                     self._rank, self._recorder.step, "wait", name, self.last, start
                 )
-            inner()
+            self._meets = True
+            try:
+                inner()
+            finally:
+                self._meets = False
             self.last = self.now()
             self._write("compute", name, start)
 
         return do
+
+    def meeting(self, kind: str, start: Start) -> Start:
+        """The start of a collective, measured while its rank does nothing else."""
+
+        def begin(*arguments: Any) -> Handle:
+            if not self._meets:  # gradient sums are phases of their own
+                return start(*arguments)
+            before, self._meets = self.now(), False
+            try:
+                handle = start(*arguments)
+            finally:
+                self._meets = True
+            self.met(kind, before)
+            return Met(handle, kind, self)
+
+        return begin
+
+    @property
+    def meets(self) -> bool:
+        """Whether a collective is part of a computation now."""
+        return self._meets
+
+    def met(self, kind: str, before: int) -> None:
+        """The rank was in a collective until now."""
+        gathered, step = self._recorder.gathered, self._recorder.step
+        gathered.add(self._rank, step, "collective", kind, before, self.now())
 
     def _settle(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
         """Wait for the messages, as taking them would, and note when each was there."""
@@ -250,6 +282,24 @@ class Pen:
 
     def _write(self, lane: Lane, name: str, start: int) -> None:
         self._recorder.gathered.add(self._rank, self._recorder.step, lane, name, start, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A collective under way whose wait is measured."""
+
+    inner: Handle
+    kind: str
+    pen: Pen
+
+    def wait(self) -> torch.Tensor:
+        """The collective's result."""
+        if not self.pen.meets:
+            return self.inner.wait()
+        before = self.pen.now()
+        result = self.inner.wait()
+        self.pen.met(self.kind, before)
+        return result
 
 
 def _sends(action: Action) -> bool:

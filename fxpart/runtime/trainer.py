@@ -292,6 +292,8 @@ class Trainer:
             raise error("FXP109", where="record()", why="a recording is under way", fix="end it")
         self._recorder = recorder
         self._engine.record(recorder)
+        if self._meshes is not None:
+            self._meshes.watch(None if recorder is None else lambda r: recorder.pen(r).meeting)
         self._doing = tuple(
             do if recorder is None else recorder.timed(name, do) for name, do in self._phases
         )

@@ -16,7 +16,7 @@ import msgspec
 
 from fxpart.schedule.action import Action, Kind, parse
 
-Lane = Literal["compute", "send", "receive", "wait", "step", "whole"]
+Lane = Literal["compute", "send", "receive", "wait", "step", "whole", "collective"]
 FORMAT = "fxpart-recording"
 VERSION = 1
 
@@ -39,7 +39,8 @@ class Measured(msgspec.Struct, frozen=True):
 
     lane: "compute" (a forward or backward: name is the action), "send" and "receive" (a transfer
     from its issue to its arrival, on both ends), "wait" (for what the action of that name reads),
-    "step" (once a step: one of PHASES), "whole" (the rank's step). exact: False for a transfer that
+    "step" (once a step: one of PHASES), "whole" (the rank's step), "collective" (a computation's:
+    its kind; while the rank starts it or waits for it). exact: False for a transfer that
     had arrived before it was waited for; it took no longer than said.
     """
 
@@ -228,6 +229,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "forward_seconds": _middle(kinds[Kind.F]),
             "backward_seconds": _middle(kinds[Kind.B]),
             "computing_seconds": _middle(self.each(rank, "compute")),
+            "collective_seconds": _middle(self.each(rank, "collective")),
             "waiting_seconds": _middle(self.each(rank, "wait")),
             "actions": {name: _middle(times) for name, times in actions.items()},
             "once_a_step": {name: _middle(times) for name, times in phases.items()},

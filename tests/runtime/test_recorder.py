@@ -7,9 +7,10 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import hand_lanes
 import pytest
 import recorded_programs
-from hand_stages import batch, language
+from hand_stages import ADAMW, batch, language
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
@@ -130,6 +131,11 @@ def test_lanes_in_one_process() -> None:
     counts = Counter((s.rank, s.step, s.name) for s in recording.of("compute"))
     assert set(counts.values()) == {1}
     names = [{n for r, _, n in counts if r == rank} for rank in recording.ranks]
+    for met in recording.of("collective"):
+        inside = recording.of("compute", rank=met.rank, step=met.step)
+        assert any(s.start <= met.start and met.end <= s.end for s in inside)
+    kinds = {met.name for met in recording.of("collective")}
+    assert "all_reduce" in kinds and kinds <= {"all_reduce", "all_gather", "reduce_scatter"}
     firsts = [recording.stage_ranks[recording.stage(rank)][0] for rank in recording.ranks]
     assert names == [names[first] for first in firsts]
     check_sums(recording)
@@ -163,6 +169,15 @@ def test_nothing_is_wrapped_without_it() -> None:
     with pytest.raises(ZeroDivisionError), trainer.record():
         raise ZeroDivisionError
     assert wrapped(trainer) == before
+
+
+def test_no_collective_is_wrapped_without_it() -> None:
+    made = hand_lanes.trainer(InProcess(4), "tp=2", optimizer=ADAMW)
+    ends = [made._meshes.of(stage, lane) for stage in (0, 1) for lane in (0, 1)]  # type: ignore[union-attr]
+    before = [set(vars(end)) for end in ends]
+    with made.record():
+        assert all("_reduce" in vars(end) for end in ends)
+    assert [set(vars(end)) for end in ends] == before
 
 
 def wrapped(trainer: Trainer) -> tuple[int, int, int]:
