@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.cluster import Cluster, Device, Link
 from fxpart.cluster_io.lookup import Links
 
 if TYPE_CHECKING:
+    from fxpart.cluster import Cluster, Device, Link
     from fxpart.sharding import Mesh
 
 
@@ -30,7 +30,7 @@ def grouped(cluster: Cluster, lanes: int) -> Cluster:
     kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
     if all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
         # Each group is on one host and no link names a device: any pair of two groups is the worst.
-        return Cluster(name=cluster.name, devices=devices, links=cluster.links)
+        return msgspec.structs.replace(cluster, devices=devices)
     known: dict[tuple[frozenset[str], frozenset[str]], Link] = {}
     pairs = []
     for (a, one), (b, other) in product(enumerate(groups), repeat=2):
@@ -40,7 +40,7 @@ def grouped(cluster: Cluster, lanes: int) -> Cluster:
                 known[key] = _worst(links, one, other)
             pair = {"source": devices[a].name, "target": devices[b].name}
             pairs.append(msgspec.structs.replace(known[key], **pair))
-    return Cluster(name=cluster.name, devices=devices, links=tuple(pairs))
+    return msgspec.structs.replace(cluster, devices=devices, links=tuple(pairs))
 
 
 class Rings:
