@@ -88,19 +88,22 @@ def _groups(cluster: Cluster, lanes: int) -> list[tuple[Device, ...]]:
 
 def _slowest(group: Sequence[Device]) -> Device:
     """One device as slow in every respect as the slowest of the group."""
-    first = group[0]
-    dtypes = sorted(set.intersection(*(set(device.flops) for device in group)))
-    return Device(
-        name=first.name,
-        kind=first.kind,
-        model=first.model,
-        host=first.host,
+    return msgspec.structs.replace(
+        group[0],
         memory=min(device.memory for device in group),
-        flops={dtype: min(device.flops[dtype] for device in group) for dtype in dtypes},
+        flops=_least([device.flops for device in group]),
         bandwidth=min(device.bandwidth for device in group),
         launch=max(device.launch for device in group),
-        source=first.source,
+        measured=_least([d.measured for d in group if d.measured is not msgspec.UNSET])
+        if all(device.measured is not msgspec.UNSET for device in group)
+        else msgspec.UNSET,
     )
+
+
+def _least(rates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each rate that all have, the lowest."""
+    names = sorted(set.intersection(*(set(each) for each in rates)))
+    return {name: min(each[name] for each in rates) for name in names}
 
 
 def _worst(links: Links, sources: Sequence[Device], targets: Sequence[Device]) -> Link:
