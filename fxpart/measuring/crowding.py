@@ -8,6 +8,8 @@ program, so that no process needs the user's code.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import statistics
 import tempfile
 import time
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fxpart.measuring.processes import together
+from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
 from fxpart.profile import Crowding
 from fxpart.program import ProgramSpec
@@ -109,7 +112,7 @@ def _read(folder: Path) -> tuple[StageRun, Values]:
 
 def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """One process: seconds of a round while 1, 2, ... processes run, and beside an exchange."""
-    baseline = resident()
+    baseline = _baseline()
     count, seconds = int(payload["count"]), float(payload["seconds"])
     run, inputs = _read(Path(payload["folder"]))
     _round(run, inputs)  # warm
@@ -119,6 +122,14 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     ]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
     return {"busy": busy, "beside": beside, "baseline": baseline}
+
+
+def _baseline() -> int:
+    """Bytes of this process once it has all that training needs, and no model yet."""
+    importlib.import_module("fxpart.running")  # what a rank imports to make its trainer
+    overhead(torch.device("cpu"))  # and what torch loads when an optimizer steps first
+    gc.collect()
+    return resident()
 
 
 def _round(run: StageRun, inputs: Values) -> float:

@@ -49,6 +49,7 @@ Progress = Callable[[str, int, int], None]
 _SIZES = 4  # microbatch sizes at which ops are measured first
 _PLANS = 4  # plans of which the stages are measured whole
 _OPS, _STAGES = 0.5, 0.8  # shares of the budget that are used when ops, and stages, are done
+_OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 _SOLVING = 5.0  # seconds for each search
 
 
@@ -118,6 +119,7 @@ def profile(
         ),
         {"loss": workload.loss, "batch_dims": batch_dims},
     )
+    front = _of_one_model(front)
     captured = time.monotonic()
     with _threads(front.request.cluster.devices[0]) as device, Profile(path, create=True) as held:
         session = _Session(
@@ -133,6 +135,16 @@ def profile(
         )
         found = session.run()
     return msgspec.structs.replace(found, capture_seconds=captured - start)
+
+
+def _of_one_model(front: Front) -> Front:
+    """For the devices of the first one's model alone: what others take is not measured here."""
+    cluster = front.request.cluster
+    same = tuple(d for d in cluster.devices if d.model == cluster.devices[0].model)
+    if len(same) == len(cluster.devices):
+        return front
+    part = msgspec.structs.replace(cluster, devices=same)
+    return replace(front, request=replace(front.request, cluster=part))
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -235,7 +247,7 @@ class _Session:
         done, known = 0, 0
         wanted = sizes(problem, choices)
         for number, rows in enumerate(wanted):
-            left = self._left(_OPS)
+            left = self._left(_OPS) if number else max(_OPS_LEAST, self._left(_OPS))
             if left <= 0:
                 left_out.append(f"ops at microbatches of {', '.join(map(str, wanted[number:]))}")
                 break

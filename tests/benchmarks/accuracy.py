@@ -80,6 +80,7 @@ def row(
         "ranks": plan.world,
         "predicted": plan.prediction.simulated_seconds,
         "measured": measured["seconds"],
+        "cpu": measured["cpu"],
         "error": plan.prediction.simulated_seconds / measured["seconds"] - 1,
         "spread": max(measured["all"]) / min(measured["all"]) - 1,
         "stages": plan.provenance.get("choice", ""),

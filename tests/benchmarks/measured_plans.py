@@ -55,6 +55,7 @@ class Bench:
         return {
             "seconds": statistics.median(taken),
             "all": taken,
+            "cpu": [row["cpu"] for row in rows],
             "peaks": [row["peak"] for row in rows],
             "baselines": [row["baseline"] for row in rows],
         }
@@ -77,18 +78,20 @@ def steps_of(folder: str, optimizer: str, steps: int) -> dict[str, Any]:
     try:
         for _ in range(WARM):
             trainer.step(batch)
-        taken = []
+        taken, worked = [], []
         for _ in range(steps):
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             trainer.step(batch)
             taken.append(time.perf_counter() - start)
+            worked.append(time.process_time() - before)
         peaks = footprint.peaks()
     finally:
         trainer.close()
         del trainer
         _give_back()
-    return {"seconds": taken, "peak": peaks.peak, "baseline": peaks.baseline}
+    cpu = statistics.median(worked)
+    return {"seconds": taken, "cpu": cpu, "peak": peaks.peak, "baseline": peaks.baseline}
 
 
 def _drawn(name: str, meta: torch.Tensor) -> torch.Tensor:

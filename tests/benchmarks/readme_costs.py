@@ -36,3 +36,33 @@ def communication(note: str) -> str:
 
 def _errors(found: dict[str, float]) -> str:
     return f"{100 * found['median']:.1f} %, {100 * found['worst']:.1f} %"
+
+
+def accuracy(note: str) -> str:
+    """Predicted and measured steps and process peaks, plan by plan."""
+    found = read("accuracy")["figures"]
+    head = ("model", "plan", "step predicted", "measured", "error", "process peak", "error")
+    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in found["rows"]:
+        cells = [
+            row["model"], row["plan"], f"{1e3 * row['predicted']:.0f} ms",
+            f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %",
+            f"{row['measured_bytes'] / 2**20:.0f} MiB", f"{100 * row['bytes_error']:+.1f} %",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    time, memory = (_errors(found[kind]) for kind in ("time", "memory"))
+    words = f"Median and worst error of steps {time}; of process peaks {memory}."
+    return "\n".join([*lines, "", f"{words} {note}"])
+
+
+def choice(note: str) -> str:
+    """The plan chosen beside the fastest of those that ran."""
+    head = ("model", "ranks", "plans", "chosen", "fastest", "regret", "rank correlation")
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | --- | ---: | ---: |"]
+    for row in read("choice")["figures"]:
+        cells = [
+            row["model"], str(row["ranks"]), str(row["plans"]), row["chosen"], row["fastest"],
+            f"{100 * row['regret']:.1f} %", f"{row['correlation']:.2f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", note])

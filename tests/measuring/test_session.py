@@ -1,0 +1,136 @@
+"""A model profiled: everything measured once, kept, and used by plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from zoo import ZOO
+
+import fxpart
+from fxpart.cluster import Cluster
+from fxpart.cluster_io.detect import cores
+from fxpart.measuring.crowding import crowding, equivalent, summary
+from fxpart.measuring.runtime import overhead
+from fxpart.measuring.session import profile
+from fxpart.measuring.stages import microbatch
+from fxpart.profile import Calibration, Crowding, Profile, StageTiming
+from fxpart.target import Workload
+
+
+def one_rank() -> Cluster:
+    """This host as one rank of one thread, so that what else runs here counts little."""
+    return msgspec.structs.replace(LOCAL, name="one", devices=LOCAL.devices[:1])
+
+
+LOCAL = Cluster.local(max(2, cores()))
+
+
+def workload() -> Workload:
+    built = ZOO["mlp"].build()
+    return Workload(built.model, built.batch, built.loss, batch_size=built.batch_size)
+
+
+def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "model.profile"
+    heard: list[str] = []
+    first = profile(
+        workload(),
+        one_rank(),
+        path,
+        budget=900.0,
+        date="2026-01-31",
+        progress=lambda what, done, of: heard.append(what),
+    )
+    assert first.ops > 0 and first.stages > 0 and first.left_out == ()
+    assert first.calibration is not None and first.calibration.factors
+    assert first.calibration.residuals
+    assert first.crowding is not None and first.crowding.baseline > 50e6
+    assert first.step_seconds > 0
+    assert {"ops", "stages", "crowding"} <= set(heard)
+    with Profile(path) as held:
+        rows = list(held.rows())
+        (place,) = held.settings()
+        assert len(held.get("stages", place, StageTiming)) == 2 * first.stages
+        assert len(held.get("calibrations", place, Calibration)) == 1
+        assert len(held.get("crowding", place, Crowding)) == 1
+    again = profile(workload(), one_rank(), path, budget=900.0)
+    assert (again.ops, again.stages) == (0, 0)
+    assert again.known_stages == first.stages + first.known_stages
+    assert again.calibration == first.calibration and again.crowding == first.crowding
+    with Profile(path) as held:
+        assert list(held.rows()) == rows
+    program = fxpart.compile(
+        workload().model,
+        one_rank(),
+        example_inputs=workload().example,
+        loss=workload().loss,
+        cost_model=path,
+    )
+    assert "measured" in program.plan.provenance["compute"]
+    assert "measured whole" in program.plan.provenance["choice"]
+    assert program.plan.prediction.simulated_seconds == pytest.approx(again.step_seconds)
+
+
+def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
+    cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
+    found = profile(workload(), cluster, tmp_path / "model.profile", budget=1e-3)
+    assert found.ops > 0 and found.stages == 0 and found.crowding is None
+    assert any("ops" in words for words in found.left_out)
+    assert any("slow each other down" in words for words in found.left_out)
+
+
+@pytest.mark.slow
+def test_crowding_of_several_processes() -> None:
+    built = ZOO["mlp"].build()
+    program = fxpart.compile(
+        built.model, "local:1", example_inputs=built.batch, loss=built.loss, microbatches=1
+    )
+    values, _, _ = microbatch(program.captured, program.spec, 1)
+    found = crowding(
+        program.spec, program.sources[0], program.captured.state, values, 2,
+        seconds=0.1, timeout=120.0,
+    )  # fmt: skip
+    assert len(found.slowdown) == 2 and found.slowdown[0] == 1.0 <= found.slowdown[1]
+    assert 0 <= found.transfer <= 2 and found.baseline > 50e6
+
+
+def test_what_processes_answer_is_summed_up() -> None:
+    rows = [
+        {"busy": [0.1, 0.12, 0.3], "beside": 0.11, "baseline": 100},
+        {"busy": [0.0, 0.14, 0.3], "beside": 0.0, "baseline": 102},
+        {"busy": [0.0, 0.0, 0.3], "beside": 0.0, "baseline": 101},
+    ]
+    found = summary(rows, 3)
+    assert found.slowdown == pytest.approx((1.0, 1.3, 3.0))
+    assert found.transfer == pytest.approx(1 / 3)
+    assert found.baseline == 101
+    assert summary(rows[:1], 1) == Crowding(slowdown=(1.0,), baseline=100)
+    noise = [{"busy": [0.1, 0.09], "beside": 0.0, "baseline": 1}] * 2
+    assert summary(noise, 2).slowdown == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "found", "count"),
+    [
+        ((1.0, 1.2, 2.0), 1.0, 0.0),
+        ((1.0, 1.2, 2.0), 1.1, 0.5),
+        ((1.0, 1.2, 2.0), 1.6, 1.5),
+        ((1.0, 1.2, 2.0), 9.0, 2.0),
+        ((1.0, 1.0, 2.0), 1.5, 1.5),
+        ((1.0, 1.5), 9.0, 1.0),
+        ((1.0,), 9.0, 0.0),
+        ((1.0, 1.2), 0.8, 0.0),
+    ],
+)
+def test_a_transfer_counts_as_ranks(
+    slowdown: tuple[float, ...], found: float, count: float
+) -> None:
+    assert equivalent(slowdown, found) == pytest.approx(count)
+
+
+def test_the_runtime_takes_some_time_of_its_own() -> None:
+    found = overhead(torch.device("cpu"))
+    assert 0 <= found.action < 0.1 and 0 <= found.step < 0.1
