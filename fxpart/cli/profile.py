@@ -6,7 +6,6 @@ import datetime
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +96,17 @@ def _measure(
     workload = load_target(target)
     _writable(path)
     with watched(f"profiling {target}", first) as progress:
-        run = partial(
-            profile,
-            workload,
-            budget=seconds,
-            constraints=parse_constraints(constraint),
-            date=datetime.date.today().isoformat(),
-            progress=progress,
+        given_options: dict[str, Any] = {
             **options,
-        )
+            "budget": seconds,
+            "constraints": parse_constraints(constraint),
+            "date": datetime.date.today().isoformat(),
+            "progress": progress,
+        }
+
+        def run(devices: Cluster, where: str | Path) -> Profiled:
+            return profile(workload, devices, where, **given_options)
+
         started = launch()
         if started is None:
             return [run(given, path)]

@@ -218,5 +218,5 @@ def engine_seconds(device: torch.device) -> float:
 
 def _less(timing: Timing, seconds: float) -> Timing:
     """A timing without a fixed part."""
-    values = (max(0.0, t - seconds) for t in (timing.seconds, timing.low, timing.high))
-    return Timing(*values, timing.runs)
+    median, low, high = (max(0.0, t - seconds) for t in (timing.seconds, timing.low, timing.high))
+    return Timing(median, low, high, timing.runs)

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing
 from fxpart.report.table import shortened, table
 from fxpart.report.units import percent, plural, seconds, size
+
+if TYPE_CHECKING:
+    from fxpart.measuring.session import Profiled
 
 _SHOWN = 12  # ops and stages
 _WIDTH = 60
 T = TypeVar("T")
 
 
-class Done(Protocol):
-    """What a run did (:class:`fxpart.measuring.session.Profiled`)."""
-
-    path: str
-    model: str
-    device: str
-    seconds: float
-    ops: int
-    known_ops: int
-    stages: int
-    known_stages: int
-    calibration: Calibration | None
-    crowding: Crowding | None
-    median_error: float
-    worst_error: float
-    plan: str
-    step_seconds: float
-    left_out: tuple[str, ...]
-
-
-def describe_run(done: Done) -> list[str]:
+def describe_run(done: Profiled) -> list[str]:
     """The run in lines: what was measured, how well it explains stages, the best plan by it."""
     rows = [
         ("distinct ops", str(done.ops), str(done.known_ops)),
