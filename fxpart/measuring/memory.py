@@ -77,4 +77,20 @@ def bare(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 
     del rank, world, payload
     dist.all_reduce(torch.zeros(1))
+    warm()
     return {"resident": resident()}
+
+
+def warm() -> None:
+    """Train a tiny network once: the libraries' code is read from disk when it is first used."""
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.GELU(), torch.nn.Flatten(),
+        torch.nn.Linear(16 * 36, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(net.parameters())
+    with torch.random.fork_rng(devices=[]):
+        loss = torch.nn.functional.cross_entropy(
+            net(torch.rand(4, 3, 8, 8)), torch.zeros(4, dtype=torch.long)
+        )
+    loss.backward()
+    optimizer.step()

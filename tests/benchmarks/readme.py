@@ -257,7 +257,7 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "startup": startup,
 }
 PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
-COSTS = {name: name for name in ("communication", "accuracy", "choice")}  # table: result
+COSTS = {name: name for name in ("communication", "accuracy", "choice", "memory")}  # table: result
 
 
 def planning(name: str) -> str:

@@ -66,3 +66,20 @@ def choice(note: str) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", note])
+
+
+def memory(note: str) -> str:
+    """Predicted and measured bytes of ranks' processes."""
+    found = read("memory")["figures"]
+    head = ("model", "rank", "predicted tensors", "measured above baseline", "error", "process")
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for row in found["rows"]:
+        cells = [
+            row["model"], f"{row['rank']} of {row['ranks']}",
+            f"{row['predicted'] / 2**20:.0f} MiB", f"{row['measured'] / 2**20:.0f} MiB",
+            f"{100 * row['error']:+.1f} %", f"{100 * row['process_error']:+.1f} %",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    bare = found["bare_baseline"] / 2**20
+    text = f"process: the error of baseline and tensors together; a bare rank takes {bare:.0f} MiB."
+    return "\n".join([*lines, "", f"{text} {note}"])
