@@ -13,8 +13,8 @@ from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
 PAGES = (
-    "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "profiling", "reading_a_plan",
-    "reading_a_run", "rules", "solve",
+    "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "profiling",
+    "reading_a_plan", "reading_a_run", "rules", "solve",
 )  # fmt: skip
 
 
