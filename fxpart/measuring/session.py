@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,8 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.capture import Captured
 from fxpart.cluster import Cluster, Device
-from fxpart.deciding import decide
 from fxpart.errors import error
-from fxpart.exact import make_parts
+from fxpart.exact import Parts, make_parts
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
@@ -36,6 +35,7 @@ from fxpart.price import price
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming
+from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import Choice, PartitionProblem
 
@@ -59,8 +59,8 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     seconds: of measuring and planning; capture_seconds: before that. ops, stages: measured now;
     known_ops, known_stages: found in the profile. calibration, crowding: of this model here, None
     where there was no time for them. median_error, worst_error: of stages predicted from ops with
-    these factors, relative. plan: the best plan in words; step_seconds: what it is predicted to
-    take. left_out: in words, what the budget did not reach.
+    these factors, relative. plan: the best of one rank a stage, in words; step_seconds: what it
+    is predicted to take. left_out: in words, what the budget did not reach.
     """
 
     path: str
@@ -186,6 +186,7 @@ class _Session:
     budget: float
     date: str
     progress: Progress
+    programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
 
     def run(self) -> Profiled:
         """All phases."""
@@ -196,8 +197,8 @@ class _Session:
         crowding = self._crowding(left_out)
         # What is best may be others now. Factors stay, so that the same are best the next time.
         again, known_again = self._stages(self._model(), left_out)
-        planned = decide(replace(self.front, request=self._request()), self.microbatches)
-        shown = planned.plan
+        problem, choices = self._choices(self._model())
+        best = choices[0]
         middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
         return Profiled(
             path=str(self.profile.path),
@@ -213,10 +214,10 @@ class _Session:
             median_error=middle,
             worst_error=worst,
             plan=(
-                f"{len(shown.stages)} stages, {shown.world} ranks, "
-                f"{shown.microbatches} microbatches, {shown.schedule}"
+                f"{len(best.starts)} stages of one rank, "
+                f"{problem.variants[best.variant].microbatches} microbatches"
             ),
-            step_seconds=shown.prediction.simulated_seconds,
+            step_seconds=evaluate(problem, best).seconds,
             left_out=tuple(left_out),
         )
 
@@ -235,9 +236,6 @@ class _Session:
         """The profile as it is now, for the cluster and the model."""
         found = costmodels.find(self.profile.path, self.front.request.cluster)
         return of_model(replace(self.front.request, cost_model=found), self.front.info).cost_model
-
-    def _request(self) -> Any:
-        return replace(self.front.request, cost_model=self._model())
 
     # -- phases ---------------------------------------------------------------------------------
 
@@ -375,7 +373,11 @@ class _Session:
         return problem, list(found.candidates) or [whole]
 
     def _work(self, problem: PartitionProblem, choice: Choice) -> _Work:
-        parts = make_parts(self.captured, self.graph, None, choice.starts, self.front.request.seed)
+        if choice.starts not in self.programs:
+            seed = self.front.request.seed
+            made = make_parts(self.captured, self.graph, None, choice.starts, seed)
+            self.programs[choice.starts] = made
+        parts = self.programs[choice.starts]
         ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
         blocks = tuple(zip(choice.starts, ends, strict=True))
         count = problem.variants[choice.variant].microbatches
