@@ -71,11 +71,20 @@ def choice(note: str) -> str:
 def memory(note: str) -> str:
     """Predicted and measured bytes of ranks' processes."""
     found = read("memory")["figures"]
-    head = ("model", "rank", "predicted tensors", "measured above baseline", "error", "process")
-    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    head = (
+        "model",
+        "rank",
+        "malloc frees",
+        "predicted tensors",
+        "measured above baseline",
+        "error",
+        "process",
+    )
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
     for row in found["rows"]:
         cells = [
             row["model"], f"{row['rank']} of {row['ranks']}",
+            "at once" if row["prompt"] else "as it is",
             f"{row['predicted'] / 2**20:.0f} MiB", f"{row['measured'] / 2**20:.0f} MiB",
             f"{100 * row['error']:+.1f} %", f"{100 * row['process_error']:+.1f} %",
         ]  # fmt: skip
