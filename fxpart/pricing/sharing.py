@@ -147,14 +147,26 @@ def _form(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tu
         rows = tensor_bytes(hidden) * chosen.shape[1] * _count(axes, mesh)
         way = Move(*_TURN, rows, tuple(map(str, axes)))
         return (way, way), (way, way)
-    if name not in _SUMMING:
-        return (), ()
+    ahead, back = _INSIDE.get(name, (0, 0))
+    places = tuple(map(str, axes))
+    if name == "batch_norm_rows":  # every lane's means and squares, and two sums of gradients
+        channels = specs.tensors(node)[0].shape[1]
+        given = 2 * 4 * channels
+        gather = Move(*_GATHER, given * _count(places, mesh), places)
+        return (gather,), (Move(*_REDUCE, given, places),)
     size = sum((tensor_bytes(t) for t in specs.tensors(node)[-1:]), start=0)
-    move = Move("partial", "replicate", size, tuple(map(str, axes)))
-    return (move, move), (move,)
+    move = Move(*_REDUCE, size, places)
+    return (move,) * ahead, (move,) * back
 
 
-_SUMMING = frozenset({"cross_entropy_classes", "cross_entropy_rows", "softmax_cut"})
+# Sums that forms take inside, of the size of their results: in the forward and in the backward.
+_INSIDE = {
+    "cross_entropy_classes": (2, 1),
+    "cross_entropy_rows": (1, 0),
+    "cross_entropy_rows_classes": (3, 1),
+    "nll_loss_rows": (1, 0),
+    "softmax_cut": (2, 1),
+}
 _REDUCE, _GATHER = ("partial", "replicate"), ("shard(0)", "replicate")
 _SCATTER, _TURN = ("partial", "shard(0)"), ("shard(0)", "shard(1)")
 # name -> forward, and by what the users leave for gradients (R or P) the backward.
