@@ -235,6 +235,7 @@ def _ranks(
         transfer_seconds=cost.transfer_seconds,
         sync_seconds=sums,
         tie_seconds=cost.sync_seconds,
+        collective_seconds=cost.collective_seconds,
         optimizer_seconds=max(0.0, cost.optimizer_seconds - sums - own),
         overhead_seconds=own,
         memory=Memory(

@@ -98,13 +98,15 @@ class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slowdown: how many times longer a computation takes while 1, 2, ... ranks of the host compute.
     full: for how many computing ranks the seconds of :class:`RankPrediction` are, which may be more
     than the plan has there; 0: for all of ``ranks``. transfer: how many computing ranks a transfer
-    of the host counts as.
+    of the host counts as. wake: by how many seconds a transfer to one of the ranks ends later while
+    1, 2, ... of them compute, its receiver included.
     """
 
     ranks: tuple[int, ...]
     slowdown: tuple[float, ...]
     transfer: float = 0.0
     full: int = 0
+    wake: tuple[float, ...] = ()
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

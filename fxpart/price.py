@@ -196,6 +196,7 @@ class _Pricer:
             activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
             workspace=self._workspace.bytes(sizes),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
+            collective=self._talking(sizes),
         )
         self.unknown |= sizes.unknown
         return variant
@@ -215,6 +216,13 @@ class _Pricer:
             backward[block] += sum(self._move(move, sizes) for move in back)
         backward = backward + own.sums(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
+
+    def _talking(self, sizes: Sizes) -> tuple[float, ...]:
+        """Seconds of collectives by block; they are the same on every kind of device."""
+        found = [0.0] * self.blocks if self._moves else []
+        for block, ahead, back in self._moves:
+            found[block] += sum(self._move(move, sizes) for move in (*ahead, *back))
+        return tuple(found)
 
     def _move(self, move: Move, sizes: Sizes) -> float:
         size, ring = float(sizes.number(move.size)), self._rings(*move.axes)

@@ -93,12 +93,15 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
 
     slowdown: how many times longer forward and backward take while 1, 2, ... ranks compute.
     transfer: how many computing ranks a transfer between two ranks of the host counts as, 0 to 2.
+    wake: seconds by which a rank goes on later, once something has come for it, while 1, 2, ...
+    ranks compute, itself included.
     baseline: bytes that a rank's process has before it holds a model; overhead: the share by which
     a process's peak is larger than the tensors it holds (allocator), 0 where not measured.
     """
 
     slowdown: tuple[float, ...] = ()
     transfer: float = 0.0
+    wake: tuple[float, ...] = ()
     baseline: int = 0
     overhead: float = 0.0
 

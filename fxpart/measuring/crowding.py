@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fxpart.measuring.processes import together
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
+from fxpart.measuring.waking import waking
 from fxpart.profile import Crowding
 from fxpart.program import ProgramSpec
 from fxpart.runtime.footprint import resident
@@ -72,6 +73,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
     return Crowding(
         slowdown=tuple(slowdown),
         transfer=equivalent(slowdown, beside),
+        wake=tuple(rows[0]["wake"]),
         baseline=int(statistics.median(row["baseline"] for row in rows)),
     )
 
@@ -121,7 +123,8 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
         for together_ in range(1, count + 1)
     ]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
-    return {"busy": busy, "beside": beside, "baseline": baseline}
+    waits = waking(rank, world) if world > 2 else ()
+    return {"busy": busy, "beside": beside, "baseline": baseline, "wake": list(waits)}
 
 
 def _baseline() -> int:

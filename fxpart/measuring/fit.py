@@ -42,8 +42,8 @@ def fit(points: Sequence[Point]) -> Fit:
     """The line that is closest to (bytes, seconds) by the sum of squared relative errors.
 
     That is least squares with weights 1/seconds², so that microseconds count as much as
-    milliseconds. Neither part is negative: where the best would be, the other is fitted alone. Needs a
-    point; seconds are above zero.
+    milliseconds. Neither part is negative: where the best would be, the other is fitted alone.
+    Needs a point; seconds are above zero.
     """
     weighted = [(1 / seconds, size / seconds) for size, seconds in points]
     s11 = sum(a * a for a, _ in weighted)

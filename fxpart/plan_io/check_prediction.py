@@ -46,6 +46,9 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
         where = f"prediction.hosts[{index}]"
         if not load.ranks:
             yield f"{where}.ranks", "there are none"
+        for place, seconds in enumerate(load.wake):
+            if not 0 <= seconds < 1e6:
+                yield f"{where}.wake[{place}]", f"{seconds} s is no time to wait"
         if not load.slowdown:
             yield f"{where}.slowdown", "there is none"
         for place, factor in enumerate(load.slowdown):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from fxpart.cluster import Cluster, Device, Host
 from fxpart.prediction import HostLoad
@@ -22,6 +23,10 @@ class Measured(Protocol):
     @property
     def transfer(self) -> float:
         """How many computing ranks a transfer counts as."""
+
+    @property
+    def wake(self) -> tuple[float, ...]:
+        """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
 
 
 def hosts_of(
@@ -45,11 +50,12 @@ def hosts_of(
     found = []
     for name, mine in ranks.items():
         all_of = there[name]
+        load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(all_of))
         if crowding is None:
-            curve, transfer = _curve(known.get(name), all_of), 0.0
+            load = replace(load, slowdown=_curve(known.get(name), all_of))
         else:
-            curve, transfer = crowding(name).slowdown, crowding(name).transfer
-        load = HostLoad(ranks=tuple(mine), slowdown=curve, transfer=transfer, full=len(all_of))
+            seen = crowding(name)
+            load = replace(load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake)
         found += [load] if is_crowded(load) else []
     return tuple(found)
 
@@ -65,15 +71,18 @@ def completed(
     for device in cluster.devices:
         count[device.host] = count.get(device.host, 0) + 1
     return tuple(
-        HostLoad(
-            ranks=load.ranks,
-            slowdown=load.slowdown,
-            transfer=load.transfer,
-            full=load.full or count[cluster.devices[devices[load.ranks[0]]].host],
-        )
+        replace(load, full=load.full or count[cluster.devices[devices[load.ranks[0]]].host])
         for load in hosts
         if is_crowded(load)
     )
+
+
+def pace(hosts: Sequence[HostLoad], rank: int) -> float:
+    """What a rank's seconds are worth while the plan's ranks of its host compute, and no others."""
+    for load in hosts:
+        if rank in load.ranks and load.full:
+            return factor(load.slowdown, len(load.ranks)) / factor(load.slowdown, load.full)
+    return 1.0
 
 
 def is_crowded(load: HostLoad) -> bool:
@@ -82,7 +91,7 @@ def is_crowded(load: HostLoad) -> bool:
         return False
     most = max(load.full, len(load.ranks))
     busy = any(factor(load.slowdown, k) != 1 for k in range(1, most + 1))
-    return busy or (load.transfer > 0 and len(load.ranks) > 1)
+    return busy or ((load.transfer > 0 or any(load.wake)) and len(load.ranks) > 1)
 
 
 def _curve(host: Host | None, devices: Sequence[Device]) -> tuple[float, ...]:

@@ -31,12 +31,15 @@ class StageTimes:
     """Of each stage the seconds of its slowest rank, and its ranks.
 
     forward, backward: for a microbatch, half of ZeRO 3's gathering with each; once: once a step.
-    transfer: of each edge, in one direction.
+    talking: the part of forward, and as much of backward, in which ranks of a stage exchange
+    something; summing: the part of once. transfer: of each edge, in one direction.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     once: tuple[float, ...]
+    talking: tuple[float, ...]
+    summing: tuple[float, ...]
     transfer: dict[tuple[int, int], float]
     ranks: tuple[tuple[int, ...], ...]
 
@@ -59,6 +62,8 @@ class StageTimes:
             tuple(max(r.forward_seconds + r.gather_seconds / 2 for r in m) for m in by_stage),
             tuple(max(r.backward_seconds + r.gather_seconds / 2 for r in m) for m in by_stage),
             tuple(max(row.step_only_seconds for row in mine) for mine in by_stage),
+            tuple(max(r.collective_seconds + r.gather_seconds for r in m) / 2 for m in by_stage),
+            tuple(max(row.sync_seconds + row.tie_seconds for row in mine) for mine in by_stage),
             {(e.source, e.target): received[e.target] / parts[e.target] for e in edges},
             tuple(tuple(rank for row in mine for rank in row.ranks) for mine in by_stage),
         )
@@ -98,15 +103,26 @@ def steps_in_time(
         ]
         crowd = None
 
-    def scaled(seconds: Sequence[float]) -> list[float]:
-        return [share * value for share, value in zip(pace, seconds, strict=True)]
+    def full(stage: int) -> float:
+        """By how much the simulation, which lets all of a stage's seconds be crowded, divides."""
+        return max((crowd.full(r) for r in times.ranks[stage]), default=1.0) if crowd else 1.0
+
+    def scaled(seconds: Sequence[float], apart: Sequence[float]) -> list[float]:
+        """What is computed at its pace; talk takes as long as it does, whoever computes."""
+        return [
+            share * (value - talk) + full(stage) * talk
+            for stage, (share, value, talk) in enumerate(zip(pace, seconds, apart, strict=True))
+        ]
+
+    ahead = [min(a, b) for a, b in zip(times.talking, times.forward, strict=True)]
+    back = [min(a, b) for a, b in zip(times.talking, times.backward, strict=True)]
 
     def transfer(stage: int, peer: int, kind: Kind) -> float:
         return times.transfer[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
 
     return simulate_steps(
-        schedule, steps, edges, scaled(times.forward), scaled(times.backward), transfer,
-        flush=flush, once=scaled(times.once), join=flush,
+        schedule, steps, edges, scaled(times.forward, ahead), scaled(times.backward, back),
+        transfer, flush=flush, once=scaled(times.once, times.summing), join=flush,
         sends="overlapped" if crowd is None else "runtime",
         crowd=crowd, places=None if crowd is None else times.ranks,
     )  # fmt: skip

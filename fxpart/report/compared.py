@@ -12,8 +12,9 @@ from math import fsum
 from statistics import median, quantiles
 
 from fxpart.errors import error
-from fxpart.plan import Plan, RankPrediction
+from fxpart.plan import Plan, Prediction, RankPrediction
 from fxpart.plan_io.runs import text_of
+from fxpart.planned.hosts import pace
 from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.action import Kind
 from fxpart.schedule.builders import BUILDERS
@@ -147,7 +148,7 @@ def compare(plan: Plan, recording: Recording) -> Comparison:
     low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]
     step = Compared(plan.prediction.simulated_seconds, median(times))
     stages = tuple(_stage(plan, kept, stage.index, timeline) for stage in plan.stages)
-    pace = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
+    slowest = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
     busy = [
         fsum((*kept.each(rank, "compute"), *_phases(kept, rank, (SUMS, TIES, CLIP, OPTIMIZER))))
         for rank in kept.ranks
@@ -161,8 +162,8 @@ def compare(plan: Plan, recording: Recording) -> Comparison:
         bubble_predicted=plan.prediction.bubble,
         bubble_measured=max(0.0, 1 - fsum(busy) / spent) if spent else 0.0,
         stages=stages,
-        stage=pace.stage,
-        differences=_differences(plan, pace, step),
+        stage=slowest.stage,
+        differences=_differences(plan, slowest, step),
         memory=_memory(plan, recording),
         shown=min(whole, key=lambda each: abs(whole[each] - median(times))),
         notes=tuple(_notes(plan, recording, len(recording.steps) - len(times))),
@@ -212,7 +213,7 @@ def _stage(
     made = {rank: _spent(recording, rank) for rank in ranks}
     slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
     entry = max(entries, key=lambda e: slowest in e.ranks)
-    predicted = _predicted(entry, m, plan.prediction.simulated_seconds, timeline)
+    predicted = _predicted(entry, m, plan.prediction, timeline)
     each = {
         name: Compared(predicted[name] / m, median(made[rank][name] for rank in ranks) / m)
         for name in (FORWARD, BACKWARD)
@@ -232,7 +233,7 @@ def _stage(
 
 
 def _predicted(
-    entry: RankPrediction, microbatches: int, step: float, timeline: Timeline | None
+    entry: RankPrediction, microbatches: int, whole: Prediction, timeline: Timeline | None
 ) -> dict[str, float]:
     """Seconds of a rank's step by part; waiting is the rest."""
     half = entry.gather_seconds / 2
@@ -249,11 +250,12 @@ def _predicted(
         forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
         parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
+    share = 1.0 if timeline is None else pace(whole.hosts, entry.ranks[0])
     parts |= {
-        SUMS: entry.sync_seconds, TIES: entry.tie_seconds, OPTIMIZER: entry.optimizer_seconds,
-        RUNTIME: entry.overhead_seconds,
+        SUMS: entry.sync_seconds, TIES: entry.tie_seconds,
+        OPTIMIZER: entry.optimizer_seconds * share, RUNTIME: entry.overhead_seconds * share,
     }  # fmt: skip
-    return {**parts, WAITING: step - fsum(parts.values())}
+    return {**parts, WAITING: whole.simulated_seconds - fsum(parts.values())}
 
 
 def _spent(recording: Recording, rank: int) -> dict[str, float]:
@@ -314,10 +316,10 @@ def _busy(parts: Iterable[Compared], waiting: Compared) -> float:
     return fsum(part.measured or 0.0 for part in parts if part is not waiting)
 
 
-def _differences(plan: Plan, pace: StageCompared, step: Compared) -> tuple[Difference, ...]:
+def _differences(plan: Plan, slowest: StageCompared, step: Compared) -> tuple[Difference, ...]:
     """The parts of the pace-setting rank's step by the size of their difference."""
     near = step.predicted and abs(step.difference) <= AGREES * step.predicted
-    whole = fsum(part.difference for part in pace.step.values())
+    whole = fsum(part.difference for part in slowest.step.values())
     found = [
         Difference(
             name=name,
@@ -327,7 +329,7 @@ def _differences(plan: Plan, pace: StageCompared, step: Compared) -> tuple[Diffe
             share=None if near or not whole else part.difference / whole,
             source=_source(plan, name),
         )
-        for name, part in pace.step.items()
+        for name, part in slowest.step.items()
         if part.predicted or part.measured
     ]
     return tuple(sorted(found, key=lambda each: -abs(each.difference)))

@@ -23,6 +23,10 @@ class Load(Protocol):
         """How many computing ranks a transfer counts as."""
 
     @property
+    def wake(self) -> tuple[float, ...]:
+        """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
+
+    @property
     def full(self) -> int:
         """How many computing ranks the given seconds are for; 0: all of ``ranks``."""
 
@@ -34,18 +38,27 @@ class Crowd:
     host: by rank, the number of its host. slowdown: by host, how many times longer a computation
     takes while 1, 2, ... of its ranks are busy; past the end it grows in proportion; empty: never.
     transfer: by host, how many busy ranks a transfer counts as while it is under way there; empty:
-    none. loaded: by host, how many computing ranks the seconds that are given are for; 0, or where
-    it is empty, all of the host's ranks.
+    none. wake: by host, by how many seconds a transfer to it ends later while 1, 2, ... ranks
+    compute, of which its receiver is one: where cores are all in use a process that something has
+    come for has to wait for one; the last holds past the end; empty: never. loaded: by host, how
+    many computing ranks the seconds that are given are for; 0, or where it is empty, all of the
+    host's ranks.
     """
 
     host: tuple[int, ...]
     slowdown: tuple[tuple[float, ...], ...]
     transfer: tuple[float, ...] = ()
     loaded: tuple[int, ...] = ()
+    wake: tuple[tuple[float, ...], ...] = ()
 
     def factor(self, host: int, busy: float) -> float:
         """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
         return factor(self.slowdown[host], busy)
+
+    def waking(self, host: int, busy: int) -> float:
+        """Seconds until a rank goes on that something has come for, ``busy`` with it computing."""
+        curve = self.wake[host] if self.wake else ()
+        return curve[min(max(busy, 1), len(curve)) - 1] if curve else 0.0
 
     def full(self, rank: int) -> float:
         """The factor of a rank's host while all compute for which its seconds are given."""
@@ -89,4 +102,5 @@ def crowd_of(hosts: Sequence[Load], ranks: int) -> Crowd:
         (*(tuple(host.slowdown) for host in hosts), ()),
         (*(host.transfer for host in hosts), 0.0),
         (*(host.full or len(host.ranks) for host in hosts), 0),
+        (*(host.wake for host in hosts), ()),
     )

@@ -61,10 +61,21 @@ class Work:
         assert event.peer is not None
         loads = self._touched(self._schedule.stage_rank[event.stage],
                               self._schedule.stage_rank[event.peer])  # fmt: skip
+        more = self._waking(self._schedule.stage_rank[event.peer])
         name = None if self._segment is None else self._segment(*self._ends(event))
         if name is None:
-            return Task(seconds, 0, loads)
-        return Task(seconds, self._moving[name], (*loads, self._segments[name]))
+            return Task(seconds, 0, loads, more)
+        return Task(seconds, self._moving[name], (*loads, self._segments[name]), more)
+
+    def _waking(self, target: int) -> Callable[[Sequence[int]], float] | None:
+        """What a transfer takes longer until its receiver goes on, by what computes there."""
+        crowd, hosts = self._crowd, sorted(set(self._hosts[target]))
+        if not any(crowd.wake[host] for host in hosts if crowd.wake):
+            return None
+        ranks = {host: crowd.host.count(host) for host in hosts}
+        return lambda counts: max(
+            crowd.waking(host, min(ranks[host], counts[2 * host] + 1)) for host in hosts
+        )
 
     @staticmethod
     def _ends(action: Action) -> tuple[int, int, Kind]:

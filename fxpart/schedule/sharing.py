@@ -19,11 +19,15 @@ from fxpart.schedule.order import E, Graph
 
 @dataclass(frozen=True)
 class Task:
-    """An event's work: seconds alone, the pool whose pace it goes at, the counters it raises."""
+    """An event's work: seconds alone, the pool whose pace it goes at, the counters it raises.
+
+    more: from all counters' values, with what starts at the same moment, seconds beside those.
+    """
 
     seconds: float
     pool: int
     counters: tuple[int, ...] = ()
+    more: Callable[[Sequence[int]], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,15 @@ def shared(
     now, ready, changed = 0.0, graph.first(), set[int]()
     while True:
         for event in ready:
-            work = tasks[event] = task(event)
-            pool = pools[work.pool]
-            heapq.heappush(pool.ends, (pool.clock(now) + work.seconds, len(starts), event))
-            starts[event] = now
-            for index in work.counters:
+            tasks[event] = task(event)
+            for index in tasks[event].counters:
                 counts[index] += 1
-            changed.update(work.counters)
+            changed.update(tasks[event].counters)
+        for event in ready:
+            work, pool = tasks[event], pools[tasks[event].pool]
+            seconds = work.seconds if work.more is None else work.seconds + work.more(counts)
+            heapq.heappush(pool.ends, (pool.clock(now) + seconds, len(starts), event))
+            starts[event] = now
         # Only now: where one event follows another at once, the pace stays as it is.
         for pool in {id(pool): pool for index in changed for pool in watched[index]}.values():
             pool.turn(now, counts)

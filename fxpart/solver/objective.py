@@ -58,7 +58,8 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
     (sync: all messages about tied gradients in a step, as if none overlapped computation).
-    workspace: bytes, already counted in ``memory.activations``.
+    collective: the part of forward and backward in which ranks of the stage talk. workspace: bytes,
+    already counted in ``memory.activations``.
     """
 
     first: int
@@ -73,6 +74,7 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_limit: int
     in_flight: int
     workspace: int
+    collective_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -173,9 +175,7 @@ class Scorer:
             first=first,
             last=last,
             device=k,
-            forward_seconds=fsum(
-                (problem.action, *variant.forward[device.type][first : last + 1])
-            ),
+            forward_seconds=fsum((problem.action, *variant.forward[device.type][first : last + 1])),
             backward_seconds=fsum(
                 (problem.action, *variant.backward[device.type][first : last + 1])
             ),
@@ -189,6 +189,7 @@ class Scorer:
                 for w in weights
                 if w.gradient and (w.blocks[0] < first or w.blocks[-1] > last)
             ),
+            collective_seconds=fsum(variant.collective[first : last + 1]),
             optimizer_seconds=fsum((problem.once, *problem.step[device.type][first : last + 1])),
             memory=StageMemory(
                 weights=sum(w.weight for w in weights if not w.buffer),

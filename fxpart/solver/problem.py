@@ -69,7 +69,8 @@ class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
     [block]; what several blocks save counts where it is made. workspace: bytes live only while the
-    block runs, [block]. value_bytes: [value].
+    block runs, [block]. value_bytes: [value]. collective: of forward and backward together the
+    seconds in which the ranks of a stage talk, [block]; empty where there are none.
     """
 
     microbatch_size: int
@@ -79,6 +80,7 @@ class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activation: tuple[int, ...]
     workspace: tuple[int, ...]
     value_bytes: tuple[int, ...]
+    collective: tuple[float, ...] = ()
 
 
 class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,4 +53,7 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
         activation=whole("activation"),
         workspace=whole("workspace"),
         value_bytes=whole("value_bytes"),
+        collective=tuple(
+            at(a, b) for a, b in zip(one.collective, (other or one).collective, strict=True)
+        ),
     )

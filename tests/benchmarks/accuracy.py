@@ -2,10 +2,11 @@
 
     python tests/benchmarks/accuracy.py          (--models gpt2,vit for some; --dry for a try)
 
-Each model is profiled once (``fxpart profile``, 60 s), for up to 4 ranks of one thread. The plans
-are fixed beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several
-numbers of microbatches, two replicas. Predictions are made before anything of them is run; then
-each plan runs over gloo on this machine, and the median step is compared.
+The links are measured once (``fxpart cluster bench``, 60 s), and each model is profiled once
+(``fxpart profile``, 60 s), for up to 4 ranks of one thread. The plans are fixed beforehand and none
+of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of microbatches, two
+replicas. Predictions are made before anything of them is run; then each plan runs over gloo on
+this machine, and the median step is compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ PLANS: tuple[tuple[dict[str, int | float | str | bool], int], ...] = (
 )
 
 
-def of_model(name: str, options: argparse.Namespace, bench: Any) -> list[dict[str, Any]]:
+def of_model(
+    name: str, cluster: Any, options: argparse.Namespace, bench: Any
+) -> list[dict[str, Any]]:
     """The rows of one model: profile, predict all plans, then measure them."""
     import cpu_models
 
@@ -46,13 +49,13 @@ def of_model(name: str, options: argparse.Namespace, bench: Any) -> list[dict[st
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         path = Path(folder) / "model.profile"
-        found = profile(work, CLUSTER, path, budget=options.budget)
+        found = profile(work, cluster, path, budget=options.budget)
         say(f"{name}: profiled in {found.seconds:.0f} s, stages within {found.median_error:.1%}")
         programs = []
         for constraints, count in PLANS[: options.plans]:
             try:
                 program = fxpart.compile(
-                    work.model, CLUSTER, loss=work.loss, microbatches=count, cost_model=path,
+                    work.model, cluster, loss=work.loss, microbatches=count, cost_model=path,
                     constraints=constraints, **example,
                 )  # fmt: skip
             except FxpartError as fault:
@@ -124,9 +127,16 @@ def main() -> None:
     import torch
     from measured_plans import Bench
 
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.bench import bench as measure_links
+
     torch.set_num_threads(1)
+    say("measuring links")
+    cluster = measure_links(Cluster.parse(CLUSTER), budget=options.budget).cluster
+    rows = []
     with Bench() as bench:
-        rows = [r for name in options.models.split(",") for r in of_model(name, options, bench)]
+        for name in options.models.split(","):
+            rows += of_model(name, cluster, options, bench)
     figures = {
         "rows": rows,
         "time": summary(rows, "error"),

@@ -104,4 +104,5 @@ def _variant(variant: Variant, groups: Sequence[Sequence[int]], kept: Sequence[i
         activation=tuple(sum(variant.activation[b] for b in group) for group in groups),
         workspace=tuple(max(variant.workspace[b] for b in group) for group in groups),
         value_bytes=tuple(variant.value_bytes[v] for v in kept),
+        collective=_rows([variant.collective], groups)[0] if variant.collective else (),
     )
