@@ -59,8 +59,8 @@ def missing_facts(cluster: Cluster) -> tuple[str, ...]:
         count = sum(device.measured is UNSET for device in cluster.devices)
         found.append(f"measured rates of {count} of {len(cluster.devices)} devices")
     if without := len(missing_links(cluster)):
-        count = f"{without} links" if without < MOST else "many links"
-        found.append(f"how devices reach each other: {count} are missing")
+        many = f"{without} links" if without < MOST else "many links"
+        found.append(f"how devices reach each other: {many} are missing")
     if len(cluster.devices) > 1:
         count = sum(link.curve is UNSET for link in cluster.links)
         if count:

@@ -99,16 +99,17 @@ def test_crowding_of_several_processes() -> None:
 
 def test_what_processes_answer_is_summed_up() -> None:
     rows = [
-        {"busy": [0.1, 0.12, 0.3], "beside": 0.11, "baseline": 100},
-        {"busy": [0.0, 0.14, 0.3], "beside": 0.0, "baseline": 102},
-        {"busy": [0.0, 0.0, 0.3], "beside": 0.0, "baseline": 101},
+        {"busy": [0.1, 0.12, 0.3], "beside": 0.11, "baseline": 100, "wake": [0.0, 0.002]},
+        {"busy": [0.0, 0.14, 0.3], "beside": 0.0, "baseline": 102, "wake": [0.0, 0.002]},
+        {"busy": [0.0, 0.0, 0.3], "beside": 0.0, "baseline": 101, "wake": [0.0, 0.002]},
     ]
     found = summary(rows, 3)
     assert found.slowdown == pytest.approx((1.0, 1.3, 3.0))
     assert found.transfer == pytest.approx(1 / 3)
-    assert found.baseline == 101
-    assert summary(rows[:1], 1) == Crowding(slowdown=(1.0,), baseline=100)
-    noise = [{"busy": [0.1, 0.09], "beside": 0.0, "baseline": 1}] * 2
+    assert found.baseline == 101 and found.wake == (0.0, 0.002)
+    alone = [{**rows[0], "wake": []}]
+    assert summary(alone, 1) == Crowding(slowdown=(1.0,), baseline=100)
+    noise = [{"busy": [0.1, 0.09], "beside": 0.0, "baseline": 1, "wake": []}] * 2
     assert summary(noise, 2).slowdown == (1.0, 1.0)
 
 
