@@ -96,7 +96,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     wake: seconds by which a rank goes on later, once something has come for it, while 1, 2, ...
     ranks compute, itself included.
     baseline: bytes that a rank's process has before it holds a model; overhead: the share by which
-    a process's peak is larger than the tensors it holds (allocator), 0 where not measured.
+    it grows more, while it trains, than the tensors need that are made then (the allocator).
     """
 
     slowdown: tuple[float, ...] = ()

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.measuring.memory import overhead as overhead_of
 from fxpart.measuring.processes import together
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
@@ -75,6 +76,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
         transfer=equivalent(slowdown, beside),
         wake=tuple(rows[0]["wake"]),
         baseline=int(statistics.median(row["baseline"] for row in rows)),
+        overhead=rows[0]["overhead"],
     )
 
 
@@ -118,13 +120,20 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     count, seconds = int(payload["count"]), float(payload["seconds"])
     run, inputs = _read(Path(payload["folder"]))
     _round(run, inputs)  # warm
+    more = overhead_of(lambda: _steps(run, inputs)) if rank == 0 else 0.0
     busy = [
         _stretch(lambda: _round(run, inputs), rank < together_, seconds)
         for together_ in range(1, count + 1)
     ]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
     waits = waking(rank, world) if world > 2 else ()
-    return {"busy": busy, "beside": beside, "baseline": baseline, "wake": list(waits)}
+    return {
+        "busy": busy,
+        "beside": beside,
+        "baseline": baseline,
+        "wake": list(waits),
+        "overhead": more,
+    }
 
 
 def _baseline() -> int:
@@ -133,6 +142,15 @@ def _baseline() -> int:
     overhead(torch.device("cpu"))  # and what torch loads when an optimizer steps first
     gc.collect()
     return resident()
+
+
+def _steps(run: StageRun, inputs: Values) -> None:
+    """Two steps of two microbatches each, from gradients that are made anew."""
+    for _ in range(2):
+        for parameter in run.module.parameters():
+            parameter.grad = None
+        for _ in range(2):
+            _round(run, inputs)
 
 
 def _round(run: StageRun, inputs: Values) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +60,29 @@ def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
     peaks = footprint.peaks()
     left = torch.cuda.memory_allocated(device) - peaks.baseline
     return Allocations(peaks.peak - peaks.baseline, left)
+
+
+def overhead(run: Callable[[], object]) -> float:
+    """By which share this process grows more than the tensors need that ``run()`` makes.
+
+    An allocator keeps what was freed, in pieces that do not fit what comes next. On the CPU, by the
+    resident set; run it once before.
+    """
+    needed = allocations(run).peak
+    give_back()
+    footprint = Footprint()
+    footprint.start()
+    run()
+    grown = footprint.peaks().peak - footprint.peaks().baseline
+    return max(0.0, grown / needed - 1) if needed else 0.0
+
+
+def give_back() -> None:
+    """Return what is free to the system, where the C library can (glibc's malloc_trim)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def baseline(ranks: int = 1, timeout: float = 120.0) -> int:

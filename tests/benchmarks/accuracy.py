@@ -42,6 +42,7 @@ def of_model(
     import fxpart
     from fxpart.errors import FxpartError
     from fxpart.measuring.session import profile
+    from fxpart.profile import Crowding
 
     work = cpu_models.build(name)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
@@ -62,20 +63,20 @@ def of_model(
                 say(f"{name} {words(constraints, count)}: {fault.problems[0].why}")
                 continue
             programs.append((words(constraints, count), program))
-        baseline = found.crowding.baseline if found.crowding is not None else 0
+        crowding = found.crowding or Crowding()
         for label, program in programs:
             measured = bench.measure(program, steps=options.steps)
-            rows.append(row(name, label, program.plan, baseline, measured))
+            rows.append(row(name, label, program.plan, crowding, measured))
             say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {measured['seconds']:.4f} s")
     return rows
 
 
 def row(
-    model: str, label: str, plan: Any, baseline: int, measured: dict[str, Any]
+    model: str, label: str, plan: Any, crowding: Any, measured: dict[str, Any]
 ) -> dict[str, Any]:
     """A plan's figures: seconds of a step, and bytes of its largest process."""
-    needs = {rank: e.memory.total for e in plan.prediction.ranks for rank in e.ranks}
-    thought = [baseline + needs[rank] for rank in range(plan.world)]
+    needs = {rank: process(e.memory, crowding) for e in plan.prediction.ranks for rank in e.ranks}
+    thought = [needs[rank] for rank in range(plan.world)]
     fullest = max(range(plan.world), key=lambda rank: measured["peaks"][rank])
     return {
         "model": model,
@@ -91,6 +92,15 @@ def row(
         "measured_bytes": measured["peaks"][fullest],
         "bytes_error": thought[fullest] / measured["peaks"][fullest] - 1,
     }
+
+
+def process(memory: Any, crowding: Any) -> float:
+    """Bytes of a rank's process at its peak: what it has anyway, its weights, what training makes.
+
+    The last with what the allocator loses, as it was measured on the whole model in one process.
+    """
+    made = memory.total - memory.weights
+    return float(crowding.baseline + memory.weights + made * (1 + crowding.overhead))
 
 
 def words(constraints: dict[str, int | float | str | bool], microbatches: int) -> str:

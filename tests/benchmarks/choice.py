@@ -2,10 +2,11 @@
 
     python tests/benchmarks/choice.py            (--models gpt2 for some; --dry for a try)
 
-Each model is profiled once. Then every mesh, number of stages, number of microbatches and schedule
-that fits is predicted; the ten that are predicted best and ten others, drawn at random, run over
-gloo on this machine. regret: how much longer the plan that ``fxpart.compile`` chooses takes than
-the fastest of all that ran. correlation: Spearman's, of predicted and measured steps.
+Links are measured (``fxpart cluster bench``), and each model is profiled. Then every mesh, number
+of stages, number of microbatches and schedule that fits is predicted; the ten that are predicted
+best and ten others, drawn at random, run over gloo on this machine. regret: how much longer the
+plan that ``fxpart.compile`` chooses takes than the fastest of all that ran. correlation:
+Spearman's, of predicted and measured steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from record import parser, write
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+    from fxpart.cluster import Cluster
 
 MODELS = ("gpt2", "resnet50", "t5", "recommender")
 RANKS = (2, 4)
@@ -35,7 +37,7 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 def of_model(
-    name: str, ranks: int, options: argparse.Namespace, bench: Any, path: Path
+    name: str, cluster: Cluster, options: argparse.Namespace, bench: Any, path: Path
 ) -> dict[str, Any]:
     """One model on so many ranks: what was chosen, what was fastest, and all that ran."""
     import cpu_models
@@ -45,7 +47,7 @@ def of_model(
     work = cpu_models.build(name)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     example: Any = {given: work.example}
-    cluster = f"local:{ranks}"
+    ranks = len(cluster.devices)
     chosen = fxpart.compile(work.model, cluster, loss=work.loss, cost_model=path, **example)
     every = plans(chosen, ranks, path)
     say(f"{name}, {ranks} ranks: {len(every)} plans; chosen {words(chosen)}")
@@ -145,18 +147,22 @@ def main() -> None:
     import torch
     from measured_plans import Bench
 
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.bench import bench as measure_links
     from fxpart.measuring.session import profile
 
     torch.set_num_threads(1)
     figures = []
+    counts = sorted(map(int, options.ranks.split(",")), reverse=True)
+    local = [Cluster.parse(f"local:{ranks}") for ranks in counts]
+    clusters = [measure_links(found, budget=options.budget).cluster for found in local]
     with Bench() as bench, tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         for name in options.models.split(","):
             path = Path(folder) / f"{name}.profile"
-            counts = sorted(map(int, options.ranks.split(",")), reverse=True)
-            for ranks in counts:
+            for cluster in clusters:
                 # The larger number first: how ranks slow each other down then serves both.
-                profile(cpu_models.build(name), f"local:{ranks}", path, budget=options.budget)
-                figures.append(of_model(name, ranks, options, bench, path))
+                profile(cpu_models.build(name), cluster, path, budget=options.budget)
+                figures.append(of_model(name, cluster, options, bench, path))
     write("choice", figures, options)
 
 

@@ -74,10 +74,10 @@ def vit(rows: int = BATCH) -> Workload:
 
 
 def resnet50(rows: int = BATCH) -> Workload:
-    """ResNet-50 of a quarter of the width on 64 x 64 pixels."""
+    """ResNet-50 of half the width on 64 x 64 pixels."""
     from zoo_vision import ResNet50
 
-    model = ResNet50(width=16, classes=100).train()
+    model = ResNet50(width=32, classes=100).train()
     batch = (torch.randn(rows, 3, 64, 64), _ids(rows, 1, 100)[:, 0])
     return Workload(model, batch, loss=functional.cross_entropy)
 
