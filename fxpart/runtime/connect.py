@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,8 @@ from fxpart.environment import Launch, bind_to_loopback, launch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.distributed import Distributed
 from fxpart.runtime.inprocess import InProcess
+
+_LETTING_GO = 0.1  # seconds
 
 
 def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distributed | InProcess:
@@ -75,8 +78,13 @@ def _join(found: Launch, device: str, timeout: float) -> None:
 
 
 def _leave() -> None:
-    """Give up the default process group, if the user has not done so."""
+    """Give up the default process group, if the user has not done so.
+
+    gloo's threads let go of the last tensors a little after a wait for them has ended, and need the
+    interpreter for it: one that has begun to end by then would abort the process.
+    """
     if dist.is_initialized():
+        time.sleep(_LETTING_GO)
         dist.destroy_process_group()
 
 

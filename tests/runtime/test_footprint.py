@@ -19,9 +19,9 @@ def test_the_peak_is_that_since_the_start() -> None:
     footprint_.start()
     first = footprint_.peaks()
     assert first.peak >= first.baseline > 0
-    kept = torch.ones(32 * MIB // 4)
+    kept = torch.ones(96 * MIB // 4)  # above 32 MiB malloc always asks the system for more
     second = footprint_.peaks()
-    assert not second.exact or 31 * MIB <= second.peak - second.baseline <= 48 * MIB
+    assert not second.exact or 95 * MIB <= second.peak - second.baseline <= 112 * MIB
     del kept
     assert footprint_.peaks().peak >= second.peak - MIB, "a peak does not fall (Linux rounds)"
     footprint_.start()
