@@ -169,3 +169,10 @@ def test_a_given_mesh_has_no_proof_of_its_degrees() -> None:
     plan = program().replan(cluster(1, 1), constraints={"mesh": "none"}).plan
     assert plan.degrees is None
     assert replace(plan, degrees=None) == plan
+
+
+def test_more_microbatches_than_rows_of_a_replica_are_refused() -> None:
+    """A mesh by hand: each of two replicas has half of the batch, and that in too many pieces."""
+    with pytest.raises(FxpartError) as caught:
+        program().replan(cluster(1.0, 1.0), microbatches=48, constraints={"mesh": "dp=2"})
+    assert caught.value.code == "FXP105" and "microbatches" in caught.value.problems[0].fix

@@ -86,7 +86,9 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
     assert run(text) == pytest.approx(run(quickstart("-")), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["zoo", "figures", "planner", "others", "maxload"])
+@pytest.mark.parametrize(
+    "name", ["zoo", "figures", "planner", "others", "maxload", "accuracy", "choice"]
+)
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
     written = readme.blocks(README)[name]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from fxpart.errors import error
 from fxpart.passes.rules import operands
 from fxpart.pricing.placement_built import Built, Map, Placed, StateCosts
 from fxpart.pricing.placement_domains import Domains
@@ -59,6 +60,7 @@ class Builder:
         """Every op in order, its parameters just before it."""
         self._users = {value: len(users) for value, users in self.flow.users.items()}
         families = {op: self._family(op) for op in self.flow.ops}
+        self._refuse([op for op in self.flow.ops if not families[op].options])
         self._domains = Domains(self.mesh, self.flow, families, self.specs, self.sizes)
         for op in self.flow.ops:
             for operand in self._operands(op):
@@ -71,6 +73,16 @@ class Builder:
             self._problem(budget), self.mesh, self.ops, self.sources, self._unruled(),
             {op: self.families.symbols(op) for op in self.flow.ops},
         )  # fmt: skip
+
+    def _refuse(self, ops: Sequence[fx.Node]) -> None:
+        """FXP105 where annotations leave ops no way: their sizes cannot be shared at all."""
+        if ops:
+            raise error(
+                "FXP105",
+                where=f"{len(ops)} ops from {ops[0].name} on, mesh {self.mesh}",
+                why="what they are cut along has fewer rows in a microbatch than ranks to share it",
+                fix="give fewer microbatches, a larger batch or another mesh",
+            )
 
     def _unruled(self) -> tuple[str, ...]:
         return tuple(op.name for op in self.flow.ops if self.families.rule(op) is None)
