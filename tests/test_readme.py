@@ -93,7 +93,7 @@ def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
     written = readme.blocks(README)[name]
     assert written.strip() == readme.TABLES[name]().strip()
-    assert written.count("\n|") > 5
+    assert written.count("\n|") > 1, "rows"
 
 
 def test_every_model_of_the_zoo_is_in_the_table(benchmark: Any) -> None:

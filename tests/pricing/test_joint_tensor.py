@@ -40,7 +40,8 @@ def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, ten
     """Within 10 % of the time and 20 % of the memory of one stage.
 
     Memory is the less exact: the whole graph knows what its forms with collectives take while they
-    run, blocks by themselves do not. The exact way may leave values between blocks cut, and cut the batch among the same ranks.
+    run, blocks by themselves do not. The exact way may leave values between blocks cut, and cut the
+    batch among the same ranks.
     """
     graph, captured = large(name)
     cluster = Cluster.parse(CLUSTER)
