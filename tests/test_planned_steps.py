@@ -181,6 +181,7 @@ def compiled(where: Cluster, name: str = "1f1b") -> Plan:
     ).plan  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_a_plan_is_simulated_as_it_was_when_it_was_made(name: str, tmp_path: Path) -> None:
     crowded, free = compiled(cluster(4, cores=2), name), compiled(cluster(4, cores=4), name)

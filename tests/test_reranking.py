@@ -163,6 +163,7 @@ def compiled(cost_model: str | Path, **constraints: Any) -> fxpart.Program:
     )
 
 
+@pytest.mark.slow
 def test_a_profile_decides_and_compiling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     """One stage is measured to be slow as a whole; then two stages are taken, and the reverse."""
     path = tmp_path / "model.profile"

@@ -57,6 +57,7 @@ def on_rank(payload: dict[str, Any]) -> dict[str, Any]:
     return measure(dist.get_rank(), dist.get_world_size(), payload)
 
 
+@pytest.mark.slow
 def test_over_gloo(pool: Pool) -> None:
     payload = request(
         [(0, 1), (3, 2)], [[0, 1], [0, 1, 2, 3]], sizes=[64, 1 << 17], budget=0.01, least=2

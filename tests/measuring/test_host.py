@@ -78,6 +78,7 @@ def on_rank(payload: dict[str, Any]) -> dict[str, Any]:
     return measure(dist.get_rank(), dist.get_world_size(), payload)
 
 
+@pytest.mark.slow
 def test_over_gloo(pool: Pool) -> None:
     payload = request(["a"] * 3, budget=0.01, least=1, window=0.01, devices=2)
     given_ = pool.run(on_rank, payload, ranks=3)

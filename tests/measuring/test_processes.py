@@ -63,6 +63,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_answers_come_by_rank_and_processes_are_gone() -> None:
     said: list[str] = []
     found = together(2, f"{HERE}:summed", {"more": 10}, 60.0, progress=said.append)
@@ -141,6 +142,7 @@ def failing_after(rank: int, world: int, payload: dict[str, Any]) -> dict[str, A
     return {}
 
 
+@pytest.mark.slow
 def test_within_a_group(pool: Pool) -> None:
     for sums, fault in pool.run(inside, 3, ranks=2):
         assert sums == [7, 7]

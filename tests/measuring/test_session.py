@@ -33,6 +33,7 @@ def workload() -> Workload:
     return Workload(built.model, built.batch, built.loss, batch_size=built.batch_size)
 
 
+@pytest.mark.slow
 def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "model.profile"
     heard: list[str] = []

@@ -52,6 +52,7 @@ def timed(program: Program, known: Mapping[str, object] | None = None) -> dict[s
 
 
 # Ties, values that several stages use, masks, embeddings in bags, convolutions with statistics.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -94,6 +95,7 @@ def layers(rows: int = 4) -> Program:
     )
 
 
+@pytest.mark.slow
 def test_equal_layers_have_one_key_and_are_timed_once() -> None:
     program = layers()
     sizes = microbatch(program.captured, program.spec, 2)[1]

@@ -117,6 +117,7 @@ def test_replicas_take_parts_of_the_batch_and_sum_gradients() -> None:
     assert {o.zero for o in problem.options if o.data == 1} == {0}
 
 
+@pytest.mark.slow
 def test_blocks_made_again_keep_less_and_take_longer() -> None:
     problem = joint("gpt2", "8xh100", space=ALONE)
     for rows in {w.rows for w in problem.works}:

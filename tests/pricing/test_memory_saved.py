@@ -48,6 +48,7 @@ def check_random(model: RandomModel, data: Any) -> None:
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @FEW
 @given(random_models(longest=6), st.data())
 def test_random_models(model: RandomModel, data: Any) -> None:

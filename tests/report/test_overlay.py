@@ -145,6 +145,7 @@ def test_the_page() -> None:
         assert f"predicted {name}: " in words and f"measured {name}: " in words
 
 
+@pytest.mark.slow
 def test_many_ranks_stay_below_a_megabyte() -> None:
     plan = sample(40, 40)
     recording = recorded(plan, 1)

@@ -89,6 +89,7 @@ def test_in_one_process(cut: tuple[int, ...], schedule: str) -> None:
     assert [memory.shared for memory in recording.memory] == [len(cut)] * len(cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [(2, 2), (1, 1, 2)])
 def test_over_gloo(pool: Pool, cut: tuple[int, ...]) -> None:
     """Every rank has the same recording; a receive ends before what reads it begins."""
