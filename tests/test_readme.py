@@ -87,7 +87,8 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["zoo", "figures", "planner", "others", "maxload", "accuracy", "choice"]
+    "name",
+    ["zoo", "figures", "planner", "others", "maxload", "accuracy", "choice", "communication"],
 )
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
