@@ -68,8 +68,15 @@ def _mask(
     like: torch.Tensor,
     p: float,
 ) -> torch.Tensor:
-    """This lane's part of dropout's mask: 0 or 1 / (1 - p)."""
+    """This lane's part of dropout's mask: 0 or 1 / (1 - p).
+
+    The whole is drawn, and so it is drawn in its place: dropout of ones, as ATen's unfused dropout
+    draws it (native/Dropout.cpp), would hold four of it. Other devices draw as their kernels do.
+    """
     with torch.no_grad():
+        if like.device.type == "cpu" and 0 < p < 1:
+            drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(list(shape)), 1 - p)
+            return _cut(mesh, drawn.div_(1 - p), where)
         ones = like.new_ones(list(shape))
         return _cut(mesh, seeded(key, index, _ATEN.dropout.default, ones, p, True), where)
 

@@ -37,11 +37,9 @@ def work(found: JointProblem, tensor: int, rows: int = ROWS) -> Work:
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, tensor: int) -> None:
-    """Within 10 % of the time and 20 % of the memory of one stage.
+    """Within 10 % of the time and 15 % of the memory of one stage.
 
-    Memory is the less exact: the whole graph knows what its forms with collectives take while they
-    run, blocks by themselves do not. The exact way may leave values between blocks cut, and cut the
-    batch among the same ranks.
+    The exact way may leave values between blocks cut, and cut the batch among the same ranks.
     """
     graph, captured = large(name)
     cluster = Cluster.parse(CLUSTER)
@@ -61,7 +59,7 @@ def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, ten
         found, JointChoice(microbatches=1, schedule="1f1b", starts=(0,), options=(index,))
     )
     assert other.seconds == pytest.approx(one.seconds, rel=0.10)
-    assert other.stages[0].memory.total == pytest.approx(one.stages[0].memory.total, rel=0.20)
+    assert other.stages[0].memory.total == pytest.approx(one.stages[0].memory.total, rel=0.15)
 
 
 @pytest.mark.slow
