@@ -5,15 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import json_option
+from fxpart.cli.options import json_option, parse_seconds
 from fxpart.environment import launch
 from fxpart.errors import error
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from fxpart.measuring.bench import Benched
     from fxpart.measuring.collectives import Measured
 
-_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min)?")
 _BYTES = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _LARGEST = 1 << 32
 
@@ -47,11 +44,11 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
     first = (job := launch()) is None or job.rank == 0
     if first:
         _warn_of_load()
-    with _progress(f"measuring {given.name}", first) as show:
+    with output.told(f"measuring {given.name}", first) as show:
         found = measure(
             given,
             sizes=chosen,
-            budget=_seconds(budget),
+            budget=parse_seconds(budget, "--budget"),
             date=datetime.date.today().isoformat(),
             progress=show,
         )
@@ -138,37 +135,6 @@ def _warn_of_load() -> None:
             f"this machine is busy (load {load:.1f} on {cores()} cores): "
             "what is measured now is slower than it will be when nothing else runs"
         )
-
-
-@contextmanager
-def _progress(words: str, first: bool) -> Iterator[Any]:
-    """On a terminal what is being done now; elsewhere one line; nothing on other ranks."""
-    import sys
-
-    if not first:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        output.note(f"{words} ...")
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(words) as status:
-        yield lambda now: status.update(f"{words}: {now}")
-
-
-def _seconds(text: str) -> float:
-    found = _SECONDS.fullmatch(text.strip())
-    value = float(found[1]) * (60 if found[2] in ("m", "min") else 1) if found else 0.0
-    if not 0 < value <= 86400:
-        raise error(
-            "FXP109",
-            where=f"--budget {text}",
-            why="it is not a time above 0 and up to a day",
-            fix="write it as 60s or 2m",
-        )
-    return value
 
 
 def _sizes(text: str) -> tuple[int, ...]:

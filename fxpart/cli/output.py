@@ -74,6 +74,22 @@ def busy(words: str) -> Iterator[None]:
 
 
 @contextmanager
+def told(words: str, first: bool) -> Iterator[Callable[[str], None] | None]:
+    """On a terminal what is done now, as it is told; elsewhere one line; nothing on other ranks."""
+    if not first:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        note(f"{words} ...")
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words) as status:
+        yield lambda now: status.update(f"{words}: {now}")
+
+
+@contextmanager
 def watched(words: str) -> Iterator[Callable[[Progress], None]]:
     """As :func:`busy`; what is given takes a solver's progress and shows it on a terminal."""
     if not sys.stderr.isatty():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +16,6 @@ from fxpart.errors import error
 
 if TYPE_CHECKING:
     from fxpart.measuring.session import Profiled
-
-Show = Callable[[str, int, int], None]
 
 
 @click.command()
@@ -95,13 +91,13 @@ def _measure(
     given = Cluster.parse(cluster)
     workload = load_target(target)
     _writable(path)
-    with watched(f"profiling {target}", first) as progress:
+    with output.told(f"profiling {target}", first) as show:
         given_options: dict[str, Any] = {
             **options,
             "budget": seconds,
             "constraints": parse_constraints(constraint),
             "date": datetime.date.today().isoformat(),
-            "progress": progress,
+            "progress": _counted(show),
         }
 
         def run(devices: Cluster, where: str | Path) -> Profiled:
@@ -163,17 +159,8 @@ def _show(path: str, as_json: bool) -> int:
     return 0
 
 
-@contextmanager
-def watched(words: str, first: bool) -> Iterator[Show | None]:
-    """On a terminal what is measured now; elsewhere one line; nothing on other ranks."""
-    if not first:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        output.note(f"{words} ...")
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(words) as status:
-        yield lambda what, done, of: status.update(f"{words}: {what} {done} of {of}")
+def _counted(show: Callable[[str], None] | None) -> Callable[[str, int, int], None] | None:
+    """Progress by counts, told in words."""
+    if show is None:
+        return None
+    return lambda what, done, of: show(f"{what} {done} of {of}")

@@ -7,6 +7,7 @@ ranks the curve of a link. Times are those out of place, bytes of the whole tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -17,7 +18,7 @@ from fxpart.cluster import Cluster, Curve, Device, Link
 from fxpart.cluster_io import nccl_json, nccl_table
 from fxpart.cluster_io.detect import match_model
 from fxpart.cluster_io.facts import Facts, Found, checked, fault
-from fxpart.cluster_io.line import fit
+from fxpart.cluster_io.line import Fit, Point, fit
 from fxpart.cluster_io.merge import hosts_of, linked, measured
 from fxpart.cluster_io.nccl_runs import Run
 from fxpart.cluster_io.presets import device_data
@@ -78,15 +79,15 @@ def _curve(run: Run, operation: str, cluster: Cluster) -> Curve:
     if run.ranks < 2:
         raise fault(run.where, "one rank alone took part", "measure at least two")
     points = _points(run, run.ranks if operation == "all_to_all" else 1)
-    latency, inverse, residual = fit(points)
+    line = _line(points)
     return Curve(
         operation=operation,
         ranks=run.ranks,
         hosts=run.hosts,
         points=points,
-        latency=latency,
-        inverse_bandwidth=inverse,
-        residual=residual,
+        latency=line.latency,
+        inverse_bandwidth=line.inverse_bandwidth,
+        residual=line.typical,
         source=run.source,
     )
 
@@ -99,6 +100,14 @@ def _points(run: Run, factor: int) -> tuple[tuple[float, float], ...]:
     return tuple((size, median(times[size])) for size in sorted(times))
 
 
+def _line(points: Sequence[Point]) -> Fit:
+    """The fitted line; a single size tells bandwidth, of large transfers, and no latency."""
+    if len(points) == 1:
+        ((size, seconds),) = points
+        return Fit(0.0, seconds / size, (0.0,))
+    return fit(points)
+
+
 def _links(run: Run, cluster: Cluster) -> list[Link]:
     """Both directions between two ranks."""
     if run.ranks != 2:
@@ -108,14 +117,14 @@ def _links(run: Run, cluster: Cluster) -> list[Link]:
     if len(ends) < 2 or ends[0] is ends[1]:
         raise fault(run.where, "the text does not say between which two devices")
     points = _points(run, 1)
-    latency, inverse, _ = fit(points)
+    line = _line(points)
     fastest = max(size / seconds for size, seconds in points)
     return [
         Link(
             source=one.name,
             target=other.name,
-            latency=latency,
-            bandwidth=1 / inverse if inverse > 0 else fastest,
+            latency=line.latency,
+            bandwidth=1 / line.inverse_bandwidth if line.inverse_bandwidth > 0 else fastest,
             kind="net" if one.host != other.host else _kind(cluster, one, other),
             origin=f"measured: {run.source}",
             curve=points,

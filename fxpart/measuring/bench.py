@@ -15,12 +15,12 @@ import msgspec
 import torch
 
 from fxpart.cluster import Cluster, Curve, Device, Host, Link
+from fxpart.cluster_io.line import Point, fit
 from fxpart.cluster_io.lookup import Links
 from fxpart.environment import launch
 from fxpart.errors import error
 from fxpart.measuring import collectives, host
 from fxpart.measuring.collectives import SIZES, Measured
-from fxpart.measuring.fit import Point, fit
 from fxpart.measuring.host import HostFigures
 from fxpart.measuring.processes import Progress, together, within
 

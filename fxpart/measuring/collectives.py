@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fxpart.cluster import Curve
+from fxpart.cluster_io.line import Fit, Point, fit, held_out
 from fxpart.collectives.group import GroupCommunicator
-from fxpart.measuring.fit import Fit, Point, fit, held_out, typical
+from fxpart.measuring.outliers import typical
 from fxpart.measuring.processes import tell
 from fxpart.runtime.connect import connect, local_device
 from fxpart.runtime.distributed import Distributed

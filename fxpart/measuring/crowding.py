@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from fxpart.measuring.memory import overhead as overhead_of
+from fxpart.measuring.memory import allocator_overhead
 from fxpart.measuring.processes import together
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
@@ -120,7 +120,7 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     count, seconds = int(payload["count"]), float(payload["seconds"])
     run, inputs = _read(Path(payload["folder"]))
     _round(run, inputs)  # warm
-    more = overhead_of(lambda: _steps(run, inputs)) if rank == 0 else 0.0
+    more = allocator_overhead(lambda: _steps(run, inputs)) if rank == 0 else 0.0
     busy = [
         _stretch(lambda: _round(run, inputs), rank < together_, seconds)
         for together_ in range(1, count + 1)

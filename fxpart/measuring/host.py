@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpart.cluster_io.detect import cores
-from fxpart.measuring.fit import typical
+from fxpart.measuring.outliers import typical
 from fxpart.measuring.processes import tell
 from fxpart.runtime.connect import connect, local_device
 from fxpart.runtime.distributed import Distributed

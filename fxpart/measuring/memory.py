@@ -62,7 +62,7 @@ def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
     return Allocations(peaks.peak - peaks.baseline, left)
 
 
-def overhead(run: Callable[[], object]) -> float:
+def allocator_overhead(run: Callable[[], object]) -> float:
     """By which share this process grows more than the tensors need that ``run()`` makes.
 
     An allocator keeps what was freed, in pieces that do not fit what comes next. On the CPU, by the

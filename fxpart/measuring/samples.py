@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpart.measuring.stages import timing
+from fxpart.measuring.outliers import timing
 from fxpart.profile import Timing
 
 _WARM = 2

@@ -7,7 +7,6 @@ made; gradients start at zero and add up as over the microbatches of a step.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from torch import nn
 from fxpart.codegen import load_stage
 from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.codegen.materialise import constants_of, materialise
-from fxpart.profile import StageTiming, Timing
+from fxpart.measuring.outliers import timing
+from fxpart.profile import StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch import Reader
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 Values = dict[str, torch.Tensor]
 _WARM = 1  # steps that are not counted
 _LEAST, _MOST = 3, 15  # steps that are
-_FAR = 3.0  # median deviations beyond which a sample is an outlier
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,6 @@ class Samples:
     first: tuple[float, ...]
     later: tuple[float, ...]
     optimizer: tuple[float, ...]
-
-
-def timing(samples: Sequence[float]) -> Timing:
-    """The median and quartiles of samples, those far from the median (by its deviations) dropped.
-
-    An outlier is further from the median than three times 1.4826 times the median deviation, and
-    than a twentieth of the median: Hampel's rule (Davies, Gather 1993).
-    """
-    middle = statistics.median(samples)
-    spread = statistics.median(abs(s - middle) for s in samples)
-    reach = max(_FAR * 1.4826 * spread, 0.05 * middle)
-    kept = sorted(s for s in samples if abs(s - middle) <= reach)
-    cuts = statistics.quantiles(kept, n=4, method="inclusive") if len(kept) > 1 else kept * 3
-    return Timing(statistics.median(kept), cuts[0], cuts[2], len(kept))
 
 
 class StageRun:

@@ -18,9 +18,9 @@ from typing import Any
 from fxpart.costmodels.communication import along, rising
 from record import parser, write
 
+from fxpart.cluster_io.line import fit
 from fxpart.measuring import collectives
 from fxpart.measuring.collectives import Measured
-from fxpart.measuring.fit import fit
 from fxpart.measuring.processes import together
 
 SIZES = tuple(1 << power for power in range(10, 25))

@@ -5,8 +5,6 @@ Imported by the benchmarks beside it, not run. The ranks need neither the model 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import statistics
 import tempfile
 import time
@@ -65,11 +63,12 @@ def steps_of(folder: str, optimizer: str, steps: int) -> dict[str, Any]:
     """One rank: train the program in the folder; seconds of each step, memory in bytes."""
     import torch.distributed as dist
 
+    from fxpart.measuring.memory import give_back
     from fxpart.optimizers import choose
     from fxpart.running import load_trainer
     from fxpart.runtime.footprint import Footprint
 
-    _give_back()
+    give_back()
     footprint = Footprint()
     footprint.start()
     make = choose(optimizer).make
@@ -89,7 +88,7 @@ def steps_of(folder: str, optimizer: str, steps: int) -> dict[str, Any]:
     finally:
         trainer.close()
         del trainer
-        _give_back()
+        give_back()
     cpu = statistics.median(worked)
     return {"seconds": taken, "cpu": cpu, "peak": peaks.peak, "baseline": peaks.baseline}
 
@@ -102,9 +101,3 @@ def _drawn(name: str, meta: torch.Tensor) -> torch.Tensor:
         return torch.ones(meta.shape, dtype=meta.dtype)
     draw = torch.Generator().manual_seed(len(name))
     return 0.02 * torch.randn(meta.shape, dtype=meta.dtype, generator=draw)
-
-
-def _give_back() -> None:
-    """Memory that the last program left goes back to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)

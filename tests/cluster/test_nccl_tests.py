@@ -200,8 +200,9 @@ def test_a_line_is_found_again(latency: float, inverse: float, sizes: list[float
     points = [(size, latency + inverse * size) for size in sizes]
     if any(seconds <= 1e-12 for _, seconds in points):
         return
-    a, b, residual = fit(points)
-    assert residual < 1e-3
+    line = fit(points)
+    a, b = line.latency, line.inverse_bandwidth
+    assert line.typical < 1e-3
     for size, seconds in points:
         assert a + b * size == pytest.approx(seconds, rel=1e-2)
 
@@ -214,7 +215,8 @@ def test_no_other_line_fits_better(points: list[tuple[float, float]]) -> None:
     def loss(a: float, b: float) -> float:
         return sum(((a + b * size) / seconds - 1) ** 2 for size, seconds in points)
 
-    a, b, _ = fit(points)
+    line = fit(points)
+    a, b = line.latency, line.inverse_bandwidth
     assert a >= 0 and b >= 0
     best = loss(a, b)
     for da, db in ((1e-3, 0.0), (-1e-3, 0.0), (0.0, 1e-3), (0.0, -1e-3)):

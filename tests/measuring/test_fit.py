@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.measuring.fit import fit, held_out, typical, without_outliers
+from fxpart.cluster_io.line import fit, held_out
+from fxpart.measuring.outliers import typical, without_outliers
 
 SIZES = [1024.0 * 4**i for i in range(8)]
 positive = st.floats(1e-7, 1e-2)

@@ -12,6 +12,7 @@ from zoo import ZOO
 import fxpart
 from fxpart.api import Program
 from fxpart.codegen.alike import canonical, stage_key, symbol_sizes
+from fxpart.measuring.outliers import timing
 from fxpart.measuring.stages import (
     FIRST,
     StageRun,
@@ -19,7 +20,6 @@ from fxpart.measuring.stages import (
     keys_of,
     microbatch,
     time_stages,
-    timing,
 )
 from fxpart.profile import StageTiming
 
