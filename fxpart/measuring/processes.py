@@ -32,6 +32,7 @@ from fxpart.environment import for_rank, launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.connect import connect
 from fxpart.runtime.distributed import Distributed
+from fxpart.runtime.heap import keep_freed
 
 Progress = Callable[[str], None]
 
@@ -119,6 +120,7 @@ def serve() -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     _die_with(request["parent"])
     torch.set_num_threads(request["threads"])
+    keep_freed()  # as the ranks of a training job do
     try:
         with _group(request):
             outcome = _outcome(request["target"], rank, world, request["payload"])

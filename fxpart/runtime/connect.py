@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fxpart.environment import Launch, bind_to_loopback, launch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.distributed import Distributed
+from fxpart.runtime.heap import keep_freed
 from fxpart.runtime.inprocess import InProcess
 
 _LETTING_GO = 0.1  # seconds
@@ -27,6 +28,7 @@ def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distr
     """
     if dist.is_available() and dist.is_initialized():
         _check(dist.get_world_size(), ranks)
+        keep_freed()
         return Distributed(timeout=timeout, one_machine=_on_one_machine())
     found = launch()
     if found is None:
@@ -39,6 +41,7 @@ def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distr
             why="this build of torch has none",
             fix="run without torchrun, or install a torch with torch.distributed",
         )
+    keep_freed()
     _join(found, device, timeout)
     return Distributed(timeout=timeout, one_machine=found.one_machine)
 

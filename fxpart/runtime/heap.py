@@ -1,0 +1,35 @@
+"""The C library's heap: freed memory stays with a process that trains, which wants it again.
+
+By default glibc returns the top of its heap to the system whenever enough of it is free, and takes
+large tensors from the system one by one. A training step frees and wants the same memory over and
+over; each time the system clears its pages and the process touches them for the first time, which
+costs several percent of a step, and more while other ranks of the host do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+# mallopt(3): what is larger than THRESHOLD comes from the system by itself (32 MiB is the most that
+# glibc takes), and a free top of the heap larger than TRIM goes back to it.
+_TRIM, _THRESHOLD = -1, -3
+_MOST_THRESHOLD = 32 << 20
+_NEVER = 2**31 - 1
+_ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def keep_freed() -> bool:
+    """Let this process keep what it frees; whether the C library can be told so (glibc).
+
+    Said by each rank when it joins the others. Where the user's environment sets one of mallopt's
+    variables, that stays. What :func:`fxpart.measuring.memory.give_back` returns is returned.
+    """
+    if not sys.platform.startswith("linux") or any(name in os.environ for name in _ASKED):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    return all([mallopt(_THRESHOLD, _MOST_THRESHOLD), mallopt(_TRIM, _NEVER)])
