@@ -15,7 +15,7 @@ from fxpart.environment import launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.measuring.session import Profiled
+    from fxpart.measuring.profiled import Profiled
 
 
 @click.command()

@@ -12,7 +12,7 @@ import msgspec
 from fxpart.cluster import Cluster
 from fxpart.environment import Launch, alone
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.measuring.session import Profiled
+from fxpart.measuring.profiled import Profiled
 from fxpart.profile import Profile
 from fxpart.runtime.connect import connect
 

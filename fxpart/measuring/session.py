@@ -7,7 +7,7 @@ whole; factors fitted to these; how ranks of this host slow each other down on t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,9 @@ from fxpart.exact import Parts, make_parts
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
+from fxpart.measuring.candidates import Work, alone, sizes, unfitted, with_wholes
 from fxpart.measuring.ops import measure
+from fxpart.measuring.profiled import Profiled
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import setting
 from fxpart.measuring.stages import StageWork, microbatch, time_stages
@@ -35,6 +37,7 @@ from fxpart.price import price
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming
+from fxpart.runtime.heap import keep_freed
 from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import Choice, PartitionProblem
@@ -46,39 +49,10 @@ if TYPE_CHECKING:
 # What is being measured ("ops", "stages", "crowding"), how many of how many are done.
 Progress = Callable[[str, int, int], None]
 
-_SIZES = 4  # microbatch sizes at which ops are measured first
 _PLANS = 4  # plans of which the stages are measured whole
 _OPS, _STAGES = 0.5, 0.8  # shares of the budget that are used when ops, and stages, are done
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 _SOLVING = 5.0  # seconds for each search
-
-
-class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of ``fxpart profile`` did.
-
-    seconds: of measuring and planning; capture_seconds: before that. ops, stages: measured now;
-    known_ops, known_stages: found in the profile. calibration, crowding: of this model here, None
-    where there was no time for them. median_error, worst_error: of stages predicted from ops with
-    these factors, relative. plan: the best of one rank a stage, in words; step_seconds: what it
-    is predicted to take. left_out: in words, what the budget did not reach.
-    """
-
-    path: str
-    model: str
-    device: str
-    seconds: float
-    capture_seconds: float = 0.0
-    ops: int = 0
-    known_ops: int = 0
-    stages: int = 0
-    known_stages: int = 0
-    calibration: Calibration | None = None
-    crowding: Crowding | None = None
-    median_error: float = 0.0
-    worst_error: float = 0.0
-    plan: str = ""
-    step_seconds: float = 0.0
-    left_out: tuple[str, ...] = ()
 
 
 def profile(
@@ -164,6 +138,7 @@ def _threads(device: Device) -> Iterator[torch.device]:
             )
         yield torch.device("cuda", 0)
         return
+    keep_freed()  # as the ranks do
     before = torch.get_num_threads()
     if not isinstance(device.threads, msgspec.UnsetType):
         torch.set_num_threads(device.threads)
@@ -372,7 +347,7 @@ class _Session:
         whole = Choice(variant=0, schedule="1f1b", starts=(0,))
         return problem, list(found.candidates) or [whole]
 
-    def _work(self, problem: PartitionProblem, choice: Choice) -> _Work:
+    def _work(self, problem: PartitionProblem, choice: Choice) -> Work:
         if choice.starts not in self.programs:
             seed = self.front.request.seed
             made = make_parts(self.captured, self.graph, None, choice.starts, seed)
@@ -383,56 +358,4 @@ class _Session:
         count = problem.variants[choice.variant].microbatches
         mark = self.front.info.fingerprint[:12]
         labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
-        return _Work(StageWork(parts.spec, parts.sources, count, labels), blocks)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Stages to time, and the first and last block of each."""
-
-    stages: StageWork
-    blocks: tuple[tuple[int, int], ...]
-
-    def parts(self, of: StageParts) -> Callable[[int, int, bool], dict[str, float]]:
-        """By stage, rows, and whether gradients are there: predicted seconds by class."""
-
-        def found(stage: int, rows: int, later: bool) -> dict[str, float]:
-            first, last = self.blocks[stage]
-            return of(first, last, rows, later=later)
-
-        return found
-
-
-def sizes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[int]:
-    """Rows of microbatches at which ops are measured: the best plans' own, and the ends."""
-    every = sorted({v.microbatch_size for v in problem.variants}, reverse=True)
-    found = [problem.variants[c.variant].microbatch_size for c in choices]
-    return list(dict.fromkeys([*found, every[0], every[-1]]))[:_SIZES]
-
-
-def with_wholes(choices: Sequence[Choice]) -> list[Choice]:
-    """The best choice, the whole model as one stage at its size, then the others."""
-    best = choices[0]
-    whole = Choice(variant=best.variant, schedule=best.schedule, starts=(0,))
-    kept: dict[tuple[int, tuple[int, ...]], Choice] = {}
-    for choice in (best, whole, *choices[1:]):
-        kept.setdefault((choice.variant, choice.starts), choice)
-    return list(kept.values())
-
-
-def unfitted(model: Any) -> CostModel:
-    """A measured model that knows ops alone."""
-    bare = {
-        setting: replace(found, calibrations={}, crowding={})
-        for setting, found in model.measurements.items()
-    }
-    found: CostModel = replace(model, measurements=bare)
-    return found
-
-
-def alone(model: CostModel) -> CostModel:
-    """A measured model without factors, for a device beside which all others are idle."""
-    bare: Any = unfitted(model)
-    cluster = msgspec.structs.replace(bare.cluster, hosts=msgspec.UNSET)
-    found: CostModel = replace(bare, cluster=cluster)
-    return found
+        return Work(StageWork(parts.spec, parts.sources, count, labels), blocks)

@@ -10,7 +10,7 @@ from fxpart.report.table import shortened, table
 from fxpart.report.units import percent, plural, seconds, size
 
 if TYPE_CHECKING:
-    from fxpart.measuring.session import Profiled
+    from fxpart.measuring.profiled import Profiled
 
 _SHOWN = 12  # ops and stages
 _WIDTH = 60
