@@ -27,6 +27,7 @@ from fxpart.profile import (
 )
 from fxpart.schedule.crowd import factor
 
+from .alphabeta import machines
 from .classes import op_class
 from .estimates import Estimates
 from .opkeys import op_key
@@ -69,6 +70,7 @@ class Measured:
     _known: dict[tuple[OpSpec, str, bool], Cost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _estimates: dict[Setting, Estimates] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -168,8 +170,19 @@ class Measured:
         return replace(formula, seconds=alone * calibrated * self.full(device), source=source)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """As the base: by what the cluster knows of its links."""
-        return self.base.reshard(source, target, size, links)
+        """As the base, by what the cluster knows of its links, and what it takes to meet."""
+        cost = self.base.reshard(source, target, size, links)
+        if not cost.seconds or machines(links) > 1:
+            return cost
+        return replace(cost, seconds=cost.seconds + self._meeting(len(links)))
+
+    def _meeting(self, ranks: int) -> float:
+        """Seconds that ranks of a host take longer to come together than in a row."""
+        if ranks not in self._meetings:
+            every = (self.crowding(host).meet for host in {d.host for d in self._devices()})
+            known = [meet[min(ranks, len(meet) + 1) - 2] for meet in every if meet]
+            self._meetings[ranks] = max(known, default=0.0)
+        return self._meetings[ranks]
 
     def transfer(self, size: float, link: Link) -> Cost:
         """As the base: by what the cluster knows of its links."""

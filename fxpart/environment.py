@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
 
+_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -127,6 +128,11 @@ def bind_to_loopback() -> None:
     gloo reads the variable when the process group is made; there is no argument for it.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def heap_is_set() -> bool:
+    """Whether the user has told glibc's heap what to keep (mallopt(3), "Environment variables")."""
+    return any(name in os.environ for name in _HEAP)
 
 
 def limit_threads(processes: int) -> None:

@@ -80,7 +80,7 @@ def price(
     whole = weights(graph.graph, captured, trained, choice)
     state = tuple(map(shared.divided, whole))
     pricer = _Pricer(graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings)
-    sums = shared.sums(whole, len(blocks), model, rings)
+    sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
         devices=tuple(limits(places, model)),
@@ -117,7 +117,9 @@ def step_sums(
     trained = trained_names(captured) if captured.training else frozenset()
     whole = weights(graph.graph, captured, trained, choose("sgd"))
     count = len(graph.meta[BLOCKS_KEY])
-    return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh))
+    devices, _ = kinds(grouped(cluster, sharing.mesh.size))
+    copying = max(Own.of(model, device).copying for device in devices)
+    return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh), copying)
 
 
 def _rows(captured: Captured, batch: int, sharing: Sharing) -> int:

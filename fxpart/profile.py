@@ -95,6 +95,8 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     transfer: how many computing ranks a transfer between two ranks of the host counts as, 0 to 2.
     wake: seconds by which a rank goes on later, once something has come for it, while 1, 2, ...
     ranks compute, itself included.
+    meet: seconds by which a collective of 2, 3, ... ranks ends later where they come to it from
+    computing than where one follows the other.
     baseline: bytes that a rank's process has before it holds a model; overhead: the share by which
     it grows more, while it trains, than the tensors need that are made then (the allocator).
     """
@@ -102,6 +104,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: tuple[float, ...] = ()
     transfer: float = 0.0
     wake: tuple[float, ...] = ()
+    meet: tuple[float, ...] = ()
     baseline: int = 0
     overhead: float = 0.0
 

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.measuring.meeting import meeting
 from fxpart.measuring.memory import allocator_overhead
 from fxpart.measuring.processes import together
 from fxpart.measuring.runtime import overhead
@@ -75,6 +76,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
         slowdown=tuple(slowdown),
         transfer=equivalent(slowdown, beside),
         wake=tuple(rows[0]["wake"]),
+        meet=tuple(rows[0]["meet"]),
         baseline=int(statistics.median(row["baseline"] for row in rows)),
         overhead=rows[0]["overhead"],
     )
@@ -127,11 +129,13 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     ]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
     waits = waking(rank, world) if world > 2 else ()
+    meets = meeting(rank, count) if count > 1 else ()
     return {
         "busy": busy,
         "beside": beside,
         "baseline": baseline,
         "wake": list(waits),
+        "meet": list(meets),
         "overhead": more,
     }
 

@@ -23,7 +23,7 @@ _CARRIED = 1 << 14  # numbers that a token carries: 64 KiB
 _MOST = 0.05  # seconds: more than that is no waiting for a core
 
 
-def piece() -> int:
+def piece(seconds: float = _PIECE) -> int:
     """How many products take about a piece of time here, alone."""
     matrix = torch.rand(_WIDTH, _WIDTH)
     taken = []
@@ -31,7 +31,7 @@ def piece() -> int:
         start = time.perf_counter()
         torch.mm(matrix, matrix)
         taken.append(time.perf_counter() - start)
-    return max(1, round(_PIECE / statistics.median(taken)))
+    return max(1, round(seconds / statistics.median(taken)))
 
 
 def waking(rank: int, world: int) -> tuple[float, ...]:
@@ -41,7 +41,7 @@ def waking(rank: int, world: int) -> tuple[float, ...]:
     """
     length = torch.tensor([float(piece())])
     dist.broadcast(length, 0)
-    work = _Work(int(length))
+    work = Work(int(length))
     rows = torch.zeros(2, world - 1)
     for tokens in range(1, world):
         rows[0, tokens - 1] = _together(rank, tokens, work)
@@ -68,18 +68,20 @@ def summary(computing: Sequence[float], hops: Sequence[float]) -> tuple[float, .
     return tuple(found)
 
 
-class _Work:
+class Work:
     """A computation of some milliseconds."""
 
     def __init__(self, products: int) -> None:
+        """products: of small matrices, as many as :func:`piece` says."""
         self._matrix, self._products = torch.rand(_WIDTH, _WIDTH), products
 
     def __call__(self) -> None:
+        """Compute."""
         for _ in range(self._products):
             torch.mm(self._matrix, self._matrix)
 
 
-def _together(rank: int, count: int, work: _Work) -> float:
+def _together(rank: int, count: int, work: Work) -> float:
     """Seconds of a computation while ``count`` ranks do nothing else; 0 of a rank that waits."""
     dist.barrier()
     taken: list[float] = []
@@ -92,7 +94,7 @@ def _together(rank: int, count: int, work: _Work) -> float:
     return statistics.fmean(taken) if taken else 0.0
 
 
-def _ring(rank: int, world: int, tokens: int, work: _Work) -> float:
+def _ring(rank: int, world: int, tokens: int, work: Work) -> float:
     """Seconds of a hop: the time of one turn of all tokens over the hops in it."""
     token, sent = torch.zeros(_CARRIED), list[Any]()
     dist.barrier()

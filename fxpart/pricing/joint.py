@@ -29,6 +29,7 @@ from fxpart.pricing.joint_rows import Rows
 from fxpart.pricing.joint_space import Space
 from fxpart.pricing.joint_works import Works
 from fxpart.pricing.memory import crossing
+from fxpart.pricing.own import Own
 from fxpart.pricing.places import RESERVE
 from fxpart.solver.joint.problem import Boundary, JointProblem, ScheduleName
 from fxpart.solver.joint.schedules import SYNCHRONOUS
@@ -73,7 +74,8 @@ def joint_problem(
     stages = max(1, min(devices, len(blocks), allowed.max_stages or devices))
     rows = Rows(captured, batch_size, microbatches, allowed, stages)
     model = Model(graph, captured, choice)
-    layouts = Layouts(model, costs, pools, Lines(costs), rows, allowed)
+    lines = Lines(costs, max(Own.of(costs, pool.sample).copying for pool in pools))
+    layouts = Layouts(model, costs, pools, lines, rows, allowed)
     works = Works(layouts)
     options = Options(layouts, works, allowed).all()
     problem = JointProblem(

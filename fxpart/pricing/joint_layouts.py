@@ -19,9 +19,10 @@ from fxpart.pricing.joint_samples import samples
 from fxpart.pricing.joint_sheet import SampleOps, Sheet, Whole
 from fxpart.pricing.joint_space import Space, expert_degrees, tensor_degrees
 from fxpart.pricing.joint_tensor import Cut, Cutter, Situation
+from fxpart.pricing.own import Own
 from fxpart.pricing.placements import state_costs
 from fxpart.pricing.specs import Specs
-from fxpart.pricing.weights import step_seconds, trained_names, weights
+from fxpart.pricing.weights import trained_names, weights
 from fxpart.solver.joint.problem import Layout, State, Tie
 
 if TYPE_CHECKING:
@@ -211,11 +212,12 @@ class Layouts:
         for place in self.pools:
             ring = self.lines.ring(place, tensor, 1)
             line = self.lines.line("partial", "replicate", ring)
+            own = Own.of(self.prices.model, place.sample)
             seconds = []
             for block in self.kinds.samples:
                 held_ = [w for w in (*block.own, *block.first) if of(w)]
                 waiting = sum(w.gradient for w in held_ if cut.waits(w))
-                stepped = step_seconds(self._local(held_, cut), 1, place.sample)
+                stepped = own.updates(self._local(held_, cut), 1)
                 seconds.append(sum(stepped) + line(waiting))
             step.append(tuple(seconds))
         return State(

@@ -16,6 +16,7 @@ from fxpart.cluster import Cluster
 from fxpart.cluster_io.lookup import ANY, Links
 from fxpart.pricing.joint_space import host_size
 from fxpart.pricing.places import RESERVE, kinds
+from fxpart.pricing.sharing import packing
 from fxpart.solver.joint.problem import Line, Pool
 
 if TYPE_CHECKING:
@@ -38,9 +39,13 @@ class DevicePool:
 
 @dataclass
 class Lines:
-    """Seconds of collectives over the replicas of a stage, as lines in bytes."""
+    """Seconds of collectives over the replicas of a stage, as lines in bytes.
+
+    copying: seconds per byte that packing buckets reads or writes.
+    """
 
     model: CostModel
+    copying: float = 0.0
     _known: dict[tuple[str, str, tuple[Link, ...]], Line] = field(default_factory=dict)
     _rings: dict[tuple[int, int, int], tuple[Link, ...]] = field(default_factory=dict)
 
@@ -72,7 +77,8 @@ class Lines:
         if key not in self._known:
             start = self.model.reshard(source, target, 0.0, ring).seconds
             bucket = self.model.reshard(source, target, float(BUCKET), ring).seconds
-            self._known[key] = Line(latency=start, inverse=bucket / BUCKET)
+            slope = bucket / BUCKET + packing(source, target) * self.copying
+            self._known[key] = Line(latency=start, inverse=slope)
         return self._known[key]
 
 

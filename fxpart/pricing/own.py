@@ -92,6 +92,13 @@ class Own:
             seconds[weight.blocks[0]] += self._taken(update_parts([weight]))
         return tuple(seconds)
 
+    @property
+    def copying(self) -> float:
+        """Seconds per byte that is read or written by a copy."""
+        if UPDATE not in self.factors:
+            return 1 / self.device.bandwidth
+        return self._taken({UPDATE: 1 / RATE})
+
     def sums(
         self, weights: Sequence[Weight], blocks: int, microbatches: int
     ) -> NDArray[np.float64]:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from fxpart.pricing.groups import Rings
 
 _BUCKET = 25 << 20  # bytes of gradients that are summed at once
+# Bytes read and written for each byte that is packed into a bucket, and for each unpacked.
+_PACKED = {
+    ("partial", "replicate"): 4,  # in and out again
+    ("partial", "shard(0)"): 2,  # in; a piece of the bucket is what is wanted
+    ("shard(0)", "replicate"): 2,  # out; what goes in is a lane's part
+}
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,19 @@ class Sharing:
         )
 
     def sums(
-        self, weights: Sequence[Weight], blocks: int, model: CostModel, rings: Rings
+        self,
+        weights: Sequence[Weight],
+        blocks: int,
+        model: CostModel,
+        rings: Rings,
+        copying: float = 0.0,
     ) -> StepSums:
         """Seconds a step that sums of gradients and ZeRO's collectives take.
 
         A stage's tensors travel together in buckets, so that a block pays for its bytes alone and
         the stage once for what a first bucket takes however small. A tied weight counts for its
-        first block. weights: as they are without ZeRO.
+        first block. weights: as they are without ZeRO. copying: seconds per byte that packing a
+        bucket, and unpacking it, reads or writes.
         """
         bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
         for weight in weights:
@@ -83,10 +95,15 @@ class Sharing:
         for (block, source, target, axes), size in bytes_of.items():
             ring = rings(*axes)
             bucket = model.reshard(source, target, float(_BUCKET), ring).seconds
-            seconds[block] += size * bucket / _BUCKET
+            seconds[block] += size * (bucket / _BUCKET + packing(source, target) * copying)
             if size:
                 first[source, target, axes] = model.reshard(source, target, 1.0, ring).seconds
         return StepSums(by_block=tuple(seconds), once=sum(first.values()))
+
+
+def packing(source: str, target: str) -> int:
+    """Bytes that are read and written for each byte that goes through a bucket."""
+    return _PACKED[source, target]
 
 
 @dataclass(frozen=True)

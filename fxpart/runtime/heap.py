@@ -9,15 +9,15 @@ costs several percent of a step, and more while other ranks of the host do the s
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
+
+from fxpart.environment import heap_is_set
 
 # mallopt(3): what is larger than THRESHOLD comes from the system by itself (32 MiB is the most that
 # glibc takes), and a free top of the heap larger than TRIM goes back to it.
 _TRIM, _THRESHOLD = -1, -3
 _MOST_THRESHOLD = 32 << 20
 _NEVER = 2**31 - 1
-_ASKED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed() -> bool:
@@ -26,7 +26,7 @@ def keep_freed() -> bool:
     Said by each rank when it joins the others. Where the user's environment sets one of mallopt's
     variables, that stays. What :func:`fxpart.measuring.memory.give_back` returns is returned.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in _ASKED):
+    if not sys.platform.startswith("linux") or heap_is_set():
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -253,6 +253,21 @@ def test_stages_and_links() -> None:
     )
 
 
+def test_ranks_that_meet_in_a_collective() -> None:
+    """What was measured of meeting is added to every collective of a host, and to nothing else."""
+    meets = {"": Crowding(slowdown=(1.0, 1.5), meet=(1e-3, 2e-3))}
+    model, links = measured({}, cluster(4), None, meets), cluster(4).links
+    total = ("partial", "replicate", 1e6)
+    for ranks, later in ((2, 1e-3), (3, 2e-3), (4, 2e-3)):
+        ring = links[:1] * ranks
+        free = Roofline().reshard(*total, ring).seconds
+        assert model.reshard(*total, ring).seconds == pytest.approx(free + later)
+    assert model.reshard("replicate", "shard(0)", 1e6, links[:1] * 2).seconds == 0.0
+    assert model.transfer(1e6, links[0]) == Roofline().transfer(1e6, links[0])
+    far = tuple(msgspec.structs.replace(link, kind="net") for link in links[:1] * 2)
+    assert model.reshard(*total, far) == Roofline().reshard(*total, far)
+
+
 @cache
 def twice() -> tuple[Measured, Measured]:
     """One profile, read twice."""
