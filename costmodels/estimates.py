@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import fsum
+from statistics import median
 from typing import TYPE_CHECKING
 
 from .classes import op_class
@@ -46,8 +47,13 @@ class Estimates:
         """Seconds alone, and how they were found; None where nothing like it was measured.
 
         Between and beyond measured sizes that differ from the op's by one factor: along a line.
-        From a single one: as the formula of ``base`` grows.
+        From a single one: as the formula of ``base`` grows. A form on the same local tensors that
+        more or fewer ranks share takes as long.
         """
+        kind, sizes = family(op)
+        same = [s for known, s in self._families.get((kind, backward), ()) if known == sizes]
+        if same:
+            return median(same), BEYOND
         points, one = self._points(op, backward)
         if len(points) > 1:
             low, high = points[0][0], points[-1][0]

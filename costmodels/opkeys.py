@@ -19,6 +19,7 @@ _SIZED = {
     "unflatten": ("2", "sizes"),
     "randint": ("2", "size"),
 }
+_CUT = frozenset({"0", "1"})  # of a form: over which axes, and the size of the whole
 
 
 def op_key(spec: OpSpec) -> str:
@@ -40,6 +41,16 @@ def op_key(spec: OpSpec) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def is_form(spec: OpSpec) -> bool:
+    """Whether the op is a rank's part of an op that several share: (axes, size, its arguments...).
+
+    Axes are names, or names for each of several factors; the size is the whole's.
+    """
+    axes = spec.attribute("0")
+    names = axes[0] if isinstance(axes, tuple) and axes and isinstance(axes[0], tuple) else axes
+    return isinstance(names, tuple) and bool(names) and all(isinstance(n, str) for n in names)
+
+
 def parse_key(key: str) -> OpSpec:
     """The op that a key describes; ValueError, TypeError or KeyError where it is none."""
     name, inputs, outputs, attributes, gradients = json.loads(key)
@@ -55,7 +66,10 @@ def parse_key(key: str) -> OpSpec:
 
 @dataclass(frozen=True)
 class Family:
-    """What ops have in common that differ in sizes alone; hashable."""
+    """What ops have in common that differ in sizes alone; hashable.
+
+    Of forms it leaves out what is cut into how many parts: they compute on their own part.
+    """
 
     name: str
     tensors: tuple[tuple[str, int, str], ...]
@@ -66,7 +80,7 @@ class Family:
 def family(spec: OpSpec) -> tuple[Family, tuple[int, ...]]:
     """The op's family, and all its sizes in one row."""
     both = (*spec.inputs, *spec.outputs)
-    known = (*_PLACE, *_SIZED.get(spec.key, ()))
+    known = (*_PLACE, *_SIZED.get(spec.key, ()), *(_CUT if is_form(spec) else ()))
     attributes = [[n, _plain(v)] for n, v in spec.attributes if n not in known]
     found = Family(
         spec.name,

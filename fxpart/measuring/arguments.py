@@ -1,7 +1,8 @@
 """Arguments to run one op of a graph alone: random tensors as the graph's fake values say.
 
 Sizes are numbers, strides those of the fake values, so that a transposed operand is a transposed
-one. Integers are valid indices for the op that takes them; masks hold some True.
+one. Integers are valid indices for the op that takes them; masks hold some True. A form runs
+without its other lanes, see :mod:`fxpart.measuring.forms`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpart.measuring.forms import alone, form_of
 from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY
 from fxpart.pipeline.collective import bound, is_collective, is_random_shard, keyed
 from fxpart.pricing.specs import Specs, annotation, expression, op_name, unwrapped
@@ -88,11 +90,16 @@ class Arguments:
     def call(self, node: fx.Node) -> Call:
         """A fresh call of the node's op. Raises UnusualError for what cannot be run alone."""
         function: Any = node.target
-        if is_random_shard(function):
+        if is_collective(function):
             assert self._mesh is not None, "a local graph has its mesh"
-            function = bound(function, self._mesh, self._lane)
-        elif is_collective(function) or not callable(function):
-            raise UnusualError("it needs other ranks")
+            if is_random_shard(function):
+                function = bound(function, self._mesh, self._lane)
+            elif form_of(node) is not None:
+                function = alone(function, self._mesh, self._lane)
+            else:
+                raise UnusualError("it moves a tensor and computes nothing")
+        elif not callable(function):
+            raise UnusualError("it is no function")
         maker = _Maker(self, node)
         args = tuple(maker(value, (i,)) for i, value in enumerate(node.args))
         kwargs = {name: maker(value, (name,)) for name, value in node.kwargs.items()}
@@ -137,6 +144,10 @@ class _Maker:
         self._key = op_name(target).removeprefix("aten.").split(".")[0].rstrip("_")
         schema = getattr(target, "_schema", None)
         self._names = [a.name for a in schema.arguments] if schema is not None else []
+        self._form = form_of(node)
+        if self._form is not None:
+            self._key, self._args = self._form.op, self._form.args
+            self._names = list(self._form.names)
         random = keyed(node)
         self._seed = random[0] if random is not None else None
         self._carries = annotation(node).requires_grad
@@ -171,8 +182,9 @@ class _Maker:
 
     def _special(self, fake: torch.Tensor, place: tuple[int | str, ...]) -> list[torch.Tensor]:
         """Integers that have to rise: where bags begin, where groups of rows end."""
-        begins = self._key in _BAGS and self._position(place) == 2
-        if not begins and _ENDS.get(self._key, -1) != self._position(place):
+        position = self._position(place)
+        begins = self._key in _BAGS and position == 2
+        if not begins and not (self._key in _ENDS and _ENDS[self._key] == position):
             return []
         count = self._of.number(fake.shape[0])
         total = self._number(self._args[1 if begins else 0], 0)
@@ -185,6 +197,8 @@ class _Maker:
         key, position, first = self._key, self._position(place), self._args[:1]
         if not first or not isinstance(first[0], fx.Node):
             return 0
+        if position == 1 and self._form is not None and self._form.whole is not None:
+            return self._count(self._form.whole)
         if key in _ROWS and position == 1:
             return self._number(first[0], 0)
         if key in _LISTS and position == 1:
@@ -206,7 +220,7 @@ class _Maker:
     def _position(self, place: tuple[int | str, ...]) -> int:
         first = place[0]
         if isinstance(first, int):
-            return first
+            return first if self._form is None else first - self._form.before
         return self._names.index(first) if first in self._names else -1
 
     def _given(self, position: int) -> Any:
@@ -214,6 +228,9 @@ class _Maker:
             return self._args[position]
         name = self._names[position] if position < len(self._names) else ""
         return self._kwargs.get(name)
+
+    def _count(self, size: Any) -> int:
+        return self._of.number(size.meta["val"] if isinstance(size, fx.Node) else size)
 
     def _number(self, source: fx.Node, dim: int) -> int:
         return self._of.number(source.meta["val"].shape[dim])

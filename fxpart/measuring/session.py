@@ -26,8 +26,9 @@ from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
 from fxpart.measuring.candidates import Work, alone, sizes, unfitted, with_wholes
-from fxpart.measuring.ops import measure
+from fxpart.measuring.ops import Counts, measure
 from fxpart.measuring.profiled import Profiled
+from fxpart.measuring.replicas import replica
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import setting
 from fxpart.measuring.stages import StageWork, microbatch, time_stages
@@ -224,21 +225,24 @@ class _Session:
             if left <= 0:
                 left_out.append(f"ops at microbatches of {', '.join(map(str, wanted[number:]))}")
                 break
-            counts = measure(
-                self.graph,
-                self.captured,
-                [Sizes(self.captured, Split(rows, 1))],
-                self.profile,
-                self.setting,
-                left,
-                self.progress,
-                device=self.device,
-                date=self.date,
-            )
+            counts = self._measure(self.graph, [Sizes(self.captured, Split(rows, 1))], left)
             done, known = done + counts.measured, known + counts.known
             if counts.left:
                 left_out.append(f"{counts.left} ops at microbatches of {rows}")
+        shared = replica(self.front) if self._left(_OPS) > 0 else None
+        if shared is not None:
+            counts = self._measure(shared.graph, shared.sizes(wanted), self._left(_OPS))
+            done, known = done + counts.measured, known + counts.known
+            if counts.left:
+                left_out.append(f"{counts.left} ops of ranks that share a batch")
         return done, known
+
+    def _measure(self, graph: fx.GraphModule, at: list[Sizes], seconds: float) -> Counts:
+        """Ops of a graph at given sizes."""
+        return measure(
+            graph, self.captured, at, self.profile, self.setting, seconds, self.progress,
+            device=self.device, date=self.date,
+        )  # fmt: skip
 
     def _stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
         """The stages of the model's best few plans, and the whole as one stage at their size."""

@@ -1,0 +1,67 @@
+"""One replica's graph: what a rank computes where all of a host share the batch and nothing else.
+
+It is the cheapest graph of several ranks to make, and most of what it holds is in every other:
+parts of losses and norms over a cut batch, and all ops on fewer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.errors import FxpartError
+from fxpart.pricing.variants import Sizes, Split, captured_rows
+from fxpart.requests import DATA_AXIS, with_mesh
+from fxpart.sharded.decide import Expected, shard
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+    from fxpart.front import Front
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The graph of the first of ``ranks`` ranks that share every batch. parts: as of Sharing."""
+
+    graph: fx.GraphModule
+    captured: Captured
+    ranks: int
+    parts: Mapping[str, int]
+
+    def sizes(self, microbatches: Sequence[int]) -> list[Sizes]:
+        """Its sizes at microbatches of so many rows in all; those of equal shares once."""
+        shares = dict.fromkeys(-(-rows // self.ranks) for rows in microbatches)
+        return [Sizes(self.captured, Split(rows, 1), self.parts) for rows in shares]
+
+
+def ranks_of(front: Front) -> int:
+    """How many ranks of the first device's host can share the batch evenly; 1 where none may."""
+    request, captured = front.request, front.captured
+    devices = request.cluster.devices
+    ranks = sum(device.host == devices[0].host for device in devices)
+    rows = captured.batch_size if captured.symbolic else captured_rows(captured)
+    batched = any(item.batch_dim is not None for item in captured.inputs)
+    free = request.open or DATA_AXIS in request.mesh.names
+    return ranks if free and batched and rows % ranks == 0 else 1
+
+
+def replica(front: Front) -> Replica | None:
+    """The graph of one rank of the host's pure data-parallel mesh.
+
+    None where a host has one device, the batch does not fall into equal parts, no mesh with a data
+    axis may be chosen, or annotations forbid it.
+    """
+    ranks = ranks_of(front)
+    if ranks == 1:
+        return None
+    request = with_mesh(front.request, f"{DATA_AXIS}={ranks}", 0)
+    # What the cut of the batch leaves open is whole on every rank: nothing to search for.
+    request = replace(request, constraints={**request.constraints, "placements": "annotated"})
+    try:
+        made = shard(front.graph, front.captured, request, front.annotations, Expected(None, 1))
+        return Replica(made.local(0), front.captured, ranks, made.sharing().parts)
+    except FxpartError:  # annotations over other axes, ops that no rule can cut
+        return None
