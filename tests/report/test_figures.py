@@ -12,6 +12,7 @@ import joint_problems
 import msgspec
 import pytest
 import sample_plans
+from figures_by_hand import MEMORY, NAMES, recomputed
 
 from fxpart.plan import HostLoad, Plan
 from fxpart.report.explain import explain
@@ -22,8 +23,6 @@ from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 
 SEEDS = [s for s in range(60) if joint_plans.solved(s) is not None]
-FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "async": 0.0}
-MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers")
 
 
 def mixed() -> Plan:
@@ -56,184 +55,6 @@ PLANS: dict[str, Any] = {
     "crowded": lambda: crowded_plan(),
     **{f"random {seed}": lambda seed=seed: joint_plans.solved(seed)[2] for seed in SEEDS[:24]},
 }
-
-
-def ranks_of(text: str) -> list[int]:
-    """Runs as numbers, in other words than the package's."""
-    found: list[int] = []
-    for part in text.split(","):
-        ends = [int(end) for end in part.split("-")]
-        found.extend(range(ends[0], ends[-1] + 1))
-    return found
-
-
-def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
-    """The explanation from the plan's JSON alone."""
-    m, prediction, stages = raw["microbatches"], raw["prediction"], raw["stages"]
-    pieces = max(max(1, len(s["pieces"])) for s in stages)
-    share = 1 / pieces if raw["schedule"] == "interleaved" else FILL[raw["schedule"]]
-    rows = [row(entry, stages[entry["stage"]], raw) for entry in prediction["ranks"]]
-    pace = [(m - share) * r["microbatch_seconds"] + r["step_only_seconds"] for r in rows]
-    worst = pace.index(max(pace))
-    step = prediction["step_seconds"]
-    others = [rejected(o, step) for field in ("alternatives", "changes") for o in raw[field]]
-    fitting = [o for o in others if o["step_seconds"] is not None]
-    used = [r["total"] / r["limit"] for r in rows]
-    fullest = rows[used.index(max(used))]
-    entry = prediction["ranks"][used.index(max(used))]
-    parts = parts_of(rows[worst], m, step)
-    return {
-        "model": raw["model"]["name"], "cluster": raw["cluster"]["name"],
-        "devices": len(raw["cluster"]["devices"]),
-        "ranks": sum(len(ranks_of(s["ranks"])) for s in stages), "stages": len(stages),
-        "schedule": raw["schedule"], "virtual": pieces, "microbatches": m,
-        "batch_size": raw["batch_size"],
-        "step": {
-            "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
-            "method": prediction["method"], "samples_per_second": raw["batch_size"] / step,
-            "bubble": prediction["bubble"] if prediction["hosts"]  # then by simulation
-            else idle(rows, m, prediction["simulated_seconds"]),
-            "parts": {"stage": rows[worst]["stage"], **parts},
-            "shares": {NAMES[name]: value / step for name, value in parts.items()},
-        },
-        "bottleneck": bottleneck(rows, pace, parts),
-        "fullest": {
-            **{key: fullest[key] for key in ("stage", "ranks", "total", "limit", "free")},
-            "used": max(used), "parts": fullest["memory"], "workspace": entry["workspace"],
-            "in_flight": fullest["in_flight"],
-        },
-        "binding": [o for o in others if (o["unfit_slower"] or 0) < 0],
-        "next_best": min(fitting, key=lambda o: o["step_seconds"], default=None),
-        "rejected": others[: len(raw["alternatives"])],
-        "changes": others[len(raw["alternatives"]) :],
-        "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
-        "certificate": raw["certificate"], "degrees": raw["degrees"],
-        "not_runnable": not_runnable(raw),
-    }  # fmt: skip
-
-
-NAMES = {
-    "compute": "computation", "collectives": "collectives inside stages",
-    "transfers": "transfers between stages", "gathers": "gathering weights",
-    "sums": "gradient sums", "ties": "sums of shared parameters", "optimizer": "the optimizer",
-    "overhead": "the runtime", "bubble": "the bubble",
-}  # fmt: skip
-
-
-def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """A stage's figures."""
-    names = ("forward", "backward", "collective", "gather", "transfer", "sync", "tie", "optimizer",
-             "overhead")  # fmt: skip
-    seconds = {f"{name}_seconds": entry[f"{name}_seconds"] for name in names}
-    total = sum(entry["memory"][name] for name in MEMORY)
-    spans = stage["pieces"] or [[stage["first"], stage["last"]]]
-    used = (
-        ranks_of(raw["devices"]) if raw["devices"] else list(range(len(raw["cluster"]["devices"])))
-    )
-    devices = [raw["cluster"]["devices"][used[rank]] for rank in ranks_of(entry["ranks"])]
-    models = sorted({d["model"] for d in devices})
-    one = devices[0]["name"] if len(devices) == 1 else f"{len(devices)} {'+'.join(models)}"
-    kept = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute", "label",
-            "parameters")  # fmt: skip
-    per = ("forward", "backward", "gather", "transfer")
-    return {
-        "stage": entry["stage"], "blocks": ",".join(f"{a}-{b}" for a, b in spans),
-        "ranks": entry["ranks"], "devices": one, **{name: stage[name] for name in kept}, **seconds,
-        "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
-        "step_only_seconds": sum(
-            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead")
-        ),
-        "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
-        "free": entry["memory_limit"] - total, "in_flight": entry["in_flight"],
-    }  # fmt: skip
-
-
-def crowded(load: dict[str, Any]) -> dict[str, Any]:
-    """A host's curve at as many ranks as the plan has there, and at what its seconds are for."""
-    curve, ranks = load["slowdown"], len(ranks_of(load["ranks"]))
-
-    def at(count: int) -> float:
-        last = len(curve)
-        return curve[count - 1] if count <= last else curve[-1] * count / last
-
-    return {
-        "ranks": load["ranks"], "slowdown": [at(k + 1) for k in range(ranks)],
-        "transfer": load["transfer"], "assumed": at(load["full"] or ranks),
-    }  # fmt: skip
-
-
-def parts_of(one: dict[str, Any], m: int, step: float) -> dict[str, float]:
-    """What the step consists of on the bottleneck."""
-    own = one["forward_seconds"] + one["backward_seconds"] - one["collective_seconds"]
-    parts = {
-        "compute": m * own, "collectives": m * one["collective_seconds"],
-        "transfers": m * one["transfer_seconds"], "gathers": m * one["gather_seconds"],
-        "sums": one["sync_seconds"], "ties": one["tie_seconds"],
-        "optimizer": one["optimizer_seconds"], "overhead": one["overhead_seconds"],
-    }  # fmt: skip
-    return {**parts, "bubble": step - sum(parts.values())}
-
-
-def idle(rows: list[dict[str, Any]], m: int, step: float) -> float:
-    """The share of the ranks' time that is neither computation nor sums."""
-    busy = count = 0.0
-    for one in rows:
-        lanes = len(ranks_of(one["ranks"]))
-        work = one["forward_seconds"] + one["backward_seconds"] + one["gather_seconds"]
-        busy += lanes * (m * work + one["step_only_seconds"])
-        count += lanes
-    return max(0.0, 1 - busy / (count * step))
-
-
-def bottleneck(
-    rows: list[dict[str, Any]], pace: list[float], parts: dict[str, float]
-) -> dict[str, Any]:
-    """The stage that sets the pace."""
-    worst = pace.index(max(pace))
-    spent = {NAMES[name]: value for name, value in parts.items() if name != "bubble"}
-    largest = max(spent, key=lambda name: spent[name])
-    rest = [k for k in range(len(rows)) if pace[k] < 0.999 * pace[worst]]
-    second = max(rest, key=lambda k: pace[k], default=None)
-    return {
-        "stage": rows[worst]["stage"], "blocks": rows[worst]["blocks"],
-        "ranks": rows[worst]["ranks"], "microbatch_seconds": rows[worst]["microbatch_seconds"],
-        "step_only_seconds": rows[worst]["step_only_seconds"], "pace_seconds": pace[worst],
-        "of_mean": rows[worst]["microbatch_seconds"] * len(rows)
-        / sum(r["microbatch_seconds"] for r in rows),
-        "largest": largest, "largest_share": spent[largest] / sum(spent.values()),
-        "as_slow": len(rows) - 1 - len(rest),
-        "second": None if second is None else rows[second]["stage"],
-        "second_pace_seconds": None if second is None else pace[second],
-    }  # fmt: skip
-
-
-def rejected(other: dict[str, Any], step: float) -> dict[str, Any]:
-    """A rejected choice with by how much it is slower."""
-
-    def slower(seconds: float | None) -> float | None:
-        return None if seconds is None else seconds / step - 1
-
-    return {
-        **other,
-        "slower": slower(other["step_seconds"]),
-        "unfit_slower": slower(other["unfit_seconds"]),
-    }
-
-
-def not_runnable(raw: dict[str, Any]) -> list[Any]:
-    """One reason for each kind of decision that does not run."""
-    degrees = ("data_parallel", "tensor_parallel", "expert_parallel", "zero")
-    whole = [len(ranks_of(s["ranks"])) for s in raw["stages"]]
-    return [
-        reason
-        for reason, holds in (
-            ("schedule", raw["schedule"] not in ("gpipe", "1f1b")),
-            ("differ", len({tuple(s[d] for d in degrees) for s in raw["stages"]}) > 1),
-            ("recompute", any(s["recompute"] != "none" for s in raw["stages"])),
-            ("share", raw["sharding"] is None and max(whole) > 1),
-        )
-        if holds
-    ]
 
 
 def agree(found: Any, wanted: Any, path: str = "") -> None:
@@ -269,6 +90,8 @@ def test_json_from_the_plan_file(name: str) -> None:
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "%": 0.01, "": 1.0, "B": 1.0,
          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
          "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # fmt: skip
+
+
 NUMBER = r"([-+]?[0-9.]+(?:e[-+][0-9]+)?) ?([a-zA-Zµ%]*)"
 
 
