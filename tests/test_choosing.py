@@ -89,6 +89,7 @@ def test_slow_links_bring_a_pipeline_and_fast_ones_replicas() -> None:
     assert slow.mesh["pipeline"] > 1 and slow.mesh.get("dp", 1) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wishes", "stages", "ranks"),
     [

@@ -320,6 +320,7 @@ def test_every_public_name_is_described() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_public_names() -> None:
     code = (
         "import fxpart, sys\n"

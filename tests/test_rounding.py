@@ -130,6 +130,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
+@pytest.mark.slow
 def test_a_sum_that_cancels_passes() -> None:
     """Replicas add up the bias's gradient in two halves: no fault, and told as noise."""
     found = halved().verify(steps=3)
@@ -217,6 +218,7 @@ def test_a_large_distance_does_not_count(doubled: list[int]) -> None:
     assert not judged(swallowed(), scaled("weight", 1.01)(trained(swallowed()))).passed
 
 
+@pytest.mark.slow
 def test_what_is_within_the_promise_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measure is taken where 1e-6 holds, and double precision only where nudging is too little.
 
@@ -246,6 +248,7 @@ def test_double_precision_comes_last(doubled: list[int]) -> None:
         assert second[name] == max(first[name], FACTOR * distance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_models_are_nudged_only(dtype: torch.dtype) -> None:
     """In float64 there is nothing wider; fewer bits than float32 are another thing."""

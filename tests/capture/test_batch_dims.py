@@ -30,6 +30,7 @@ class Masked(nn.Module):
         return (y @ y.transpose(1, 2) + mask).softmax(-1) @ y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 5, 8])
 def test_mask_and_positions_have_no_batch_dim_even_if_sizes_coincide(rows: int) -> None:
     inputs = (torch.randn(rows, 5, 4), torch.zeros(5, 5), torch.arange(5.0))
@@ -62,6 +63,7 @@ class Recurrent(nn.Module):
         return self.head(states if self.every_step else states[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_step", [True, False])
 def test_a_sequence_in_front_is_told_from_the_batch(every_step: bool) -> None:
     captured = capture(Recurrent(every_step), (torch.randn(5, 3, 4),))

@@ -54,6 +54,7 @@ class Settings:
     input_size = (3, 10, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

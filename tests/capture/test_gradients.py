@@ -110,6 +110,7 @@ def test_what_is_no_plain_module(wrap: Any, code: str) -> None:
     assert caught.value.code == code
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_unwrapped() -> None:
     captured = capture(torch.compile(nn.Linear(4, 4)), (torch.randn(3, 4),))
     assert captured.parameters == ("weight", "bias") and captured.model_name == "Linear"

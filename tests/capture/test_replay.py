@@ -105,6 +105,7 @@ class Rate(Layer):
         return super().forward(x) * self.rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Remembers, Constant, Counts, Rate])
 def test_layers_that_are_always_traced(
     monkeypatch: pytest.MonkeyPatch, layer: type[nn.Module]

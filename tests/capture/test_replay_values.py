@@ -59,6 +59,7 @@ class Leaks(Stack):
         return x + torch.stack(tuple(KEPT)).sum(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["argument", "inner", "result"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_values_that_leave_a_layer_by_the_back_door(

@@ -32,6 +32,7 @@ def changed(item: msgspec.Struct, **fields: object) -> msgspec.Struct:
     return msgspec.structs.replace(item, **fields)
 
 
+@pytest.mark.slow
 @given(clusters())
 @settings(max_examples=30, deadline=None)
 def test_files_both_ways(cluster: Cluster) -> None:

@@ -147,6 +147,7 @@ def test_in_and_out(document: dict[str, Any]) -> None:
     assert again == cluster and same(document_of(again), document)
 
 
+@pytest.mark.slow
 @given(clusters())
 @settings(max_examples=30, deadline=None)
 def test_out_and_in(cluster: Cluster) -> None:

@@ -55,6 +55,7 @@ PARTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(PARTS)
 @settings(max_examples=80, deadline=None)
 def test_written_out(parts: list[tuple[str, list[tuple[int, int]], int, str]]) -> None:

@@ -153,6 +153,7 @@ def test_laws_of_transfers(size: float, more: float, link: Link, faster: float) 
     assert model.transfer(size, wider).seconds <= cost.seconds
 
 
+@pytest.mark.slow
 @given(
     change=st.sampled_from(sorted(CHANGES.values())), size=st.floats(0, 1e13),
     more=st.floats(0, 1e13), group=st.lists(links, max_size=6).map(tuple),

@@ -128,6 +128,7 @@ def test_grouped_convolution() -> None:
     assert flops(op, backward=True) == 2 * only_input == 2 * forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("wanted", [False, True])

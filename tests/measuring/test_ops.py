@@ -70,6 +70,7 @@ def test_every_op_of_the_zoo_runs_alone(name: str) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropouts", "recommender"])
 def test_nothing_is_measured_twice(name: str, tmp_path: Path) -> None:
     graph, made, sizes = prepared(name), captured(name), [rows(name)]
@@ -132,6 +133,7 @@ def test_a_sampler_counts_up_and_measures_what_takes_longer() -> None:
     assert engine_seconds(CPU) >= 0
 
 
+@pytest.mark.slow
 def test_copies_are_alike_and_apart() -> None:
     graph = prepared("side_mask")
     specs = Specs(trained_names(captured("side_mask")))

@@ -75,6 +75,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
     assert again.step_seconds > 0
 
 
+@pytest.mark.slow
 def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     found = profile(workload(), cluster, tmp_path / "model.profile", budget=1e-3)

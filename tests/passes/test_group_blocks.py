@@ -152,6 +152,7 @@ def tensors_only(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor) and bool(tensors(node.meta["val"]))
 
 
+@pytest.mark.slow
 def test_data_dependent_sizes_do_not_cross() -> None:
     builder = Builder(symbolic=True)
     y = builder.call(aten.relu.default, builder.input(6, 4))

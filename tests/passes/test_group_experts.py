@@ -145,6 +145,7 @@ def test_mixtures(change: str, parts: str, count: int) -> None:
     assert not left & {torch.ops.aten.sort.default, torch.ops.fxpart.grouped_product.default}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     ["descending", "other rows", "other tokens", "other bins", "other bias", "other weights",

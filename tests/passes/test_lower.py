@@ -133,6 +133,7 @@ def test_tensor_parallel_is_megatron() -> None:
     assert lanes[0].meta[PARTIAL_KEY] == {}
 
 
+@pytest.mark.slow
 def test_sequence_parallel_is_megatron() -> None:
     """All-gather and reduce-scatter in place of each all-reduce: the same bytes."""
     lanes, outcome = ran("tp=2", SEQUENCE)
@@ -161,6 +162,7 @@ def test_data_parallel_talks_at_the_end_only() -> None:
     assert lanes[0].meta[PARTIAL_KEY] == dict.fromkeys(found.parameters, ("dp",))
 
 
+@pytest.mark.slow
 def test_data_and_tensor_parallel() -> None:
     """Each axis as by itself, on half the rows."""
     lanes, outcome = ran("dp=2,tp=2", {"input:x": "dp:S(0)", **everywhere(MEGATRON)})
@@ -226,6 +228,7 @@ def test_blocks_and_names_stay() -> None:
             assert annotation(node).block == min(b for b in blocks if b is not None)
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_local() -> None:
     """What autograd keeps of the inner activations is a lane's share."""
     _, graph = model()

@@ -128,6 +128,7 @@ def test_completed_annotations_come_back(drawn: Drawn) -> None:
             assert (mine.strategy, mine.results) == (held.strategy, held.results)
 
 
+@pytest.mark.slow
 def test_work_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are looked up once per distinct op; each op is looked at a few times at most."""
     looked = 0

@@ -135,6 +135,7 @@ def test_blocks_made_again_keep_less_and_take_longer() -> None:
     assert kept < 0.3 * sum(none.activation[k] for k in problem.kinds)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_kind() -> None:
     """Four layers: those in the middle cost once; the first and the last differ."""
     problem = joint("gpt2", space=ALONE)
@@ -166,6 +167,7 @@ def test_options_are_capped_far_from_powers_of_two_first() -> None:
     assert 7 not in {o.data for o in problem.options}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -189,5 +191,6 @@ def test_a_wrong_space_is_refused(options: dict[str, object]) -> None:
     assert {p.code for p in caught.value.problems} == {"FXP109"}
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_numbers() -> None:
     assert joint("gpt2") == joint("gpt2")

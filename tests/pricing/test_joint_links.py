@@ -45,6 +45,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(name="drawn", devices=devices, links=links)
 
 
+@pytest.mark.slow
 @given(clusters())
 def test_worst_links_are_those_of_all_pairs(cluster: Cluster) -> None:
     model, links = find("auto"), Links(cluster)

@@ -74,6 +74,7 @@ class _Lstm(nn.Module):
         return y.mean() + h.sum() + c.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

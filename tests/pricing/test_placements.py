@@ -127,6 +127,7 @@ def test_gradients_go_the_way_back() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["x=8", "x=4,y=2"])
 @pytest.mark.parametrize("name", ["mlp", "fused"])
 def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> None:

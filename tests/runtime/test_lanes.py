@@ -117,6 +117,7 @@ def test_in_process_a_failed_lane_is_named(
 SAVED = [("dp=2,tp=2", {}), ("tp=2", {}), ("dp=2", {"zero": 1}), ("tp=2,dp=2", {"zero3": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), SAVED)
 @pytest.mark.parametrize(("other", "more"), SAVED[:3])
 def test_a_checkpoint_does_not_know_the_sharding(

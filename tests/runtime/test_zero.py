@@ -132,6 +132,7 @@ def test_zero_2_sends_gradients_while_a_backward_runs(monkeypatch: pytest.Monkey
     assert left == {"embed.weight", "scale"}, "the number without dims is not cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2}])
 def test_buckets_of_any_size_give_the_same(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -157,6 +158,7 @@ ELEMENTWISE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda k: getattr(k, "__name__", "SGD"))
 @pytest.mark.parametrize("options", [{"mesh": "tp=2"}, {"mesh": "dp=3", "zero": 1}])
 def test_elementwise_optimizers_run_on_parts(kind: Any, options: dict[str, Any]) -> None:

@@ -254,6 +254,7 @@ def test_a_schedule_that_cannot_run() -> None:
         simulate(broken, (), [1.0], [1.0], crowd=Crowd((0,), ((1.0, 2.0),)))
 
 
+@pytest.mark.slow
 @given(curves, st.floats(0, 9))
 def test_a_curve_between_and_past_its_points(curve: list[float], busy: float) -> None:
     assert factor(curve, busy) == pytest.approx(crowd_oracle.curve_at(curve, busy))

@@ -101,6 +101,7 @@ def test_an_op_without_a_rule() -> None:
     assert proposal.entry.endswith(' linear=["B"]),')
 
 
+@pytest.mark.slow
 def test_arguments_are_found() -> None:
     found = example(ATEN.bmm.default)
     assert found is not None

@@ -151,6 +151,7 @@ def test_the_world_is_the_devices_used() -> None:
     assert used_ranks([(5, 2), (0, 3)]) == ((3, 1), (0, 2))
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_devices() -> None:
     cluster = Cluster.parse("2048x8xh100-sxm")
     traffic = Traffic(

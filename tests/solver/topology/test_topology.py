@@ -73,6 +73,7 @@ def test_more_lanes_than_devices_is_a_fault() -> None:
     assert found.faults == ("place 0 has 2 devices of pool 0, 3 are taken",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_two_hundred_problems_agree_with_enumeration(part: int) -> None:
     for seed in range(50 * part, 50 * (part + 1)):
