@@ -20,6 +20,7 @@ from fxpart.profile import (
     Calibration,
     Crowding,
     Profile,
+    Rehearsal,
     Setting,
     StageTiming,
     Timing,
@@ -50,6 +51,7 @@ class Measurements:
     stages: Mapping[str, StageTiming]
     calibrations: Mapping[str, Calibration]
     crowding: Mapping[str, Crowding]
+    rehearsals: Mapping[str, Rehearsal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,11 @@ class Measured:
         tables = (m.stages for m in self.measurements.values())
         return next((table[key] for table in tables if key in table), None)
 
+    def rehearsal(self, key: str) -> Rehearsal | None:
+        """A plan that was run whole, by its decisions; None where it was not."""
+        tables = (m.rehearsals for m in self.measurements.values())
+        return next((table[key] for table in tables if key in table), None)
+
     @property
     def origin(self) -> str:
         """Where the numbers come from, in words, for plans."""
@@ -209,6 +216,7 @@ def _read(profile: Profile, setting: Setting) -> Measurements:
         profile.get("stages", setting, StageTiming),
         profile.get("calibrations", setting, Calibration),
         profile.get("crowding", setting, Crowding),
+        profile.get("rehearsals", setting, Rehearsal),
     )
 
 

@@ -13,11 +13,9 @@ from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
-from fxpart.codegen.export import export
-from fxpart.codegen.materialise import constants_of
 from fxpart.deciding import decide
 from fxpart.errors import error
-from fxpart.exact import apply_plan, fields_of, make_schedule
+from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, write
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
@@ -230,21 +228,12 @@ class Program:
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
         """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
-        schedule = self.schedule()
-        texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
-        size = len(self.plan.stages[0].ranks)
-        by_rank = {
-            rank: texts[s] for s, stage in enumerate(self.plan.stages) for rank in stage.ranks
-        }
-        return export(
-            directory,
-            plan=self.plan.dumps(),
-            spec=self.spec,
-            sources=self.sources,
-            actions=[by_rank[rank] for rank in sorted(by_rank)],
-            constants=constants_of(self.spec, self.captured.state),
-            lanes=[self.lane(index) for index in range(1, size)],
-        )
+        return write(self.plan, self.parts, directory)
+
+    @property
+    def parts(self) -> Parts:
+        """What follows from the plan's cuts and mesh."""
+        return Parts(self.captured, self.prepared, self.graph, self.spec, self.sources, self.lanes)
 
     def trainer(
         self,

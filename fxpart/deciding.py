@@ -18,7 +18,7 @@ from fxpart.choosing import (
     seats_of,
 )
 from fxpart.errors import FxpartError, Problem
-from fxpart.exact import Parts, solve_exactly
+from fxpart.exact import Look, Parts, solve_exactly
 from fxpart.front import Front
 from fxpart.plan import Plan
 from fxpart.requests import with_mesh
@@ -51,17 +51,20 @@ def decide(
     front: Front,
     microbatches: int | None,
     progress: Callable[[Progress], None] | None = None,
+    looked: Look | None = None,
 ) -> Decided:
     """The plan with the least step time, on the given mesh or on the best of those proposed.
 
     With a measured cost model meshes are compared by simulated seconds, which know that ranks of
-    a host are not always busy together; otherwise by what was minimised. Raises FXP2xx where
-    nothing fits.
+    a host are not always busy together; otherwise by what was minimised. looked: see
+    :func:`fxpart.exact.solve_exactly`. Raises FXP2xx where nothing fits.
     """
     request, captured, graph = front.request, front.captured, front.graph
     info, annotations = front.info, front.annotations
     if not request.open:
-        plan, parts = solve_exactly(request, captured, graph, info, microbatches, annotations)
+        plan, parts = solve_exactly(
+            request, captured, graph, info, microbatches, annotations, looked=looked
+        )
         return Decided(plan, parts)
     problem, provenance = costed(graph, captured, request, microbatches)
     chosen = choose_degrees(problem, provenance, request, progress=progress)
@@ -75,7 +78,9 @@ def decide(
         fixed = with_mesh(request, one.mesh, one.zero)
         seats = seats_of(chosen, one, request)
         try:
-            made = solve_exactly(fixed, captured, graph, info, microbatches, annotations, seats)
+            made = solve_exactly(
+                fixed, captured, graph, info, microbatches, annotations, seats, looked
+            )
             found.append((*made, one))
         except FxpartError as fault:
             problems += fault.problems

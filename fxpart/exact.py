@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import fx
 
+from fxpart.codegen.export import export
+from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
@@ -29,7 +32,9 @@ from fxpart.reranking import (
     is_measured,
     keys_of,
     proven,
+    proven_for,
     refined,
+    rehearsed,
     rerank,
 )
 from fxpart.runtime.links import edges
@@ -64,6 +69,10 @@ class Parts:
     lanes: Lanes | None
 
 
+# A plan that was compared with others, and its program's parts.
+Look = Callable[[Plan, Parts], None]
+
+
 def solve_exactly(
     request: Request,
     captured: Captured,
@@ -72,9 +81,11 @@ def solve_exactly(
     microbatches: int | None,
     annotations: Mapping[str, str],
     seats: Seats | None = None,
+    looked: Look | None = None,
 ) -> tuple[Plan, Parts]:
     """Price the graph, or one lane's, on the request's mesh, choose cuts, and make the plan.
 
+    looked: told of every plan that is compared by simulation, where the cost model is a profile.
     Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits.
     """
     places = seats or Seats()
@@ -111,6 +122,7 @@ def solve_exactly(
         sharing=sharing,
         provenance=provenance,
         places=places,
+        looked=looked,
     )
     if made.over or not is_measured(request.cost_model):
         plan, parts = answer.plan(made, made.solution)
@@ -134,6 +146,7 @@ class _Answer:
     sharing: Sharing | None
     provenance: Mapping[str, str]
     places: Seats
+    looked: Look | None = None
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], Parts] = field(default_factory=dict)
 
     def plan(
@@ -164,7 +177,7 @@ class _Answer:
             made=replace(made, solution=solution, evaluation=evaluation or made.evaluation),
             hosts=self.hosts(len(choice.starts)),
         )
-        return plan, parts
+        return rehearsed(plan, request.cost_model), parts
 
     def parts(self, choice: Choice, order: Sequence[int] = ()) -> Parts:
         """The program of a choice, made once."""
@@ -200,8 +213,12 @@ class _Answer:
 
         def look(choice: Choice, evaluation: Evaluation) -> Looked:
             known = self.refined(made.problem, choice, evaluation)
-            answer = msgspec.structs.replace(made.solution, choice=choice, candidates=(choice,))
-            plan, _ = self.plan(made, answer, known.evaluation)
+            answer = proven_for(made.solution, choice, evaluation.seconds)
+            plan, parts = self.plan(made, answer, known.evaluation)
+            told = proven(plan.certificate, answer)
+            plan = msgspec.structs.replace(plan, certificate=told)
+            if self.looked is not None:
+                self.looked(plan, parts)
             return Looked(plan, known)
 
         found = rerank(made.problem, made.solution, look)
@@ -341,6 +358,23 @@ def make_parts(
 def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
     """Every stage's actions with transfers."""
     return make(name, range(len(spec.stages)), microbatches, edges(spec))
+
+
+def write(plan: Plan, parts: Parts, directory: str | Path) -> tuple[Path, ...]:
+    """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
+    schedule = make_schedule(parts.spec, plan.schedule, plan.microbatches)
+    texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
+    by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
+    lanes = range(1, len(plan.stages[0].ranks))
+    return export(
+        directory,
+        plan=plan.dumps(),
+        spec=parts.spec,
+        sources=parts.sources,
+        actions=[by_rank[rank] for rank in sorted(by_rank)],
+        constants=constants_of(parts.spec, parts.captured.state),
+        lanes=[parts.lanes.program(index) for index in lanes] if parts.lanes else (),
+    )
 
 
 def fields_of(parts: Parts) -> dict[str, Any]:

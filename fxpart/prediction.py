@@ -116,6 +116,8 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     too many actions for one. bubble: the share of that step in which the ranks idle or wait for
     transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike. hosts: that ranks
     share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
+    rehearsed_seconds: what a step of this very plan took when the profile rehearsed it; 0 where it
+    did not.
     """
 
     step_seconds: float
@@ -124,6 +126,12 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ranks: tuple[RankPrediction, ...]
     hosts: tuple[HostLoad, ...] = ()
     method: Literal["simulation", "closed form"] = "simulation"
+    rehearsed_seconds: float = 0.0
+
+    @property
+    def expected_seconds(self) -> float:
+        """The step as far as it is known: rehearsed, or else simulated."""
+        return self.rehearsed_seconds or self.simulated_seconds
 
 
 class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

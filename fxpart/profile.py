@@ -20,7 +20,7 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 
-FORMAT = 1
+FORMAT = 2
 T = TypeVar("T")
 
 
@@ -109,11 +109,52 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     overhead: float = 0.0
 
 
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was run for some steps on the devices that it is for.
+
+    seconds: of a step. label: the plan in words; model: its fingerprint. predicted: what it was
+    thought to take before. peaks, baselines: by rank, bytes of its process at its peak, and before
+    it held the model. cpu: by rank, the processor's seconds of a step.
+    """
+
+    seconds: Timing
+    label: str
+    model: str
+    predicted: float
+    peaks: tuple[int, ...] = ()
+    baselines: tuple[int, ...] = ()
+    cpu: tuple[float, ...] = ()
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """That a model has been profiled whole: nothing was left out, and nothing is left to measure.
+
+    ops, stages, rehearsals: how many of its own there are. plan: the best, in words; step_seconds:
+    of it. median_error, worst_error: of stages predicted from ops.
+    """
+
+    ops: int
+    stages: int
+    rehearsals: int
+    plan: str
+    step_seconds: float
+    median_error: float
+    worst_error: float
+
+    def told(self) -> dict[str, object]:
+        """As a run that finds all of it says it."""
+        counts = {f"known_{name}": getattr(self, name) for name in ("ops", "stages", "rehearsals")}
+        rest = ("plan", "step_seconds", "median_error", "worst_error")
+        return {**counts, **{name: getattr(self, name) for name in rest}}
+
+
 _TABLES: dict[str, type[object]] = {
     "ops": Timing,
     "stages": StageTiming,
     "calibrations": Calibration,
     "crowding": Crowding,
+    "rehearsals": Rehearsal,
+    "settled": Settled,
 }
 
 
@@ -122,7 +163,8 @@ class Profile:
 
     Kinds and their keys: "ops": :func:`fxpart.costmodels.measured.op_key` + " forward"/" backward";
     "stages": the digest of the stage's program and its microbatch's rows; "calibrations" and
-    "crowding": the model's fingerprint, or "" for any model.
+    "crowding": the model's fingerprint, or "" for any model; "rehearsals":
+    :func:`fxpart.planned.decided.plan_key`; "settled": a digest of what was asked.
     """
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:

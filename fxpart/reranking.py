@@ -3,7 +3,8 @@
 The solver minimises a closed form over costs of single ops, with all ranks of a host busy. Of its
 best answers of different kinds (numbers of stages, microbatches, schedules) the one is taken whose
 simulated step is shortest: ranks of a host slow each other down only while they really compute
-together, and a stage that was measured whole takes what was measured. Nothing is measured here.
+together, and a stage that was measured whole takes what was measured. A plan that the profile has
+rehearsed takes what it took. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import msgspec
 from fxpart.codegen.alike import FIRST, stage_key, symbol_sizes
 from fxpart.optimizers import choose
 from fxpart.plan import Certificate, Plan
+from fxpart.planned.decided import plan_key
 from fxpart.pricing.own import Calibrated, Own
-from fxpart.profile import Crowding, StageTiming
+from fxpart.profile import Crowding, Rehearsal, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.portfolio import status_of
@@ -40,6 +42,9 @@ class Stages(Calibrated, Protocol):
     def crowding(self, host: str) -> Crowding:
         """The ranks of a host."""
 
+    def rehearsal(self, key: str) -> Rehearsal | None:
+        """A plan that was run, by its decisions."""
+
 
 def is_measured(model: object) -> bool:
     """Whether answers are compared by simulation: the cost model comes from a profile."""
@@ -49,7 +54,16 @@ def is_measured(model: object) -> bool:
 def plan_seconds(plan: Plan, model: object) -> float:
     """What plans of different meshes are compared by, in seconds a step."""
     found = plan.prediction
-    return found.simulated_seconds if is_measured(model) else found.step_seconds
+    return found.expected_seconds if is_measured(model) else found.step_seconds
+
+
+def rehearsed(plan: Plan, model: object) -> Plan:
+    """The plan with what its steps took where the profile has rehearsed it."""
+    known = model.rehearsal(plan_key(plan)) if isinstance(model, Stages) else None
+    if known is None:
+        return plan
+    told = msgspec.structs.replace(plan.prediction, rehearsed_seconds=known.seconds.seconds)
+    return msgspec.structs.replace(plan, prediction=told)
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Looked:
     @property
     def seconds(self) -> float:
         """By which answers are compared."""
-        return self.plan.prediction.simulated_seconds
+        return self.plan.prediction.expected_seconds
 
 
 @dataclass(frozen=True)
@@ -174,15 +188,20 @@ def rerank(
     best = min(found, key=lambda choice: found[choice].seconds)
     rest = sorted((c for c in found if c != best), key=lambda choice: found[choice].seconds)
     objective = evaluate(problem, best).seconds
-    same = best == solution.choice
-    answer = msgspec.structs.replace(
+    answer = proven_for(solution, best, objective)
+    return Reranked(msgspec.structs.replace(answer, candidates=(best, *rest)), found)
+
+
+def proven_for(solution: Solution, choice: Choice, objective: float) -> Solution:
+    """The solution with another choice of this objective: the bound stays, the status follows."""
+    same = choice == solution.choice
+    return msgspec.structs.replace(
         solution,
-        choice=best,
+        choice=choice,
         objective=objective,
         status=solution.status if same else status_of(objective, solution.bound),
-        candidates=(best, *rest),
+        candidates=(choice,),
     )
-    return Reranked(answer, found)
 
 
 def proven(certificate: Certificate, solution: Solution) -> Certificate:

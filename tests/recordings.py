@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxpart.plan import Plan
-from fxpart.report.measured import decisions
+from fxpart.planned.decided import decisions
 from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.recording import (
     AGREE,

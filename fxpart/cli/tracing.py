@@ -26,7 +26,7 @@ class Asked:
     def write(self, recording: Recording, plan: Plan, as_json: bool) -> None:
         """Write the trace and its summary, and say where; FXP603 where that cannot be."""
         from fxpart.cli.report import write
-        from fxpart.report.measured import decisions
+        from fxpart.planned.decided import decisions
 
         kept = msgspec.structs.replace(recording, decisions=decisions(plan))
         summary = self.path.with_name(self.path.name + ".summary.json")

@@ -132,7 +132,9 @@ class Arguments:
             tile = fill(min(length, _TILE), dtype=kind, **made).to(dtype)
             return tile.repeat(-(-length // _TILE))[:length] if length > _TILE else tile
         low, high = (0, highest) if highest else (1, 3)
-        return torch.randint(low, high, (length,), dtype=dtype, **made)
+        found = torch.randint(low, high, (length,), dtype=dtype, **made)
+        found[0] = low  # the first part of rows or classes that are cut is asked for something
+        return found
 
 
 class _Maker:

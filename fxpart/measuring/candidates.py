@@ -52,6 +52,12 @@ def with_wholes(choices: Sequence[Choice]) -> list[Choice]:
     return list(kept.values())
 
 
+def in_words(problem: PartitionProblem, choice: Choice) -> str:
+    """A choice of stages of one rank in words."""
+    count = problem.variants[choice.variant].microbatches
+    return f"{len(choice.starts)} stages of one rank, {count} microbatches"
+
+
 def unfitted(model: Any) -> CostModel:
     """A measured model that knows ops alone."""
     bare = {

@@ -125,7 +125,7 @@ def serve() -> None:
         with _group(request):
             outcome = _outcome(request["target"], rank, world, request["payload"])
             _leave(folder, rank, outcome)
-            if "answer" in outcome:
+            if "answer" in outcome and dist.is_initialized():
                 dist.barrier()  # nobody goes while another still receives
     except Exception as why:  # the group could not be made or lost a rank
         if not _answer(folder, rank).exists():
@@ -244,6 +244,23 @@ def _store(count: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def regrouped(name: str, rank: int, world: int, timeout: float) -> Iterator[None]:
+    """Within: a default process group of the first ``world`` processes, where there is none.
+
+    name: one for each group of a job. timeout: seconds that its operations may take.
+    """
+    found = launch()
+    assert found is not None, "one of the processes that together() starts"
+    limit = timedelta(seconds=timeout)
+    store = dist.PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
 def _group(request: dict[str, Any]) -> Iterator[None]:
     """The default process group of this rank, by the store that the parent keeps."""
     found = launch()
@@ -260,7 +277,8 @@ def _group(request: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the target may have left it for groups of its own
+            dist.destroy_process_group()
 
 
 def _outcome(target: str, rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:

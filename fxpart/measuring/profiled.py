@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.profile import Calibration, Crowding
+from fxpart.profile import Calibration, Crowding, Settled
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """What a run of ``fxpart profile`` did.
 
-    seconds: of measuring and planning; capture_seconds: before that. ops, stages: measured now;
-    known_ops, known_stages: found in the profile. calibration, crowding: of this model here, None
-    where there was no time for them. median_error, worst_error: of stages predicted from ops with
-    these factors, relative. plan: the best of one rank a stage, in words; step_seconds: what it
-    is predicted to take. left_out: in words, what the budget did not reach.
+    seconds: of measuring and planning; capture_seconds: before that. ops, stages, rehearsals:
+    measured now; known_ops, known_stages, known_rehearsals: found in the profile. calibration,
+    crowding: of this model here, None where there was no time for them. median_error, worst_error:
+    of stages predicted from ops with these factors, relative. plan: the best, in words (without
+    rehearsals, of one rank a stage); step_seconds: what it took when it was rehearsed, or is
+    predicted to take. left_out: in words, what the budget did not reach.
     """
 
     path: str
@@ -26,6 +27,8 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     known_ops: int = 0
     stages: int = 0
     known_stages: int = 0
+    rehearsals: int = 0
+    known_rehearsals: int = 0
     calibration: Calibration | None = None
     crowding: Crowding | None = None
     median_error: float = 0.0
@@ -33,3 +36,15 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     plan: str = ""
     step_seconds: float = 0.0
     left_out: tuple[str, ...] = ()
+
+    def settled(self) -> Settled:
+        """What the next run is told, where nothing was left out."""
+        return Settled(
+            ops=self.ops + self.known_ops,
+            stages=self.stages + self.known_stages,
+            rehearsals=self.rehearsals + self.known_rehearsals,
+            plan=self.plan,
+            step_seconds=self.step_seconds,
+            median_error=self.median_error,
+            worst_error=self.worst_error,
+        )

@@ -1,14 +1,15 @@
 """``fxpart profile``: measure what plans of a model would be made of, until the budget is used.
 
 In turn: every distinct op at the sizes that plans would use; the stages of the best few plans,
-whole; factors fitted to these; how ranks of this host slow each other down on the model.
+whole; factors fitted to these; how ranks of this host slow each other down on the model; where all
+devices are this host's processors, the plans that may be the best, run by real ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,25 +21,34 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.capture import Captured
 from fxpart.cluster import Cluster, Device
-from fxpart.errors import error
+from fxpart.costmodels.measured import HERE
 from fxpart.exact import Parts, make_parts
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
-from fxpart.measuring.candidates import Work, alone, sizes, unfitted, with_wholes
+from fxpart.measuring.candidates import Work, alone, in_words, sizes, unfitted, with_wholes
+from fxpart.measuring.contest import Asking, Rehearsed, by_name, rehearse, words
+from fxpart.measuring.group import likes
 from fxpart.measuring.ops import Counts, measure
 from fxpart.measuring.profiled import Profiled
 from fxpart.measuring.replicas import replica
 from fxpart.measuring.runtime import overhead
-from fxpart.measuring.setting import setting
+from fxpart.measuring.setting import on_device, setting
 from fxpart.measuring.stages import StageWork, microbatch, time_stages
 from fxpart.optimizers import choose
 from fxpart.planned.words import label
 from fxpart.price import price
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
-from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming
-from fxpart.runtime.heap import keep_freed
+from fxpart.profile import (
+    Calibration,
+    Crowding,
+    Profile,
+    Rehearsal,
+    Setting,
+    Settled,
+    StageTiming,
+)
 from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import Choice, PartitionProblem
@@ -51,7 +61,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _PLANS = 4  # plans of which the stages are measured whole
-_OPS, _STAGES = 0.5, 0.8  # shares of the budget that are used when ops, and stages, are done
+_OPS, _STAGES = 0.4, 0.6  # shares of the budget that are used when ops, and stages, are done
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 _SOLVING = 5.0  # seconds for each search
 
@@ -70,13 +80,15 @@ def profile(
     batch_dims: Mapping[str, int | None] | None = None,
     date: str = "",
     progress: Progress | None = None,
+    rehearse: bool = True,
 ) -> Profiled:
-    """Measure the workload's ops, best stages and crowding into the profile at ``path``.
+    """Measure the workload's ops, stages, crowding and best plans into the profile at ``path``.
 
     The profile is made where there is none; what it holds for this device is not measured again.
-    budget: seconds for measurements. date: YYYY-MM-DD, kept with them. progress: told what is
-    measured. The other arguments are those of :func:`fxpart.compile`, and so are errors; FXP602
-    where the cluster's first device is not of this machine's kind.
+    budget: seconds for measurements. rehearse: run the plans that may be the best, where all
+    devices of the cluster are this host's processors. date: YYYY-MM-DD, kept with them. progress:
+    told what is measured. The other arguments are those of :func:`fxpart.compile`, and so are
+    errors; FXP602 where the cluster's first device is not of this machine's kind.
     """
     start = time.monotonic()
     front = make_front(
@@ -96,7 +108,7 @@ def profile(
     )
     front = _of_one_model(front)
     captured = time.monotonic()
-    with _threads(front.request.cluster.devices[0]) as device, Profile(path, create=True) as held:
+    with on_device(front.request.cluster.devices[0]) as device, Profile(path, create=True) as held:
         session = _Session(
             front=front,
             profile=held,
@@ -107,6 +119,7 @@ def profile(
             budget=budget,
             date=date,
             progress=progress or _silent,
+            rehearse=rehearse,
         )
         found = session.run()
     return msgspec.structs.replace(found, capture_seconds=captured - start)
@@ -115,38 +128,12 @@ def profile(
 def _of_one_model(front: Front) -> Front:
     """For the devices of the first one's model alone: what others take is not measured here."""
     cluster = front.request.cluster
-    same = tuple(d for d in cluster.devices if d.model == cluster.devices[0].model)
-    if len(same) == len(cluster.devices):
-        return front
-    part = msgspec.structs.replace(cluster, devices=same)
+    part = likes(cluster, cluster.devices[0].model)
     return replace(front, request=replace(front.request, cluster=part))
 
 
 def _silent(what: str, done: int, of: int) -> None:
     """Nobody listens."""
-
-
-@contextmanager
-def _threads(device: Device) -> Iterator[torch.device]:
-    """This machine's device of the cluster's kind, with as many threads as a rank has there."""
-    if device.kind == "gpu":
-        if not torch.cuda.is_available():
-            raise error(
-                "FXP602",
-                where=f"profiling {device.name} ({device.model})",
-                why="torch sees no GPU here",
-                fix="profile on a machine that has one, and merge the files",
-            )
-        yield torch.device("cuda", 0)
-        return
-    keep_freed()  # as the ranks do
-    before = torch.get_num_threads()
-    if not isinstance(device.threads, msgspec.UnsetType):
-        torch.set_num_threads(device.threads)
-    try:
-        yield torch.device("cpu")
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass
@@ -162,40 +149,70 @@ class _Session:
     budget: float
     date: str
     progress: Progress
+    rehearse: bool = True
     programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
 
     def run(self) -> Profiled:
+        """All phases, or none where nothing was left to measure the last time."""
+        kept = self.profile.get("settled", self.setting, Settled).get(self._asked)
+        return self._measured() if kept is None else self._told(**kept.told())
+
+    def _measured(self) -> Profiled:
         """All phases."""
         left_out: list[str] = []
         ops, known_ops = self._ops(left_out)
         stages, known_stages = self._stages(unfitted(self._model()), left_out)
         calibrated = self._calibration(stages)
-        crowding = self._crowding(left_out)
+        self._crowding(left_out)
         # What is best may be others now. Factors stay, so that the same are best the next time.
         again, known_again = self._stages(self._model(), left_out)
-        problem, choices = self._choices(self._model())
-        best = choices[0]
+        rehearsed = self._rehearsed(left_out)
         middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
+        if rehearsed is None:
+            problem, choices = self._choices(self._model())
+            best, seconds = in_words(problem, choices[0]), evaluate(problem, choices[0]).seconds
+        else:
+            best, seconds = words(rehearsed.plan), rehearsed.plan.prediction.expected_seconds
+        found = self._told(
+            ops=ops,
+            known_ops=known_ops,
+            stages=stages + again,
+            known_stages=known_stages + known_again,
+            rehearsals=0 if rehearsed is None else rehearsed.done,
+            known_rehearsals=0 if rehearsed is None else rehearsed.known,
+            median_error=middle,
+            worst_error=worst,
+            plan=best,
+            step_seconds=seconds,
+            left_out=tuple(left_out),
+        )
+        if not left_out:
+            self.profile.put("settled", self.setting, {self._asked: found.settled()}, self.date)
+        return found
+
+    def _told(self, **found: Any) -> Profiled:
+        """What was done, with what the profile says of the model now."""
+        key = self.front.info.fingerprint
         return Profiled(
             path=str(self.profile.path),
             model=self.front.info.name,
             device=f"{self.setting.device} ({self.setting.chip})",
             seconds=time.monotonic() - self.start,
-            ops=ops,
-            known_ops=known_ops,
-            stages=stages + again,
-            known_stages=known_stages + known_again,
-            calibration=calibrated,
-            crowding=crowding,
-            median_error=middle,
-            worst_error=worst,
-            plan=(
-                f"{len(best.starts)} stages of one rank, "
-                f"{problem.variants[best.variant].microbatches} microbatches"
-            ),
-            step_seconds=evaluate(problem, best).seconds,
-            left_out=tuple(left_out),
+            calibration=self.profile.get("calibrations", self.setting, Calibration).get(key),
+            crowding=self.profile.get("crowding", self.setting, Crowding).get(key),
+            **found,
         )
+
+    @property
+    def _asked(self) -> str:
+        """A digest of what is profiled, and for what."""
+        request = self.front.request
+        asked = (
+            self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
+            self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
+            request.seed, self.rehearse,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
 
     @property
     def captured(self) -> Captured:
@@ -324,6 +341,24 @@ class _Session:
         self.profile.put("crowding", self.setting, {key: made}, self.date)
         self.progress("crowding", 1, 1)
         return made
+
+    def _rehearsed(self, left_out: list[str]) -> Rehearsed | None:
+        """The plans that may be the best, run here; None where the devices are not this host's."""
+        devices = self.front.request.cluster.devices
+        here = all(d.host == HERE and d.kind == "cpu" for d in devices)
+        if not here or not self.rehearse or not by_name(self.front.request.optimizer):
+            return None
+
+        def keep(key: str, found: Rehearsal) -> None:
+            self.profile.put("rehearsals", self.setting, {key: found}, self.date)
+
+        asking = Asking(
+            self.front, self.microbatches, self._model, keep, self._left,
+            lambda done: self.progress("rehearsals", done, 0),
+        )  # fmt: skip
+        found = rehearse(asking, torch.get_num_threads())
+        left_out += found.left_out
+        return found
 
     # -- what is measured -----------------------------------------------------------------------
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
 import torch
 
+from fxpart.cluster import Device
+from fxpart.errors import error
 from fxpart.profile import Setting, chip
+from fxpart.runtime.heap import keep_freed
 
 
 def setting(model: str, device: torch.device | None = None) -> Setting:
@@ -14,3 +21,26 @@ def setting(model: str, device: torch.device | None = None) -> Setting:
     else:
         name, threads = chip(), torch.get_num_threads()
     return Setting(device=model, chip=name, threads=threads, torch=str(torch.__version__))
+
+
+@contextmanager
+def on_device(device: Device) -> Iterator[torch.device]:
+    """This machine's device of the cluster's kind, with as many threads as a rank has there."""
+    if device.kind == "gpu":
+        if not torch.cuda.is_available():
+            raise error(
+                "FXP602",
+                where=f"profiling {device.name} ({device.model})",
+                why="torch sees no GPU here",
+                fix="profile on a machine that has one, and merge the files",
+            )
+        yield torch.device("cuda", 0)
+        return
+    keep_freed()  # as the ranks do
+    before = torch.get_num_threads()
+    if not isinstance(device.threads, msgspec.UnsetType):
+        torch.set_num_threads(device.threads)
+    try:
+        yield torch.device("cpu")
+    finally:
+        torch.set_num_threads(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any, get_args
@@ -11,10 +10,10 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Plan
+from fxpart.planned.decided import decisions
 from fxpart.schedule.recording import FORMAT, VERSION, Lane, Measured, Recording
 
 _LANES = get_args(Lane)
-_SHOWN = 60  # characters of a decision that are kept as they are
 
 
 class _Event(msgspec.Struct):
@@ -103,40 +102,6 @@ def _check(recording: Recording, where: str) -> None:
 def _wrong(where: str | Path, why: str) -> FxpartError:
     fix = "give a file that `fxpart train TARGET --plan PLAN --trace FILE` has written"
     return error("FXP109", where=f"the trace {where}", why=why, fix=fix)
-
-
-def decisions(plan: Plan) -> dict[str, str]:
-    """What a run depends on, by name: all that a plan decides, nothing that it predicts.
-
-    So a trace still belongs to a plan whose costs were predicted again. Long ones are digests.
-    """
-    sharding = plan.sharding
-    found: dict[str, object] = {
-        "model": plan.model.fingerprint,
-        "stages": [
-            (s.spans, s.ranks, s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero,
-             s.recompute)
-            for s in plan.stages
-        ],
-        "order": plan.order,
-        "batch size": plan.batch_size,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule,
-        "weights": plan.weights,
-        "optimizer": plan.optimizer,
-        "sharding": None if sharding is None else (
-            sharding.mesh, sharding.zero, sharding.zero_axis,
-            sorted((p.kind, p.names, p.placements, p.strategy) for p in sharding.placed),
-        ),
-    }  # fmt: skip
-    return {name: _short(value) for name, value in found.items()}
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    if len(text) <= _SHOWN:
-        return text
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def belongs(recording: Recording, plan: Plan, where: str) -> None:

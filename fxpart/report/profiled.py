@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing
+from fxpart.profile import (
+    Calibration,
+    Crowding,
+    Profile,
+    Rehearsal,
+    Setting,
+    StageTiming,
+    Timing,
+)
 from fxpart.report.table import shortened, table
 from fxpart.report.units import percent, plural, seconds, size
 
@@ -22,6 +30,7 @@ def describe_run(done: Profiled) -> list[str]:
     rows = [
         ("distinct ops", str(done.ops), str(done.known_ops)),
         ("stages", str(done.stages), str(done.known_stages)),
+        ("plans run whole", str(done.rehearsals), str(done.known_rehearsals)),
     ]
     lines = [f"{done.model} on {done.device}, {seconds(done.seconds)}", ""]
     lines += table(("", "measured now", "known before"), "<>>", rows)
@@ -35,7 +44,7 @@ def describe_run(done: Profiled) -> list[str]:
     if done.plan:
         lines += ["", f"best plan by it: {done.plan}, {seconds(done.step_seconds)} a step"]
     if done.left_out:
-        lines += ["", f"no time was left for {'; '.join(done.left_out)}"]
+        lines += ["", f"left out: {'; '.join(done.left_out)}"]
     return lines
 
 
@@ -50,6 +59,9 @@ def describe_profile(profile: Profile) -> list[str]:
         if stages:
             lines += [f"  {plural(len(stages), 'stage timing')}"]
             lines += [f"    {line}" for line in _stages(stages)]
+        if plans := profile.get("rehearsals", setting, Rehearsal):
+            lines += [f"  {plural(len(plans), 'plan')} run whole"]
+            lines += [f"    {line}" for line in _rehearsals(plans)]
         for key, calibration in profile.get("calibrations", setting, Calibration).items():
             lines += [f"  of model {key[:12] or 'any'}"]
             lines += [f"    {line}" for line in _calibration(calibration)]
@@ -68,6 +80,7 @@ def contents(profile: Profile) -> list[dict[str, object]]:
             "stages": profile.get("stages", setting, StageTiming),
             "calibrations": profile.get("calibrations", setting, Calibration),
             "crowding": profile.get("crowding", setting, Crowding),
+            "rehearsals": profile.get("rehearsals", setting, Rehearsal),
         }
         for setting in profile.settings()
     ]
@@ -100,6 +113,22 @@ def _stages(stages: Mapping[str, StageTiming]) -> list[str]:
     return table(("stage", "rows", "forward", "backward", "optimizer"), "<>>>>", rows)
 
 
+def _rehearsals(plans: Mapping[str, Rehearsal]) -> list[str]:
+    """The fastest first."""
+    ordered = sorted(plans.values(), key=lambda found: found.seconds.seconds)
+    rows = [
+        (
+            r.model[:12],
+            r.label,
+            seconds(r.predicted),
+            seconds(r.seconds.seconds),
+            _spread(r.seconds),
+        )
+        for r in ordered[:_SHOWN]
+    ]
+    return table(("model", "plan", "predicted", "a step", "quartiles"), "<<>>>", rows)
+
+
 def _longest(values: Mapping[str, T], took: Callable[[T], float]) -> list[tuple[str, T]]:
     return sorted(values.items(), key=lambda item: (-took(item[1]), item[0]))[:_SHOWN]
 
@@ -125,6 +154,9 @@ def _crowding(found: Crowding) -> list[str]:
         lines.append(f"1 to {len(found.slowdown)} ranks at work: each {slow} times as long")
     if found.transfer:
         lines.append(f"a transfer slows a rank down as {found.transfer:.2f} ranks would")
+    if found.meet:
+        later = ", ".join(seconds(value) for value in found.meet)
+        lines.append(f"2 to {len(found.meet) + 1} ranks meet in a collective {later} later")
     if found.baseline:
         lines.append(f"a process without a model: {size(found.baseline)}")
     return lines

@@ -100,7 +100,7 @@ def test_crowding_of_several_processes() -> None:
 
 
 def test_what_processes_answer_is_summed_up() -> None:
-    same = {"wake": [0.0, 0.002], "overhead": 0.25}
+    same = {"wake": [0.0, 0.002], "meet": [0.001, 0.003], "overhead": 0.25}
     rows = [
         {"busy": [0.1, 0.12, 0.3], "beside": 0.11, "baseline": 100, **same},
         {"busy": [0.0, 0.14, 0.3], "beside": 0.0, "baseline": 102, **same},
@@ -109,10 +109,12 @@ def test_what_processes_answer_is_summed_up() -> None:
     found = summary(rows, 3)
     assert found.slowdown == pytest.approx((1.0, 1.3, 3.0))
     assert found.transfer == pytest.approx(1 / 3)
-    assert found.baseline == 101 and found.wake == (0.0, 0.002) and found.overhead == 0.25
-    alone = [{**rows[0], "wake": []}]
+    assert found.baseline == 101 and found.wake == (0.0, 0.002)
+    assert found.meet == (0.001, 0.003) and found.overhead == 0.25
+    alone = [{**rows[0], "wake": [], "meet": []}]
     assert summary(alone, 1) == Crowding(slowdown=(1.0,), baseline=100, overhead=0.25)
-    noise = [{"busy": [0.1, 0.09], "beside": 0.0, "baseline": 1, "wake": [], "overhead": 0.0}] * 2
+    rest = {"beside": 0.0, "baseline": 1, "wake": [], "meet": [], "overhead": 0.0}
+    noise = [{"busy": [0.1, 0.09], **rest}] * 2
     assert summary(noise, 2).slowdown == (1.0, 1.0)
 
 

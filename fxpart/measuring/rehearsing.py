@@ -1,0 +1,99 @@
+"""One rank of those that rehearse plans: it trains each program that is left for it, a few steps.
+
+The parent (:mod:`fxpart.measuring.rehearsals`) leaves requests in a folder, numbered from 0, and
+the ranks leave their answers there. Ranks that a plan has no use for sleep meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpart.measuring.memory import give_back
+from fxpart.measuring.processes import regrouped
+from fxpart.optimizers import choose
+from fxpart.running import load_trainer
+from fxpart.runtime.footprint import Footprint
+
+TARGET = "fxpart.measuring.rehearsing:serve"
+WARM = 3  # steps that do not count
+_POLL = 0.02  # seconds between looks for a request
+
+
+def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """Do all requests until the empty one comes; how many there were."""
+    del world
+    folder, number = Path(payload["folder"]), 0
+    dist.destroy_process_group()  # each plan makes a group of its own ranks
+    while asked := _request(folder / f"request-{number}.json"):
+        if rank < asked["ranks"]:
+            with regrouped(f"plan{number}", rank, asked["ranks"], asked["timeout"]):
+                answer = train(Path(asked["program"]), asked["optimizer"], asked["steps"])
+            leave(folder / f"answer-{number}-{rank}.json", answer)
+        number += 1
+    return {"done": number}
+
+
+def train(program: Path, optimizer: str, steps: int) -> dict[str, Any]:
+    """Train an exported program beside which ``batch.pt`` lies, with drawn weights.
+
+    Seconds of each step and of its processor time; bytes of the process before and at its peak.
+    """
+    give_back()
+    footprint = Footprint()
+    footprint.start()
+    make = choose(optimizer).make
+    trainer = load_trainer(program, make, weights=drawn)
+    batch = torch.load(program.parent / "batch.pt", weights_only=True)
+    try:
+        for _ in range(WARM):
+            trainer.step(batch)
+        taken, worked = [], []
+        for _ in range(steps):
+            dist.barrier()
+            start, before = time.perf_counter(), time.process_time()
+            trainer.step(batch)
+            taken.append(time.perf_counter() - start)
+            worked.append(time.process_time() - before)
+        peaks = footprint.peaks()
+    finally:
+        trainer.close()
+        del trainer
+        give_back()
+    return {
+        "seconds": taken,
+        "cpu": statistics.median(worked),
+        "peak": peaks.peak,
+        "baseline": peaks.baseline,
+    }
+
+
+def drawn(name: str, meta: torch.Tensor) -> torch.Tensor:
+    """Weights of the usual size, the same on every rank; statistics start at 1, numbers at 0."""
+    if not meta.is_floating_point():
+        return torch.zeros(meta.shape, dtype=meta.dtype)
+    if name.endswith("running_var"):
+        return torch.ones(meta.shape, dtype=meta.dtype)
+    draw = torch.Generator().manual_seed(len(name))
+    return 0.02 * torch.randn(meta.shape, generator=draw).to(meta.dtype)
+
+
+def leave(file: Path, value: dict[str, Any]) -> None:
+    """Write whole or not at all, for another process."""
+    half = file.with_suffix(".half")
+    half.write_text(json.dumps(value), encoding="utf-8")
+    half.rename(file)
+
+
+def _request(file: Path) -> dict[str, Any]:
+    """The next one, once it is there."""
+    while not file.exists():
+        time.sleep(_POLL)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

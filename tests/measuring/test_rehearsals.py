@@ -1,0 +1,132 @@
+"""Plans run by real ranks before one is chosen, and which are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from zoo import ZOO
+
+import fxpart
+from fxpart.api import Program
+from fxpart.cluster import Cluster
+from fxpart.errors import FxpartError
+from fxpart.measuring.contest import by_name, words
+from fxpart.measuring.rehearsals import Rehearsals
+from fxpart.measuring.session import profile
+from fxpart.planned.decided import plan_key
+from fxpart.profile import Profile, Rehearsal, Timing
+from fxpart.reranking import plan_seconds, rehearsed
+from fxpart.target import Workload
+
+
+def workload() -> Workload:
+    built = ZOO["mlp"].build()
+    return Workload(built.model, built.batch, built.loss, batch_size=built.batch_size)
+
+
+def compiled(**wishes: Any) -> Program:
+    work = workload()
+    return fxpart.compile(
+        work.model, "local:2", example_inputs=work.example, loss=work.loss, constraints=wishes
+    )
+
+
+@pytest.mark.slow
+def test_plans_of_one_and_of_two_ranks_are_run() -> None:
+    programs = [compiled(mesh="none", stages=1), compiled(mesh="dp=2", stages=1),
+                compiled(mesh="none", stages=2)]  # fmt: skip
+    with Rehearsals(2) as stage:
+        found = [stage.run(p.plan, p.parts, steps=5, label="x") for p in programs]
+    for program, one in zip(programs, found, strict=True):
+        assert 0 < one.seconds.low <= one.seconds.seconds <= one.seconds.high < 10
+        assert one.seconds.runs <= 5 and one.label == "x"
+        assert one.model == program.plan.model.fingerprint
+        assert one.predicted == program.plan.prediction.simulated_seconds
+        assert len(one.peaks) == len(one.baselines) == len(one.cpu) == program.plan.world
+        assert all(p >= b > 50e6 for p, b in zip(one.peaks, one.baselines, strict=True))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_told() -> None:
+    program = compiled(mesh="none", stages=1)
+    with Rehearsals(1) as stage, pytest.raises(FxpartError, match="no optimizer|optimizer"):
+        stage.run(program.plan, program.parts, optimizer="none such")
+
+
+@pytest.mark.slow
+def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
+    """What compiling chooses with the profile has been run, and nothing known is faster."""
+    path = tmp_path / "model.profile"
+    heard: list[str] = []
+    first = profile(
+        workload(), "local:2", path, budget=900.0, progress=lambda what, *_: heard.append(what)
+    )
+    assert first.rehearsals > 0 and first.left_out == () and "rehearsals" in heard
+    work = workload()
+    program = fxpart.compile(
+        work.model, "local:2", example_inputs=work.example, loss=work.loss, cost_model=path
+    )
+    found = program.plan.prediction
+    with Profile(path) as held:
+        known = held.get("rehearsals", held.settings()[0], Rehearsal)
+    assert found.rehearsed_seconds == min(one.seconds.seconds for one in known.values())
+    assert known[plan_key(program.plan)].seconds.seconds == found.expected_seconds
+    assert first.plan == words(program.plan) and first.step_seconds == found.expected_seconds
+    again = profile(workload(), "local:2", path, budget=900.0)
+    assert (again.rehearsals, again.known_rehearsals) == (0, first.rehearsals)
+    assert (again.ops, again.known_ops) == (0, first.ops + first.known_ops)
+    assert again.plan == first.plan and again.seconds < 1.0
+    without = profile(workload(), "local:2", tmp_path / "b.profile", budget=900.0, rehearse=False)
+    assert without.rehearsals == 0 and "of one rank" in without.plan
+
+
+class Model:
+    """A cost model that has rehearsed one plan."""
+
+    def __init__(self, key: str, seconds: float) -> None:
+        self._known = {key: Timing(seconds, seconds, seconds, 5)}
+
+    def rehearsal(self, key: str) -> Rehearsal | None:
+        timing = self._known.get(key)
+        return timing and Rehearsal(seconds=timing, label="", model="", predicted=0.0)
+
+    def setting_of(self, device: object) -> None: ...
+    def calibration_of(self, setting: object) -> None: ...
+    def full(self, device: object) -> None: ...
+    def stage(self, key: str) -> None: ...
+    def crowding(self, host: str) -> None: ...
+
+
+@pytest.mark.slow
+def test_what_was_run_stands_for_what_was_simulated() -> None:
+    plan, other = compiled(mesh="none", stages=1).plan, compiled(mesh="none", stages=2).plan
+    assert plan_key(plan) == plan_key(compiled(mesh="none", stages=1).plan) != plan_key(other)
+    again = msgspec.structs.replace(plan.prediction, simulated_seconds=9.0)
+    assert plan_key(msgspec.structs.replace(plan, prediction=again)) == plan_key(plan)
+    model = Model(plan_key(plan), 0.125)
+    assert rehearsed(plan, model).prediction.rehearsed_seconds == 0.125
+    assert plan_seconds(rehearsed(plan, model), model) == 0.125
+    assert rehearsed(other, model) == other
+    assert plan_seconds(other, model) == other.prediction.simulated_seconds
+    text = rehearsed(plan, model).dumps()
+    assert fxpart.Plan.loads(text).prediction.rehearsed_seconds == 0.125
+
+
+def test_optimizers_that_other_processes_can_make() -> None:
+    import torch
+
+    assert by_name("adamw") and by_name(torch.optim.SGD)
+    assert not by_name(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
+    """The cluster's other devices are on another host: only what one rank needs is measured."""
+    local = Cluster.local(2)
+    far = msgspec.structs.replace(local.devices[1], name="far", host="far")
+    links = tuple(msgspec.structs.replace(link, source="*", target="*") for link in local.links[:1])
+    apart = msgspec.structs.replace(local, devices=(local.devices[0], far), links=links)
+    found = profile(workload(), apart, tmp_path / "a.profile", budget=1e-3)
+    assert found.rehearsals == 0 and "of one rank" in found.plan
