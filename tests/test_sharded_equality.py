@@ -1,37 +1,67 @@
 """Data, tensor, pipeline parallelism and ZeRO give the numbers of one process.
 
-Every model of :mod:`sharded_models` in every way, all ranks in this process
-(:mod:`test_sharded_over_gloo` has them in their own). What is compared are loss, gradients and
-parameters of three AdamW steps with one process that runs the whole captured graph:
-:func:`fxpart.verify.compare`.
+Every model of :mod:`sharded_models` in every way, all ranks in this process, and exported to real
+processes over gloo. What is compared are loss, gradients and parameters of three AdamW steps with
+one process that runs the whole captured graph: :func:`fxpart.verify.compare`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from ranks import Pool
 from sharded_models import TENSOR, WAYS
+from sharded_ranks import as_seen, train, written
 from sharded_runs import CHAOTIC, KEY_BIASES, STEPS, base, told, wrong, wrong_at_first
 from zoo import ZOO
 
 import fxpart
-from fxpart.verify import TOLERANCE, verify
+from fxpart.api import Program
+from fxpart.optimizers import choose
+from fxpart.verify import TOLERANCE, compare, verify
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", TENSOR)
-def test_in_this_process(model: str) -> None:
+@pytest.fixture(scope="module", params=TENSOR)
+def cut(request: pytest.FixtureRequest) -> tuple[str, dict[str, Program]]:
+    """A model and its program in every way, made once for both tests that run it."""
+    model = request.param
+    return model, {way: base(model).sharded(model, way) for way in WAYS}
+
+
+def test_in_this_process(cut: tuple[str, dict[str, Program]]) -> None:
     """All ways, the largest difference at most 1e-6 or what the last bit of the weights makes."""
+    model, programs = cut
     faults = {}
-    for way in WAYS:
-        program = base(model).sharded(model, way)
+    for way, program in programs.items():
         found = verify(program, steps=STEPS, batch=base(model).batch)
         assert found.ranks == program.plan.world >= 2
         why = wrong(model, found)
         if not why and way == "data 2 x tensor 2":  # the one in which most is added up
             why = wrong_at_first(model, verify(program, steps=1, batch=base(model).batch))
         if why:
+            faults[way] = why
+    assert not faults, "\n".join(f"{way}: {why}" for way, why in faults.items())
+
+
+def test_over_gloo(cut: tuple[str, dict[str, Program]], pool: Pool, tmp_path: Path) -> None:
+    """The exported programs on two and four real processes, without the model and the compiler."""
+    model, programs = cut
+    given = base(model)
+    files = written(given, tmp_path)
+    faults = {}
+    for way, program in programs.items():
+        ranks = program.plan.world
+        folder = tmp_path / way.replace(" ", "_")
+        program.export(folder)
+        first, *others = pool.run(train, str(folder), *files, ranks=ranks, timeout=120)
+        assert others == [b""] * (ranks - 1)
+        seen = as_seen(first)
+        found = compare(program, choose(torch.optim.AdamW).make, given.batch, seen)
+        if why := wrong(model, found):
             faults[way] = why
     assert not faults, "\n".join(f"{way}: {why}" for way, why in faults.items())
 

@@ -13,8 +13,8 @@ from hand_lanes import trainer
 from lane_programs import assert_close, one_process, train
 from ranks import Pool
 from runtime_programs import train as train_chain
-from test_sharded_over_gloo import as_seen, written
-from test_sharded_over_gloo import train as train_exported
+from sharded_ranks import as_seen, written
+from sharded_ranks import train as train_exported
 from torch import nn
 
 import fxpart
