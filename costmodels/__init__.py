@@ -20,7 +20,7 @@ from msgspec import UNSET
 
 from fxpart.errors import error
 
-from .measured import Measured, said
+from .measured import HERE, Measured, said
 from .opkeys import op_key
 from .roofline import Roofline
 
@@ -69,4 +69,4 @@ def _made(kind: type[CostModel], cluster: Cluster | None) -> CostModel:
     return Roofline(curves) if kind is Roofline and curves is not UNSET else kind()
 
 
-__all__ = ["AUTO", "COST_MODELS", "Measured", "find", "op_key", "said"]
+__all__ = ["AUTO", "COST_MODELS", "HERE", "Measured", "find", "op_key", "said"]

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 @click.option("--constraint", multiple=True, metavar="KEY=VALUE", help="As for fxpart plan.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--budget", default="60s", show_default=True, help="Time for measuring: 60s, 2m.")
+@click.option(
+    "--rehearse/--no-rehearse", default=True, show_default=True,
+    help="Run the plans that may be the best, where all devices are this host's processors.",
+)  # fmt: skip
 @click.option("--output", "-o", "path", type=click.Path(), help="The profile; made or added to.")
 @click.option(
     "--merge", multiple=True, type=click.Path(), metavar="OTHER",
@@ -45,7 +49,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure TARGET's ops, best stages and crowding of ranks on this machine; write a profile.
+    """Measure TARGET's ops, stages, crowding of ranks and best plans here; write a profile.
 
     What the profile holds already is not measured again. Plan with it: --cost-model FILE. Use an
     idle machine. Under torchrun, with one rank for each device of the cluster, each model of device

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fxpart.environment import for_rank, launch
 from fxpart.errors import FxpartError, Problem, error
@@ -252,7 +252,7 @@ def regrouped(name: str, rank: int, world: int, timeout: float) -> Iterator[None
     found = launch()
     assert found is not None, "one of the processes that together() starts"
     limit = timedelta(seconds=timeout)
-    store = dist.PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
+    store = PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     try:
         yield

@@ -15,13 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from fxpart.errors import FxpartError, error
 from fxpart.exact import Parts, write
 from fxpart.measuring.outliers import timing
 from fxpart.measuring.processes import together
-from fxpart.measuring.rehearsing import TARGET, leave
+from fxpart.measuring.rehearsing import TARGET, leave, save_batch
 from fxpart.plan import Plan
 from fxpart.profile import Rehearsal
 
@@ -56,7 +54,7 @@ class Rehearsals:
         folder.mkdir()
         write(plan, parts, folder / "program")
         assert parts.captured.example is not None, "captured with an example"
-        torch.save(parts.captured.example(), folder / "batch.pt")
+        save_batch(parts.captured.example(), folder)
         rows = self._ask(
             plan.world,
             {
@@ -128,5 +126,5 @@ def _silent(request: dict[str, Any]) -> FxpartError:
         "FXP507",
         where=f"rehearsing a plan of {request['ranks']} ranks",
         why=f"no answer within {_TIMEOUT:g} s",
-        fix="profile without rehearsals (--rehearse 0), or a smaller batch",
+        fix="profile without rehearsals (--no-rehearse), or a smaller batch",
     )

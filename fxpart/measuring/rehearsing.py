@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -19,9 +20,11 @@ from fxpart.measuring.memory import give_back
 from fxpart.measuring.processes import regrouped
 from fxpart.optimizers import choose
 from fxpart.running import load_trainer
+from fxpart.runtime.batch import flat
 from fxpart.runtime.footprint import Footprint
 
 TARGET = "fxpart.measuring.rehearsing:serve"
+_TENSORS, _VALUES = "batch.safetensors", "batch.json"
 WARM = 3  # steps that do not count
 _POLL = 0.02  # seconds between looks for a request
 
@@ -41,7 +44,7 @@ def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(program: Path, optimizer: str, steps: int) -> dict[str, Any]:
-    """Train an exported program beside which ``batch.pt`` lies, with drawn weights.
+    """Train an exported program, beside which its batch lies, with drawn weights.
 
     Seconds of each step and of its processor time; bytes of the process before and at its peak.
     """
@@ -50,7 +53,7 @@ def train(program: Path, optimizer: str, steps: int) -> dict[str, Any]:
     footprint.start()
     make = choose(optimizer).make
     trainer = load_trainer(program, make, weights=drawn)
-    batch = torch.load(program.parent / "batch.pt", weights_only=True)
+    batch = load_batch(program.parent)
     try:
         for _ in range(WARM):
             trainer.step(batch)
@@ -82,6 +85,31 @@ def drawn(name: str, meta: torch.Tensor) -> torch.Tensor:
         return torch.ones(meta.shape, dtype=meta.dtype)
     draw = torch.Generator().manual_seed(len(name))
     return 0.02 * torch.randn(meta.shape, generator=draw).to(meta.dtype)
+
+
+def save_batch(batch: Any, folder: Path) -> None:
+    """Write a batch of tensors and plain values into a folder."""
+    whole = (batch,) if isinstance(batch, torch.Tensor) else batch
+    tensors, rest = {}, []
+    for number, (path, value) in enumerate(flat(whole)):
+        if isinstance(value, torch.Tensor):
+            tensors[str(number)] = value.detach().cpu().contiguous().clone()
+        rest.append([path, None if isinstance(value, torch.Tensor) else value])
+    safetensors.torch.save_file(tensors, folder / _TENSORS)
+    (folder / _VALUES).write_text(json.dumps(rest), encoding="utf-8")
+
+
+def load_batch(folder: Path) -> dict[Any, Any]:
+    """What :func:`save_batch` wrote: dicts by key or position, which a trainer takes as well."""
+    tensors = safetensors.torch.load_file(folder / _TENSORS)
+    batch: dict[Any, Any] = {}
+    for number, (path, value) in enumerate(json.loads((folder / _VALUES).read_text("utf-8"))):
+        *above, last = path
+        inner = batch
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = tensors.get(str(number), value)
+    return batch
 
 
 def leave(file: Path, value: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.capture import Captured
 from fxpart.cluster import Cluster, Device
-from fxpart.costmodels.measured import HERE
+from fxpart.costmodels import HERE
 from fxpart.exact import Parts, make_parts
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.measuring import crowding as crowds

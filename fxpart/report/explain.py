@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fxpart.plan import Certificate, Plan, PlanInput
 from fxpart.plan_io.runs import text_of
 from fxpart.report import sharding, units
-from fxpart.report.explained import Explanation, Rejected
+from fxpart.report.explained import Explanation, Rejected, StepFigures
 from fxpart.report.figures import explanation
 from fxpart.report.stages import memory_table, stage_table
 from fxpart.report.table import shortened, table
@@ -48,12 +48,18 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         f"  batch      {plan.batch_size} samples in {pieces}, optimizer {plan.optimizer}, "
         f"seed {plan.seed}",
         f"  step       {units.seconds(step.seconds)} predicted "
-        f"({units.seconds(step.simulated_seconds)} by {by(step.method)}), {rate:.4g} samples/s, "
+        f"({units.seconds(step.simulated_seconds)} by {by(step.method)}"
+        f"{_rehearsed(step)}), {rate:.4g} samples/s, "
         f"bubble {units.percent(step.bubble)}",
         *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
         *(f"  host       {words}" for words in crowded_words(found)),
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
     ]
+
+
+def _rehearsed(step: StepFigures) -> str:
+    """What it took, where it was run."""
+    return f", {units.seconds(step.rehearsed_seconds)} when run" if step.rehearsed_seconds else ""
 
 
 def crowded_words(found: Explanation) -> list[str]:

@@ -15,7 +15,9 @@ class _Struct(msgspec.Struct, frozen=True, kw_only=True):
 class StepFigures(_Struct, frozen=True, kw_only=True):
     """The step: its seconds, what they are made of (together all of them), and each part's share.
 
-    samples_per_second: None for a step without time, as each share then is 0.
+    rehearsed_seconds: what it took when the profile ran this very plan, 0 where it did not.
+    samples_per_second: by that, or else by what is predicted; None for a step without time, as each
+    share then is 0.
     """
 
     seconds: float
@@ -25,6 +27,7 @@ class StepFigures(_Struct, frozen=True, kw_only=True):
     bubble: float
     parts: StepParts
     shares: dict[str, float]
+    rehearsed_seconds: float = 0.0
 
 
 class Pace(_Struct, frozen=True, kw_only=True):

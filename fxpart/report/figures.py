@@ -83,12 +83,14 @@ def _over_mean(seconds: float, plan: Plan) -> float:
 
 def _step(plan: Plan) -> StepFigures:
     given, seconds = plan.prediction, plan.prediction.step_seconds
+    known = given.rehearsed_seconds or seconds
     parts = step_parts(given.ranks, plan.microbatches, share_of_fill(plan), seconds)
     return StepFigures(
         seconds=seconds,
         simulated_seconds=given.simulated_seconds,
         method=given.method,
-        samples_per_second=plan.batch_size / seconds if seconds else None,
+        rehearsed_seconds=given.rehearsed_seconds,
+        samples_per_second=plan.batch_size / known if known else None,
         bubble=given.bubble,
         parts=parts,
         shares={name: s / seconds if seconds else 0.0 for name, s in parts.named().items()},

@@ -84,6 +84,7 @@ def _cards(plan: Plan, found: Explanation) -> str:
     cards = (
         ("predicted step", units.seconds(step.seconds)),
         (f"by {by(step.method)}", units.seconds(step.simulated_seconds)),
+        *([("when run", units.seconds(step.rehearsed_seconds))] if step.rehearsed_seconds else []),
         ("samples a second", "-" if rate is None else f"{rate:.4g}"),
         ("batch x microbatches", f"{plan.batch_size} in {plan.microbatches}"),
         ("schedule", schedule(plan)),

@@ -74,7 +74,7 @@ class Reader:
     # -- what the batch holds ----------------------------------------------------------------
 
     def _find(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
-        leaves = dict(_leaves((batch,) if isinstance(batch, torch.Tensor) else batch))
+        leaves = dict(flat((batch,) if isinstance(batch, torch.Tensor) else batch))
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._inputs:
             if spec.path not in leaves:
@@ -266,13 +266,14 @@ class Reader:
 _MISSING = object()  # a value that no batch holds
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def flat(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The tensors and plain values of a batch with the keys and positions that lead to them."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
+            yield from flat(inner, (*path, key))
     elif isinstance(value, (tuple, list)):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
+            yield from flat(inner, (*path, index))
     else:
         yield path, value
 

@@ -130,3 +130,23 @@ def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
     apart = msgspec.structs.replace(local, devices=(local.devices[0], far), links=links)
     found = profile(workload(), apart, tmp_path / "a.profile", budget=1e-3)
     assert found.rehearsals == 0 and "of one rank" in found.plan
+
+
+def test_batches_travel_whole(tmp_path: Path) -> None:
+    """Tensors and plain values, nested; read back as dicts that lead to the same leaves."""
+    import torch
+
+    from fxpart.measuring.rehearsing import load_batch, save_batch
+    from fxpart.runtime.batch import flat
+
+    x = torch.arange(6.0).view(2, 3)
+    for batch in (x, (x, {"a": [x + 1, 3, None], "b": True}), {"ids": x.long(), "again": x.t()}):
+        save_batch(batch, tmp_path)
+        mine = dict(flat((batch,) if isinstance(batch, torch.Tensor) else batch))
+        theirs = dict(flat(load_batch(tmp_path)))
+        assert mine.keys() == theirs.keys()
+        for path, value in mine.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == theirs[path].dtype and torch.equal(value, theirs[path])
+            else:
+                assert theirs[path] is value or theirs[path] == value
