@@ -3,10 +3,10 @@
     python tests/benchmarks/accuracy.py          (--models gpt2,vit for some; --dry for a try)
 
 The links are measured once (``fxpart cluster bench``, 60 s), and each model is profiled once
-(``fxpart profile``, 60 s), for up to 4 ranks of one thread. The plans are fixed beforehand and none
-of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of microbatches, two
-replicas. Predictions are made before anything of them is run; then each plan runs over gloo on
-this machine, and the median step is compared.
+(``fxpart profile --no-rehearse``, 60 s), for up to 4 ranks of one thread. The plans are fixed
+beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of
+microbatches, two replicas. Predictions are made before anything of them is run; then each plan runs
+over gloo on this machine, in fresh processes, and the median step is compared.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from record import parser, write
+
+if TYPE_CHECKING:
+    from fxpart.profile import Rehearsal
 
 CLUSTER = "local:4"
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet50", "recommender")
@@ -33,14 +36,13 @@ PLANS: tuple[tuple[dict[str, int | float | str | bool], int], ...] = (
 )
 
 
-def of_model(
-    name: str, cluster: Any, options: argparse.Namespace, bench: Any
-) -> list[dict[str, Any]]:
+def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one model: profile, predict all plans, then measure them."""
     import cpu_models
 
     import fxpart
     from fxpart.errors import FxpartError
+    from fxpart.measuring.rehearsals import Rehearsals
     from fxpart.measuring.session import profile
     from fxpart.profile import Crowding
 
@@ -50,7 +52,7 @@ def of_model(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         path = Path(folder) / "model.profile"
-        found = profile(work, cluster, path, budget=options.budget)
+        found = profile(work, cluster, path, budget=options.budget, rehearse=False)
         say(f"{name}: profiled in {found.seconds:.0f} s, stages within {found.median_error:.1%}")
         programs = []
         for constraints, count in PLANS[: options.plans]:
@@ -65,32 +67,31 @@ def of_model(
             programs.append((words(constraints, count), program))
         crowding = found.crowding or Crowding()
         for label, program in programs:
-            measured = bench.measure(program, steps=options.steps)
+            with Rehearsals(program.plan.world) as bench:
+                measured = bench.run(program.plan, program.parts, steps=options.steps)
             rows.append(row(name, label, program.plan, crowding, measured))
-            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {measured['seconds']:.4f} s")
+            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {measured.seconds.seconds:.4f} s")
     return rows
 
 
-def row(
-    model: str, label: str, plan: Any, crowding: Any, measured: dict[str, Any]
-) -> dict[str, Any]:
+def row(model: str, label: str, plan: Any, crowding: Any, measured: Rehearsal) -> dict[str, Any]:
     """A plan's figures: seconds of a step, and bytes of its largest process."""
     needs = {rank: process(e.memory, crowding) for e in plan.prediction.ranks for rank in e.ranks}
     thought = [needs[rank] for rank in range(plan.world)]
-    fullest = max(range(plan.world), key=lambda rank: measured["peaks"][rank])
+    fullest = max(range(plan.world), key=lambda rank: measured.peaks[rank])
     return {
         "model": model,
         "plan": label,
         "ranks": plan.world,
         "predicted": plan.prediction.simulated_seconds,
-        "measured": measured["seconds"],
-        "cpu": measured["cpu"],
-        "error": plan.prediction.simulated_seconds / measured["seconds"] - 1,
-        "spread": max(measured["all"]) / min(measured["all"]) - 1,
+        "measured": measured.seconds.seconds,
+        "cpu": measured.cpu,
+        "error": plan.prediction.simulated_seconds / measured.seconds.seconds - 1,
+        "spread": measured.seconds.high / measured.seconds.low - 1,
         "stages": plan.provenance.get("choice", ""),
         "predicted_bytes": thought[fullest],
-        "measured_bytes": measured["peaks"][fullest],
-        "bytes_error": thought[fullest] / measured["peaks"][fullest] - 1,
+        "measured_bytes": measured.peaks[fullest],
+        "bytes_error": thought[fullest] / measured.peaks[fullest] - 1,
     }
 
 
@@ -135,7 +136,6 @@ def main() -> None:
     options = made.parse_args()
 
     import torch
-    from measured_plans import Bench
 
     from fxpart.cluster import Cluster
     from fxpart.measuring.bench import bench as measure_links
@@ -144,9 +144,8 @@ def main() -> None:
     say("measuring links")
     cluster = measure_links(Cluster.parse(CLUSTER), budget=options.budget).cluster
     rows = []
-    with Bench() as bench:
-        for name in options.models.split(","):
-            rows += of_model(name, cluster, options, bench)
+    for name in options.models.split(","):
+        rows += of_model(name, cluster, options)
     figures = {
         "rows": rows,
         "time": summary(rows, "error"),
