@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -17,14 +18,16 @@ from fxpart.schedule.dependence import depths
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
+@cache
 def load(name: str) -> ModuleType:
-    """An example as a module; skipped where transformers is not installed."""
+    """An example as a module that compiles once; skipped where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("the example needs transformers")
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.program = cache(module.program)  # type: ignore[attr-defined]
     return module
 
 
@@ -52,7 +55,7 @@ def test_all_axes_trains_like_one_process(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_all_axes_is_what_it_says() -> None:
-    program = load("all_axes").program()
+    program = load("all_axes").program(8)
     plan = program.plan
     assert [len(stage.ranks) for stage in plan.stages] == [4, 4]
     assert {(s.data_parallel, s.tensor_parallel) for s in plan.stages} == {(2, 2)}
