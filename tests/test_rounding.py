@@ -139,6 +139,7 @@ def test_a_sum_that_cancels_passes() -> None:
     assert found.largest <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_it_is_told_what_passes_above_the_promise() -> None:
     """Beside the verdict, by count; nothing where all is within it."""
     found = halved().verify(steps=1)

@@ -146,6 +146,7 @@ def test_equal_layers_are_one_kind() -> None:
     assert max(problem.kinds) + 1 < len(problem.blocks)
 
 
+@pytest.mark.slow
 def test_a_space_limits_what_is_chosen_from() -> None:
     space = Space(
         tensor=(1,), data=(1, 3), zero=(1,), recompute=("full",), uniform=True, max_stages=2
