@@ -130,8 +130,18 @@ def serve() -> None:
     except Exception as why:  # the group could not be made or lost a rank
         if not _answer(folder, rank).exists():
             _leave(folder, rank, _failure(why))
-        sys.exit(1)
-    sys.exit(0 if "answer" in outcome else 1)
+        _end(1)
+    _end(0 if "answer" in outcome else 1)
+
+
+def _end(status: int) -> None:
+    """End this process at once: its answer is written, and nothing else is worth waiting for.
+
+    gloo's threads may still hold tensors, and abort a process whose interpreter ends before them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @dataclass

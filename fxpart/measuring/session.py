@@ -7,10 +7,9 @@ devices are this host's processors, the plans that may be the best, run by real 
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,26 +17,21 @@ import msgspec
 import torch
 from torch import fx
 
-from fxpart import costmodels
-from fxpart.capture import Captured
-from fxpart.cluster import Cluster, Device
-from fxpart.costmodels import HERE
-from fxpart.exact import Parts, make_parts
-from fxpart.front import Asked, Front, make_front, of_model
+from fxpart.cluster import Cluster
+from fxpart.front import Asked, Front, make_front
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
-from fxpart.measuring.candidates import Work, alone, in_words, sizes, unfitted, with_wholes
-from fxpart.measuring.contest import Asking, Rehearsed, by_name, rehearse, words
+from fxpart.measuring.candidates import alone, in_words, sizes, unfitted, with_wholes
+from fxpart.measuring.contest import Asking, Rehearsed, rehearse, words
 from fxpart.measuring.group import likes
 from fxpart.measuring.ops import Counts, measure
 from fxpart.measuring.profiled import Profiled
 from fxpart.measuring.replicas import replica
+from fxpart.measuring.run import Progress, Run
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import on_device, setting
-from fxpart.measuring.stages import StageWork, microbatch, time_stages
+from fxpart.measuring.stages import microbatch, time_stages
 from fxpart.optimizers import choose
-from fxpart.planned.words import label
-from fxpart.price import price
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.profile import (
@@ -45,25 +39,18 @@ from fxpart.profile import (
     Crowding,
     Profile,
     Rehearsal,
-    Setting,
     Settled,
     StageTiming,
 )
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import solve
-from fxpart.solver.problem import Choice, PartitionProblem
+from fxpart.solver.problem import Choice
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.target import Workload
 
-# What is being measured ("ops", "stages", "crowding"), how many of how many are done.
-Progress = Callable[[str, int, int], None]
-
 _PLANS = 4  # plans of which the stages are measured whole
-_OPS, _STAGES = 0.4, 0.6  # shares of the budget that are used when ops, and stages, are done
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
-_SOLVING = 5.0  # seconds for each search
 
 
 def profile(
@@ -136,40 +123,27 @@ def _silent(what: str, done: int, of: int) -> None:
     """Nobody listens."""
 
 
-@dataclass
-class _Session:
+class _Session(Run):
     """One run; each phase stops when its share of the budget is used."""
-
-    front: Front
-    profile: Profile
-    device: torch.device
-    setting: Setting
-    microbatches: int | None
-    start: float
-    budget: float
-    date: str
-    progress: Progress
-    rehearse: bool = True
-    programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
 
     def run(self) -> Profiled:
         """All phases, or none where nothing was left to measure the last time."""
-        kept = self.profile.get("settled", self.setting, Settled).get(self._asked)
+        kept = self.profile.get("settled", self.setting, Settled).get(self.asked)
         return self._measured() if kept is None else self._told(**kept.told())
 
     def _measured(self) -> Profiled:
         """All phases."""
         left_out: list[str] = []
         ops, known_ops = self._ops(left_out)
-        stages, known_stages = self._stages(unfitted(self._model()), left_out)
+        stages, known_stages = self._stages(unfitted(self.model()), left_out)
         calibrated = self._calibration(stages)
         self._crowding(left_out)
         # What is best may be others now. Factors stay, so that the same are best the next time.
-        again, known_again = self._stages(self._model(), left_out)
+        again, known_again = self._stages(self.model(), left_out)
         rehearsed = self._rehearsed(left_out)
         middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
         if rehearsed is None:
-            problem, choices = self._choices(self._model())
+            problem, choices = self.choices(self.model())
             best, seconds = in_words(problem, choices[0]), evaluate(problem, choices[0]).seconds
         else:
             best, seconds = words(rehearsed.plan), rehearsed.plan.prediction.expected_seconds
@@ -187,7 +161,7 @@ class _Session:
             left_out=tuple(left_out),
         )
         if not left_out:
-            self.profile.put("settled", self.setting, {self._asked: found.settled()}, self.date)
+            self.profile.put("settled", self.setting, {self.asked: found.settled()}, self.date)
         return found
 
     def _told(self, **found: Any) -> Profiled:
@@ -203,42 +177,17 @@ class _Session:
             **found,
         )
 
-    @property
-    def _asked(self) -> str:
-        """A digest of what is profiled, and for what."""
-        request = self.front.request
-        asked = (
-            self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
-            self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
-            request.seed, self.rehearse,
-        )  # fmt: skip
-        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
-
-    @property
-    def captured(self) -> Captured:
-        return self.front.captured
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        return self.front.graph
-
-    def _left(self, share: float = 1.0) -> float:
-        return self.start + share * self.budget - time.monotonic()
-
-    def _model(self) -> CostModel:
-        """The profile as it is now, for the cluster and the model."""
-        found = costmodels.find(self.profile.path, self.front.request.cluster)
-        return of_model(replace(self.front.request, cost_model=found), self.front.info).cost_model
-
     # -- phases ---------------------------------------------------------------------------------
 
     def _ops(self, left_out: list[str]) -> tuple[int, int]:
         """Ops at the microbatch sizes of the plans that formulas prefer, then at others."""
-        problem, choices = self._choices(self.front.request.cost_model)
+        problem, choices = self.choices(self.front.request.cost_model)
         done, known = 0, 0
         wanted = sizes(problem, choices)
         for number, rows in enumerate(wanted):
-            left = self._left(_OPS) if number else max(_OPS_LEAST, self._left(_OPS))
+            left = (
+                self.left(self.shares[0]) if number else max(_OPS_LEAST, self.left(self.shares[0]))
+            )
             if left <= 0:
                 left_out.append(f"ops at microbatches of {', '.join(map(str, wanted[number:]))}")
                 break
@@ -246,9 +195,9 @@ class _Session:
             done, known = done + counts.measured, known + counts.known
             if counts.left:
                 left_out.append(f"{counts.left} ops at microbatches of {rows}")
-        shared = replica(self.front) if self._left(_OPS) > 0 else None
+        shared = replica(self.front) if self.left(self.shares[0]) > 0 else None
         if shared is not None:
-            counts = self._measure(shared.graph, shared.sizes(wanted), self._left(_OPS))
+            counts = self._measure(shared.graph, shared.sizes(wanted), self.left(self.shares[0]))
             done, known = done + counts.measured, known + counts.known
             if counts.left:
                 left_out.append(f"{counts.left} ops of ranks that share a batch")
@@ -263,13 +212,13 @@ class _Session:
 
     def _stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
         """The stages of the model's best few plans, and the whole as one stage at their size."""
-        problem, choices = self._choices(model)
+        problem, choices = self.choices(model)
         known = self.profile.get("stages", self.setting, StageTiming)
         name = choose(self.front.request.optimizer).name
         parts = StageParts(
-            self.graph, self.captured, alone(model), self._first, self.front.request.optimizer
+            self.graph, self.captured, alone(model), self.first, self.front.request.optimizer
         )
-        works = [self._work(problem, choice) for choice in with_wholes(choices)[:_PLANS]]
+        works = [self.work(problem, choice) for choice in with_wholes(choices)[:_PLANS]]
         fresh: dict[str, StageTiming] = {}
         found = 0
         for number, work in enumerate(works):
@@ -282,14 +231,14 @@ class _Session:
                 name,
                 had,
                 self.device,
-                seconds=self._each(len(works)),
-                left=lambda: self._left(_STAGES),
+                seconds=self.each(len(works)),
+                left=lambda: self.left(self.shares[1]),
                 parts=work.parts(parts),
             )
             found += len(work.stages.sources) - len(made) // 2
             self.profile.put("stages", self.setting, made, self.date)
             fresh |= made
-            if self._left(_STAGES) <= 0 and number + 1 < len(works):
+            if self.left(self.shares[1]) <= 0 and number + 1 < len(works):
                 left_out.append(f"the stages of {len(works) - number - 1} plans")
                 break
         self.progress("stages", len(works), len(works))
@@ -316,18 +265,18 @@ class _Session:
     def _crowding(self, left_out: list[str]) -> Crowding | None:
         """How the ranks of this host slow each other down on the whole model."""
         key, cluster = self.front.info.fingerprint, self.front.request.cluster
-        ranks = sum(device.host == self._first.host for device in cluster.devices)
+        ranks = sum(device.host == self.first.host for device in cluster.devices)
         wanted = min(crowds.MOST, ranks)
         kept = self.profile.get("crowding", self.setting, Crowding).get(key)
         if (kept is not None and len(kept.slowdown) >= wanted) or self.device.type != "cpu":
             return kept
-        left = self._left()
+        left = self.left()
         if left <= 1:
             left_out.append(f"how {wanted} ranks slow each other down")
             return kept
         self.progress("crowding", 0, 1)
-        problem, choices = self._choices(self._model())
-        work = self._work(problem, Choice(variant=choices[0].variant, schedule="1f1b", starts=(0,)))
+        problem, choices = self.choices(self.model())
+        work = self.work(problem, Choice(variant=choices[0].variant, schedule="1f1b", starts=(0,)))
         values, _, _ = microbatch(self.captured, work.stages.spec, work.stages.microbatches)
         made = crowds.crowding(
             work.stages.spec,
@@ -344,57 +293,16 @@ class _Session:
 
     def _rehearsed(self, left_out: list[str]) -> Rehearsed | None:
         """The plans that may be the best, run here; None where the devices are not this host's."""
-        devices = self.front.request.cluster.devices
-        here = all(d.host == HERE and d.kind == "cpu" for d in devices)
-        if not here or not self.rehearse or not by_name(self.front.request.optimizer):
+        if not self.rehearses:
             return None
 
         def keep(key: str, found: Rehearsal) -> None:
             self.profile.put("rehearsals", self.setting, {key: found}, self.date)
 
         asking = Asking(
-            self.front, self.microbatches, self._model, keep, self._left,
+            self.front, self.microbatches, self.model, keep, self.left,
             lambda done: self.progress("rehearsals", done, 0),
         )  # fmt: skip
         found = rehearse(asking, torch.get_num_threads())
         left_out += found.left_out
         return found
-
-    # -- what is measured -----------------------------------------------------------------------
-
-    @property
-    def _first(self) -> Device:
-        return self.front.request.cluster.devices[0]
-
-    def _each(self, works: int) -> float:
-        """Seconds for each stage."""
-        return min(1.0, max(0.1, self._left(_STAGES) / (4.0 * works)))
-
-    def _choices(self, model: CostModel) -> tuple[PartitionProblem, list[Choice]]:
-        """The problem of stages of one rank, and its best choices of different kinds."""
-        request = self.front.request
-        problem, _ = price(
-            self.graph,
-            self.captured,
-            request.cluster,
-            cost_model=model,
-            batch_size=self.captured.batch_size,
-            microbatches=self.microbatches,
-            optimizer=request.optimizer,
-        )
-        found = solve(problem, time_limit=_SOLVING, seed=request.seed)
-        whole = Choice(variant=0, schedule="1f1b", starts=(0,))
-        return problem, list(found.candidates) or [whole]
-
-    def _work(self, problem: PartitionProblem, choice: Choice) -> Work:
-        if choice.starts not in self.programs:
-            seed = self.front.request.seed
-            made = make_parts(self.captured, self.graph, None, choice.starts, seed)
-            self.programs[choice.starts] = made
-        parts = self.programs[choice.starts]
-        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
-        blocks = tuple(zip(choice.starts, ends, strict=True))
-        count = problem.variants[choice.variant].microbatches
-        mark = self.front.info.fingerprint[:12]
-        labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
-        return Work(StageWork(parts.spec, parts.sources, count, labels), blocks)

@@ -1,0 +1,141 @@
+"""One run of profiling: what is profiled, where, for how long, and what is worth measuring now."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import fx
+
+from fxpart import costmodels
+from fxpart.capture import Captured
+from fxpart.cluster import Device
+from fxpart.costmodels import HERE
+from fxpart.exact import Parts, make_parts
+from fxpart.front import Front, of_model
+from fxpart.measuring.candidates import Work
+from fxpart.measuring.contest import by_name
+from fxpart.measuring.stages import StageWork
+from fxpart.optimizers import choose
+from fxpart.planned.words import label
+from fxpart.price import price
+from fxpart.profile import Profile, Setting
+from fxpart.solver.portfolio import solve
+from fxpart.solver.problem import Choice, PartitionProblem
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel
+
+# What is being measured ("ops", "stages", "crowding", "rehearsals"), how many of how many are done.
+Progress = Callable[[str, int, int], None]
+
+# Shares of the budget that are used when ops, and stages, are done: with rehearsals, and without.
+_OPS, _STAGES = (0.4, 0.5), (0.6, 0.8)
+_SOLVING = 5.0  # seconds for each search
+
+
+@dataclass
+class Run:
+    """What all phases share; each stops when its share of the budget is used.
+
+    start: on the monotonic clock. programs: by the first block of each stage, made once.
+    """
+
+    front: Front
+    profile: Profile
+    device: torch.device
+    setting: Setting
+    microbatches: int | None
+    start: float
+    budget: float
+    date: str
+    progress: Progress
+    rehearse: bool = True
+    programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> str:
+        """A digest of what is profiled, and for what."""
+        request = self.front.request
+        asked = (
+            self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
+            self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
+            request.seed, self.rehearse,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @property
+    def captured(self) -> Captured:
+        """The captured model."""
+        return self.front.captured
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """Its graph with blocks."""
+        return self.front.graph
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of the budget, used when ops are done, and when stages are."""
+        at = 0 if self.rehearses else 1
+        return _OPS[at], _STAGES[at]
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether plans can be run here: all devices are this host's processors."""
+        request = self.front.request
+        here = all(d.host == HERE and d.kind == "cpu" for d in request.cluster.devices)
+        return self.rehearse and here and by_name(request.optimizer)
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until that share of the budget is used."""
+        return self.start + share * self.budget - time.monotonic()
+
+    def model(self) -> CostModel:
+        """The profile as it is now, for the cluster and the model."""
+        found = costmodels.find(self.profile.path, self.front.request.cluster)
+        return of_model(replace(self.front.request, cost_model=found), self.front.info).cost_model
+
+    @property
+    def first(self) -> Device:
+        """The cluster's first device, which this one stands for."""
+        return self.front.request.cluster.devices[0]
+
+    def each(self, works: int) -> float:
+        """Seconds for each stage."""
+        return min(1.0, max(0.1, self.left(self.shares[1]) / (4.0 * works)))
+
+    def choices(self, model: CostModel) -> tuple[PartitionProblem, list[Choice]]:
+        """The problem of stages of one rank, and its best choices of different kinds."""
+        request = self.front.request
+        problem, _ = price(
+            self.graph,
+            self.captured,
+            request.cluster,
+            cost_model=model,
+            batch_size=self.captured.batch_size,
+            microbatches=self.microbatches,
+            optimizer=request.optimizer,
+        )
+        found = solve(problem, time_limit=_SOLVING, seed=request.seed)
+        whole = Choice(variant=0, schedule="1f1b", starts=(0,))
+        return problem, list(found.candidates) or [whole]
+
+    def work(self, problem: PartitionProblem, choice: Choice) -> Work:
+        """The stages of a choice, ready to be timed."""
+        if choice.starts not in self.programs:
+            seed = self.front.request.seed
+            made = make_parts(self.captured, self.graph, None, choice.starts, seed)
+            self.programs[choice.starts] = made
+        parts = self.programs[choice.starts]
+        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
+        blocks = tuple(zip(choice.starts, ends, strict=True))
+        count = problem.variants[choice.variant].microbatches
+        mark = self.front.info.fingerprint[:12]
+        labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
+        return Work(StageWork(parts.spec, parts.sources, count, labels), blocks)
