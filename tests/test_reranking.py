@@ -35,7 +35,7 @@ def solved(seed: int) -> tuple[PartitionProblem, Solution] | None:
 
 
 def looked(seconds: float, evaluation: Any) -> Looked:
-    plan = SimpleNamespace(prediction=SimpleNamespace(simulated_seconds=seconds))
+    plan = SimpleNamespace(prediction=SimpleNamespace(expected_seconds=seconds))
     return Looked(cast(Plan, plan), Refined(evaluation))
 
 
