@@ -25,14 +25,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 # Two workers that take whole files, so that what a file captures or starts is kept for all its tests.
 WORKERS := --numprocesses 2 --dist loadfile
 
+# One thread for each worker; compiled test files are kept for the next run, whatever the shell says.
+QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
 test: lint typecheck  ## everything: lint, types, all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) --durations=25
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25
 
 quick: $(STAMP)  ## the fast tests, under a minute
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
 
 search: $(STAMP)  ## the property tests on random examples instead of the fixed ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) \
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) \
 		--hypothesis-profile search --timeout 1800 $$(grep -rl hypothesis tests --include 'test_*.py')
 
 lint: $(STAMP)  ## ruff: rules and format

@@ -10,6 +10,8 @@ import torch
 from repeated_layers import LAYERS, REPEATED, Layer, Stack, capture_with, repeated, text
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 
 class Writes(Stack):
     """Every layer gets a value that it writes to."""

@@ -19,6 +19,8 @@ from fxpart.errors import FxpartError
 from fxpart.pipeline import KEY, LEVEL_KEY, Annotation, Level
 from fxpart.pipeline.edit import annotation
 
+pytestmark = pytest.mark.slow
+
 
 class Model(nn.Module):
     """BatchNorm used twice (its buffers are written), and a tuple."""

@@ -45,6 +45,8 @@ from fxpart.sharded.graphs import Sharded
 from fxpart.sharding import Mesh
 from fxpart.target import Workload
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROWS, WORDS, WIDTH = 8, 12, 6
 Graphs = tuple[Sharded, Captured]

@@ -23,6 +23,8 @@ from fxpart.measuring.stages import (
 )
 from fxpart.profile import StageTiming
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -31,6 +31,8 @@ from fxpart.pipeline.edit import annotation
 from fxpart.pipeline.graph_json import graph_from_json, graph_to_json
 from fxpart.sharding import Mesh
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 ROWS, TOKENS, WIDTH, HEADS = 4, 6, 8, 4
 SIZE = 8  # bytes of a float64

@@ -161,6 +161,7 @@ def test_a_space_limits_what_is_chosen_from() -> None:
     assert {w.rows for w in problem.works} == {6, 2}
 
 
+@pytest.mark.slow
 def test_options_are_capped_far_from_powers_of_two_first() -> None:
     problem = joint("gpt2", "8xh100", batch_size=64, space=Space(tensor=(1,), most_options=36))
     assert len(problem.options) <= 36
