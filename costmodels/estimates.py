@@ -88,17 +88,18 @@ class Estimates:
     ) -> tuple[list[tuple[Fraction, float]], tuple[_Sizes, float] | None]:
         """Measured (factor to the op's sizes, seconds), by rising factor; where one only, which."""
         kind, sizes = family(op)
-        groups: dict[frozenset[int], list[tuple[Fraction, float, _Sizes]]] = defaultdict(list)
+        groups: dict[frozenset[int], dict[Fraction, list[tuple[float, _Sizes]]]] = {}
         for known, seconds in self._families.get((kind, backward), ()):
             found = scale(known, sizes)
             if found is not None:
-                groups[found[0]].append((found[1], seconds, known))
+                there = groups.setdefault(found[0], {})
+                there.setdefault(found[1], []).append((seconds, known))
         if not groups:
             return [], None
         # Of equally many the one that changes the most sizes: the batch stands in all of them.
-        best = max(groups.values(), key=lambda g: (len(g), max(e[0] for e in g)))
-        best.sort()
-        return [(f, s) for f, s, _ in best], (best[0][2], best[0][1])
+        best = max(groups.values(), key=lambda g: (len(g), max(g)))
+        points = [(factor, median(s for s, _ in best[factor])) for factor in sorted(best)]
+        return points, (best[points[0][0]][0][1], points[0][1])
 
 
 def along(points: Iterable[tuple[Fraction, float]], at: Fraction) -> float:

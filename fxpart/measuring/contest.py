@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fxpart.deciding import decide
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 REACH = 1.25  # how much longer than the best a plan may be thought to take, and be rehearsed
 _EACH = 4  # plans that are rehearsed before it is asked again which may be the best
-_ROUNDS = 4
 _STEPS = (5, 11)  # that count: at least, and at most
 _LENGTH = 1.5  # seconds of steps that count, about
 
@@ -60,28 +59,53 @@ def rehearse(asking: Asking, threads: int) -> Rehearsed:
     budget is used. threads: of computation of each rank.
     """
     ranks = len(asking.front.request.cluster.devices)
-    done = 0
-    with Rehearsals(ranks, threads=threads) as stage:
-        for _ in range(_ROUNDS):
-            best, looked = _looked(asking)
-            known = sum(bool(p.prediction.rehearsed_seconds) for p, _ in looked.values())
-            wanted = _wanted(looked)
-            if not wanted:
-                return Rehearsed(best, done, known - done)
-            for number, (plan, parts) in enumerate(wanted[:_EACH]):
-                if asking.left() <= 0:
-                    rest = f"rehearsing {len(wanted) - number} plans"
-                    return Rehearsed(_looked(asking)[0], done, known, (rest,))
-                asking.told(done)
-                try:
-                    found = stage.run(plan, parts, steps=_steps(plan), label=words(plan))
-                except FxpartError as why:
-                    rest = f"rehearsing {words(plan)}: {why.problems[0].why.splitlines()[-1]}"
-                    return Rehearsed(_looked(asking)[0], done, known, (rest,))
-                asking.keep(plan_key(plan), found)
-                done += 1
-        best, _ = _looked(asking)
-        return Rehearsed(best, done, 0)
+    return _Contest(asking, ranks, threads).held()
+
+
+@dataclass
+class _Contest:
+    """How far it is. done: plans run; failed: those that could not be, by their decisions."""
+
+    asking: Asking
+    ranks: int
+    threads: int
+    done: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def held(self) -> Rehearsed:
+        """Run plans until those that may be best are known. What fails is left out, and told."""
+        before: int | None = None
+        stage = Rehearsals(self.ranks, threads=self.threads)
+        try:
+            while True:
+                best, looked = _looked(self.asking)
+                if before is None:
+                    before = sum(p.prediction.rehearsed_seconds > 0 for p, _ in looked.values())
+                wanted = _wanted({k: m for k, m in looked.items() if k not in self.failed})
+                if not wanted or self.asking.left() <= 0:
+                    rest = [f"rehearsing {len(wanted)} plans"] if wanted else []
+                    return Rehearsed(best, self.done, before, (*self.failed.values(), *rest))
+                if not self._some(stage, wanted[:_EACH]):
+                    stage.close()  # its processes may have ended
+                    stage = Rehearsals(self.ranks, threads=self.threads)
+        finally:
+            stage.close()
+
+    def _some(self, stage: Rehearsals, wanted: Sequence[tuple[Plan, Parts]]) -> bool:
+        """Run these while there is time; False where one of them failed."""
+        for plan, parts in wanted:
+            if self.asking.left() <= 0:
+                break
+            self.asking.told(self.done)
+            try:
+                found = stage.run(plan, parts, steps=_steps(plan), label=words(plan))
+            except FxpartError as why:
+                last = why.problems[0].why.splitlines()[-1]
+                self.failed[plan_key(plan)] = f"rehearsing {words(plan)}: {last}"
+                return False
+            self.asking.keep(plan_key(plan), found)
+            self.done += 1
+        return True
 
 
 def _looked(asking: Asking) -> tuple[Plan, dict[str, tuple[Plan, Parts]]]:

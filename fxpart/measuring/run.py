@@ -15,11 +15,13 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.capture import Captured
 from fxpart.cluster import Device
+from fxpart.cluster_io.detect import cores
 from fxpart.costmodels import HERE
 from fxpart.exact import Parts, make_parts
 from fxpart.front import Front, of_model
 from fxpart.measuring.candidates import Work
 from fxpart.measuring.contest import by_name
+from fxpart.measuring.crowding import MOST
 from fxpart.measuring.stages import StageWork
 from fxpart.optimizers import choose
 from fxpart.planned.words import label
@@ -87,10 +89,12 @@ class Run:
 
     @property
     def rehearses(self) -> bool:
-        """Whether plans can be run here: all devices are this host's processors."""
+        """Whether plans can be run here: all devices are this host's processors, and not many."""
         request = self.front.request
-        here = all(d.host == HERE and d.kind == "cpu" for d in request.cluster.devices)
-        return self.rehearse and here and by_name(request.optimizer)
+        devices = request.cluster.devices
+        here = all(d.host == HERE and d.kind == "cpu" for d in devices)
+        few = len(devices) <= max(MOST, cores())
+        return self.rehearse and here and few and by_name(request.optimizer)
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until that share of the budget is used."""

@@ -201,7 +201,7 @@ def main() -> None:
                 # The larger number first: how ranks slow each other down then serves both.
                 profile(cpu_models.build(name), cluster, path, budget=options.budget)
                 figures.append(of_model(name, cluster, options, bench, path))
-    write("choice", figures, options)
+                write("choice", figures, options)  # it takes long, and may be stopped
 
 
 if __name__ == "__main__":

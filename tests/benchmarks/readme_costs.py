@@ -57,12 +57,14 @@ def accuracy(note: str) -> str:
 
 def choice(note: str) -> str:
     """The plan chosen beside the fastest of those that ran."""
-    head = ("model", "ranks", "plans", "chosen", "fastest", "regret", "rank correlation")
-    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | --- | ---: | ---: |"]
+    head = ("model", "ranks", "plans", "chosen", "fastest", "regret", "rank correlation",
+            "without what was run")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: |"]
     for row in read("choice")["figures"]:
         cells = [
             row["model"], str(row["ranks"]), str(row["plans"]), row["chosen"], row["fastest"],
             f"{100 * row['regret']:.1f} %", f"{row['correlation']:.2f}",
+            f"{row['simulated']:.2f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", note])

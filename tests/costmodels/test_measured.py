@@ -172,6 +172,22 @@ def test_what_grows_along_a_line_is_found_on_it(slope: float, start: float, rows
         assert found.source == (BETWEEN if 8 <= rows <= 64 else BEYOND)
 
 
+def test_one_size_that_is_known_twice_is_one_point() -> None:
+    """Forms of meshes of different size have the same local tensors, and different keys."""
+
+    def form(rows: int, ranks: int) -> OpSpec:
+        part = TensorSpec((rows, 4), "float32")
+        cut = (("0", ("dp",)), ("1", rows * ranks))
+        return OpSpec("fxpart.collectives.cross_entropy_rows", (part,), (part,), cut, 1, (0,))
+
+    known = {ahead(form(4, 2)): 4e-3, ahead(form(4, 4)): 6e-3, ahead(form(8, 2)): 10e-3}
+    model = measured(known, cluster(1), None, {"x": Crowding()})
+    device = cluster(1).devices[0]
+    assert model.op(form(6, 2), device, backward=False).seconds == pytest.approx(7.5e-3)
+    assert model.op(form(4, 3), device, backward=False).seconds == pytest.approx(5e-3)
+    assert model.op(form(16, 4), device, backward=False).seconds == pytest.approx(20e-3)
+
+
 def test_other_sizes_are_not_mixed_up() -> None:
     """Between rows along rows; another width, two factors, is not used."""
     model = measured({ahead(linear(8)): 1.0, ahead(linear(32)): 2.0, ahead(linear(16, 128)): 9.0})

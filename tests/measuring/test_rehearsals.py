@@ -16,6 +16,7 @@ from fxpart.errors import FxpartError
 from fxpart.measuring.contest import by_name, words
 from fxpart.measuring.rehearsals import Rehearsals
 from fxpart.measuring.session import profile
+from fxpart.plan import Plan
 from fxpart.planned.decided import plan_key
 from fxpart.profile import Profile, Rehearsal, Timing
 from fxpart.reranking import plan_seconds, rehearsed
@@ -150,3 +151,25 @@ def test_batches_travel_whole(tmp_path: Path) -> None:
                 assert value.dtype == theirs[path].dtype and torch.equal(value, theirs[path])
             else:
                 assert theirs[path] is value or theirs[path] == value
+
+
+@pytest.mark.slow
+def test_a_plan_that_cannot_be_run_is_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are run by new processes, and one of them is chosen."""
+    real = Rehearsals.run
+
+    def run(self: Rehearsals, plan: Plan, parts: Any, **options: Any) -> Rehearsal:
+        alone = len(plan.stages) == 1 and plan.world == 1
+        return real(self, plan, parts, **options, **({"optimizer": "none such"} if alone else {}))
+
+    monkeypatch.setattr(Rehearsals, "run", run)
+    found = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0)
+    told = [words_ for words_ in found.left_out if words_.startswith("rehearsing")]
+    assert told and all("1 stage" in words_ for words_ in told)
+    with Profile(tmp_path / "a.profile") as held:
+        known = held.get("rehearsals", held.settings()[0], Rehearsal)
+    assert len(known) == found.rehearsals
+    again = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0)
+    assert again.left_out  # nothing has settled
