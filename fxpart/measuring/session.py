@@ -185,9 +185,9 @@ class _Session(Run):
         done, known = 0, 0
         wanted = sizes(problem, choices)
         for number, rows in enumerate(wanted):
-            left = (
-                self.left(self.shares[0]) if number else max(_OPS_LEAST, self.left(self.shares[0]))
-            )
+            # Each size gets its part, and the last what the ops of replicas do not need.
+            left = self.left(self.shares[0]) / (len(wanted) - number + 1)
+            left = left if number else max(_OPS_LEAST, left)
             if left <= 0:
                 left_out.append(f"ops at microbatches of {', '.join(map(str, wanted[number:]))}")
                 break

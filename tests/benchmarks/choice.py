@@ -39,6 +39,7 @@ MESHES = {
 COUNTS = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "gpipe")
 _TURNS = 2
+_LINKS = 20.0  # seconds in which the links of a cluster are measured
 _NEAR = 5  # plans that run again
 
 
@@ -193,7 +194,7 @@ def main() -> None:
     figures = []
     counts = sorted(map(int, options.ranks.split(",")), reverse=True)
     local = [Cluster.parse(f"local:{ranks}") for ranks in counts]
-    clusters = [measure_links(found, budget=options.budget).cluster for found in local]
+    clusters = [measure_links(found, budget=_LINKS).cluster for found in local]
     with Rehearsals(counts[0]) as bench, tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         for name in options.models.split(","):
             path = Path(folder) / f"{name}.profile"
