@@ -15,11 +15,14 @@ from fxpart.optimizers import choose
 from fxpart.plan import Plan
 from fxpart.planned.decided import plan_key
 from fxpart.profile import Rehearsal
+from fxpart.reranking import Stages
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
 REACH = 1.25  # how much longer than the best a plan may be thought to take, and be rehearsed
+_CLOSE = 1.1  # how much longer than the fastest a plan took that is run again
+_TURNS = 3  # of the closest
 _EACH = 4  # plans that are rehearsed before it is asked again which may be the best
 _STEPS = (5, 11)  # that count: at least, and at most
 _LENGTH = 1.5  # seconds of steps that count, about
@@ -56,7 +59,8 @@ def rehearse(asking: Asking, threads: int) -> Rehearsed:
 
     Those that may take up to a quarter longer than the fastest are run, the best first. What they
     take may change which are the best, so it is asked again, until all of them are known or the
-    budget is used. threads: of computation of each rank.
+    budget is used. Those within a tenth of the fastest are run in up to three turns, while there is
+    time. threads: of computation of each rank.
     """
     ranks = len(asking.front.request.cluster.devices)
     return _Contest(asking, ranks, threads).held()
@@ -81,9 +85,11 @@ class _Contest:
                 best, looked = _looked(self.asking)
                 if before is None:
                     before = sum(p.prediction.rehearsed_seconds > 0 for p, _ in looked.values())
-                wanted = _wanted({k: m for k, m in looked.items() if k not in self.failed})
+                able = {k: made for k, made in looked.items() if k not in self.failed}
+                fresh = _wanted(able)
+                wanted = fresh or self._close(able)
                 if not wanted or self.asking.left() <= 0:
-                    rest = [f"rehearsing {len(wanted)} plans"] if wanted else []
+                    rest = [f"rehearsing {len(fresh)} plans"] if fresh else []
                     return Rehearsed(best, self.done, before, (*self.failed.values(), *rest))
                 if not self._some(stage, wanted[:_EACH]):
                     stage.close()  # its processes may have ended
@@ -103,9 +109,26 @@ class _Contest:
                 last = why.problems[0].why.splitlines()[-1]
                 self.failed[plan_key(plan)] = f"rehearsing {words(plan)}: {last}"
                 return False
-            self.asking.keep(plan_key(plan), found)
-            self.done += 1
+            before = self._known(plan)
+            self.asking.keep(plan_key(plan), before.joined(found) if before else found)
+            self.done += not before
         return True
+
+    def _close(self, looked: dict[str, tuple[Plan, Parts]]) -> list[tuple[Plan, Parts]]:
+        """Those so close to the fastest that a disturbance may have decided, for another turn."""
+        ordered = sorted(looked.values(), key=lambda made: made[0].prediction.expected_seconds)
+        limit = _CLOSE * ordered[0][0].prediction.expected_seconds if ordered else 0.0
+        near = [made for made in ordered if 0 < made[0].prediction.rehearsed_seconds <= limit]
+        known = [self._known(plan) for plan, _ in near]
+        turns = min((one.turns for one in known if one), default=_TURNS)
+        if len(near) < 2 or turns >= _TURNS:
+            return []
+        return [made for made, one in zip(near, known, strict=True) if one and one.turns <= turns]
+
+    def _known(self, plan: Plan) -> Rehearsal | None:
+        """What the profile holds of the plan."""
+        model = self.asking.model()
+        return model.rehearsal(plan_key(plan)) if isinstance(model, Stages) else None
 
 
 def _looked(asking: Asking) -> tuple[Plan, dict[str, tuple[Plan, Parts]]]:

@@ -133,6 +133,16 @@ def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
     assert found.rehearsals == 0 and "of one rank" in found.plan
 
 
+def test_turns_are_joined() -> None:
+    """The mean of the turns' medians, whatever their number of steps."""
+    first = Rehearsal(seconds=Timing(1.0, 0.9, 1.2, 5), label="a", model="m", predicted=0.5)
+    later = msgspec.structs.replace(first, seconds=Timing(2.5, 2.0, 3.0, 9))
+    twice = first.joined(later)
+    assert (twice.turns, twice.seconds) == (2, Timing(1.75, 0.9, 3.0, 14))
+    assert twice.joined(first).seconds.seconds == pytest.approx(1.5)
+    assert (twice.label, twice.predicted) == ("a", 0.5)
+
+
 def test_batches_travel_whole(tmp_path: Path) -> None:
     """Tensors and plain values, nested; read back as dicts that lead to the same leaves."""
     import torch
