@@ -40,7 +40,9 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "batch_size": raw["batch_size"],
         "step": {
             "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
-            "method": prediction["method"], "samples_per_second": raw["batch_size"] / step,
+            "rehearsed_seconds": prediction["rehearsed_seconds"],
+            "method": prediction["method"],
+            "samples_per_second": raw["batch_size"] / (prediction["rehearsed_seconds"] or step),
             "bubble": prediction["bubble"] if prediction["hosts"]  # then by simulation
             else idle(rows, m, prediction["simulated_seconds"]),
             "parts": {"stage": rows[worst]["stage"], **parts},

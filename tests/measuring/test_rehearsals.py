@@ -19,6 +19,8 @@ from fxpart.measuring.session import profile
 from fxpart.plan import Plan
 from fxpart.planned.decided import plan_key
 from fxpart.profile import Profile, Rehearsal, Timing
+from fxpart.report.explain import explain
+from fxpart.report.html import report_html
 from fxpart.reranking import plan_seconds, rehearsed
 from fxpart.target import Workload
 
@@ -114,6 +116,11 @@ def test_what_was_run_stands_for_what_was_simulated() -> None:
     assert plan_seconds(other, model) == other.prediction.simulated_seconds
     text = rehearsed(plan, model).dumps()
     assert fxpart.Plan.loads(text).prediction.rehearsed_seconds == 0.125
+    told = explain(rehearsed(plan, model))
+    assert ", 125 ms when run), " in told and "when run" not in explain(plan)
+    rate = plan.batch_size / 0.125
+    assert f"{rate:.4g} samples/s" in told
+    assert "<dt>when run</dt><dd>125 ms</dd>" in report_html(rehearsed(plan, model))
 
 
 def test_optimizers_that_other_processes_can_make() -> None:
