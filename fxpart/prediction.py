@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+_ROUNDING = 1e-12  # of a step: what is left of it that is no time
+
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
@@ -192,6 +194,7 @@ def step_parts(
     ]
     work = fsum((entry.forward_seconds, entry.backward_seconds, -entry.collective_seconds))
     compute = microbatches * work
+    bubble = fsum((step, -compute, *(-part for part in (*moves, *once))))
     return StepParts(
         stage=entry.stage,
         compute=compute,
@@ -202,7 +205,7 @@ def step_parts(
         ties=once[1],
         optimizer=once[2],
         overhead=once[3],
-        bubble=max(0.0, fsum((step, -compute, *(-part for part in (*moves, *once))))),
+        bubble=bubble if bubble > _ROUNDING * step else 0.0,
     )
 
 
