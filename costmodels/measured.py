@@ -139,7 +139,12 @@ class Measured:
         return next((table[key] for table in tables if key in table), None)
 
     def rehearsal(self, key: str) -> Rehearsal | None:
-        """A plan that was run whole, by its decisions; None where it was not."""
+        """A plan that was run whole, by its decisions; None where it was not.
+
+        Plans run on one host, so what they took says nothing of a cluster of several.
+        """
+        if any(device.host != HERE for device in self._devices()):
+            return None
         tables = (m.rehearsals for m in self.measurements.values())
         return next((table[key] for table in tables if key in table), None)
 

@@ -167,4 +167,4 @@ def _counted(show: Callable[[str], None] | None) -> Callable[[str, int, int], No
     """Progress by counts, told in words."""
     if show is None:
         return None
-    return lambda what, done, of: show(f"{what} {done} of {of}")
+    return lambda what, done, of: show(f"{what} {done} of {of}" if of else f"{what} {done}")

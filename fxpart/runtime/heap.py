@@ -2,8 +2,7 @@
 
 By default glibc returns the top of its heap to the system whenever enough of it is free, and takes
 large tensors from the system one by one. A training step frees and wants the same memory over and
-over; each time the system clears its pages and the process touches them for the first time, which
-costs several percent of a step, and more while other ranks of the host do the same.
+over; each time the system has to clear its pages again, for all ranks of the host.
 """
 
 from __future__ import annotations

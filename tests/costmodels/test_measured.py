@@ -27,7 +27,16 @@ from fxpart.cluster import Cluster, Device, Host
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes, Split
-from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing, chip
+from fxpart.profile import (
+    Calibration,
+    Crowding,
+    Profile,
+    Rehearsal,
+    Setting,
+    StageTiming,
+    Timing,
+    chip,
+)
 
 HERE = Setting(device="cpu", chip=chip(), threads=1, torch="2.11.0")
 laws = settings(max_examples=50, deadline=None)
@@ -282,6 +291,22 @@ def test_ranks_that_meet_in_a_collective() -> None:
     assert model.transfer(1e6, links[0]) == Roofline().transfer(1e6, links[0])
     far = tuple(msgspec.structs.replace(link, kind="net") for link in links[:1] * 2)
     assert model.reshard(*total, far) == Roofline().reshard(*total, far)
+
+
+def test_what_ran_on_one_host_says_nothing_of_several() -> None:
+    timing = Timing(1.0, 1.0, 1.0, 3)
+    known = Rehearsal(seconds=timing, label="", model="", predicted=2.0)
+    one, far = cluster(), cluster().devices[1]
+    apart = msgspec.structs.replace(
+        one, devices=(one.devices[0], msgspec.structs.replace(far, host="far"))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with Profile(Path(folder) / "a.db", create=True) as profile:
+            profile.put("rehearsals", HERE, {"k": known})
+        here, there = (find(Path(folder) / "a.db", where) for where in (one, apart))
+    assert isinstance(here, Measured) and isinstance(there, Measured)
+    assert here.rehearsal("k") == known and here.rehearsal("other") is None
+    assert there.rehearsal("k") is None
 
 
 @cache
