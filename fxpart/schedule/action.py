@@ -117,7 +117,8 @@ class Schedule:
 
     name: "gpipe", "1f1b", "forward" (evaluation: no backward) or any other; stages: number of
     stages; microbatches: number of them; ranks: per rank its actions in order; stage_rank: the
-    rank that holds each stage.
+    rank that holds each stage. replicas: groups of stages that are copies of one another (two ranks
+    that feed three): microbatch m is done by the group's member m modulo its size, by no other.
     """
 
     name: str
@@ -125,6 +126,23 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    def takes(self, stage: int, microbatch: int) -> bool:
+        """Whether the stage does that microbatch: all do, but for copies, which take turns."""
+        turn, size = self.turn(stage)
+        return microbatch % size == turn
+
+    def turn(self, stage: int) -> tuple[int, int]:
+        """The stage's place among its copies, and how many they are: (0, 1) where it is alone."""
+        for group in self.replicas:
+            if stage in group:
+                return group.index(stage), len(group)
+        return 0, 1
+
+    def taken(self, stage: int) -> range:
+        """The microbatches that the stage does."""
+        return range(self.turn(stage)[0], self.microbatches, self.turn(stage)[1])
 
     @property
     def trains(self) -> bool:

@@ -64,7 +64,9 @@ class Dependence:
     stage_rank: the rank of each stage. producers, consumers: per stage the stages whose values it
     reads, and that read its values (ascending). gradient_consumers, gradient_producers: the same
     over the edges that gradients come back on. split: the (stage, microbatch) pairs whose
-    backward is split into I and W.
+    backward is split into I and W. turns: where there are copies of stages, per stage its place
+    among them and their number; a microbatch meets only the copy whose turn it is. period: the
+    microbatches of one step, where the schedule is of several; turns begin anew with each.
     """
 
     stages: int
@@ -75,6 +77,8 @@ class Dependence:
     gradient_consumers: tuple[tuple[int, ...], ...]
     trains: bool = True
     split: frozenset[tuple[int, int]] = frozenset()
+    turns: tuple[tuple[int, int], ...] = ()
+    period: int | None = None
 
     @classmethod
     def build(
@@ -84,6 +88,8 @@ class Dependence:
         *,
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
+        turns: Sequence[tuple[int, int]] = (),
+        period: int | None = None,
     ) -> Dependence:
         """The graph with these edges; raises FXP901 if they are no stage graph."""
         stages = len(stage_rank)
@@ -100,19 +106,33 @@ class Dependence:
 
         return cls(
             stages, tuple(stage_rank), into(wanted), out(wanted), into(back), out(back),
-            trains, split,
+            trains, split, tuple(turns), period,
         )  # fmt: skip
 
     @classmethod
-    def of(cls, schedule: Schedule, edges: Iterable[StageEdge]) -> Dependence:
-        """The graph of a schedule: its ranks, its edges, and which backwards it splits."""
+    def of(
+        cls, schedule: Schedule, edges: Iterable[StageEdge], *, period: int | None = None
+    ) -> Dependence:
+        """The graph of a schedule: its ranks, edges and copies, and which backwards it splits."""
         split = frozenset(
             (a.stage, a.microbatch)
             for actions in schedule.ranks
             for a in actions
             if a.kind is Kind.I
         )
-        return cls.build(schedule.stage_rank, edges, trains=schedule.trains, split=split)
+        alone = not schedule.replicas
+        turns = () if alone else tuple(schedule.turn(k) for k in range(schedule.stages))
+        return cls.build(
+            schedule.stage_rank, edges, trains=schedule.trains, split=split, turns=turns,
+            period=period,
+        )  # fmt: skip
+
+    def meet(self, stages: tuple[int, ...], microbatch: int) -> tuple[int, ...]:
+        """Those of the stages that do the microbatch: all, but for copies whose turn it is not."""
+        if not self.turns:
+            return stages
+        number = microbatch if self.period is None else microbatch % self.period
+        return tuple(k for k in stages if number % self.turns[k][1] == self.turns[k][0])
 
     def backward(self, stage: int, microbatch: int) -> Action:
         """The action that yields the stage's input gradients: B, or I where it is split."""
@@ -123,11 +143,13 @@ class Dependence:
         """The computations, on whatever rank, whose results a computation uses."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
-            return tuple(Action(k, Kind.F, microbatch) for k in self.producers[stage])
+            producers = self.meet(self.producers[stage], microbatch)
+            return tuple(Action(k, Kind.F, microbatch) for k in producers)
         if action.kind is Kind.W:
             return (Action(stage, Kind.I, microbatch),)
         assert action.kind in (Kind.B, Kind.I), "computes() is about computations"
-        gradients = tuple(self.backward(k, microbatch) for k in self.gradient_consumers[stage])
+        consumers = self.meet(self.gradient_consumers[stage], microbatch)
+        gradients = tuple(self.backward(k, microbatch) for k in consumers)
         return (Action(stage, Kind.F, microbatch), *gradients)
 
     def requires(self, action: Action) -> tuple[Action, ...]:
@@ -155,7 +177,7 @@ class Dependence:
             return ()
         return tuple(
             (Action(stage, send, microbatch, k), Action(k, receive, microbatch, stage))
-            for k in targets
+            for k in self.meet(targets, microbatch)
             if self.stage_rank[k] != self.stage_rank[stage]
         )
 

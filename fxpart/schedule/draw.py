@@ -6,6 +6,7 @@ For SVG and HTML use the spans of the timeline itself (:meth:`Timeline.as_dict`)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from fxpart.schedule.action import Action, Schedule, StageEdge
 from fxpart.schedule.dependence import Dependence, chain
@@ -21,9 +22,7 @@ def draw(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
     """
     wanted = chain(schedule.stages) if edges is None else tuple(edges)
     only = tuple(tuple(a.plain for a in r if a.kind.is_compute) for r in schedule.ranks)
-    bare = Schedule(
-        schedule.name, schedule.stages, schedule.microbatches, only, schedule.stage_rank
-    )
+    bare = replace(schedule, ranks=only)
     times = compute_times(bare, Dependence.of(bare, wanted))
     several = len(set(schedule.stage_rank)) < schedule.stages
     rows = [[(*times[a], _label(a, several)) for a in actions] for actions in only]

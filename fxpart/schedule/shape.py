@@ -27,6 +27,7 @@ def shape_problems(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Probl
     if not all(0 <= rank < ranks for rank in schedule.stage_rank):
         found.append(unsafe("stage_rank", f"it names a rank outside 0..{ranks - 1}"))
     found += edge_problems(stages, edges)
+    found += _copies(schedule, edges)
     if found:
         return found
     for rank, actions in enumerate(schedule.ranks):
@@ -34,6 +35,37 @@ def shape_problems(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Probl
             why = _misplaced(schedule, rank, action)
             if why:
                 found.append(unsafe(at(rank, position, action), why))
+    return found
+
+
+def _copies(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Problem]:
+    """Groups of copies are disjoint, not empty, and joined alike to the rest of the graph."""
+    found: list[Problem] = []
+    group_of: dict[int, tuple[int, ...]] = {}
+    for group in schedule.replicas:
+        where = f"replicas {','.join(str(stage) for stage in group)}"
+        if not group:
+            found.append(unsafe("replicas", "a group is empty"))
+        if not all(0 <= stage < schedule.stages for stage in group):
+            found.append(unsafe(where, f"there are only {schedule.stages} stages"))
+        twice = {stage for stage in group if stage in group_of or group.count(stage) > 1}
+        if twice:
+            found.append(unsafe(where, f"stage {min(twice)} is there twice"))
+        group_of |= dict.fromkeys(group, group)
+    if found or not group_of:
+        return found
+    flags = {(e.source, e.target): e.backward for e in edges}
+    for (source, target), backward in flags.items():
+        sources, targets = group_of.get(source, (source,)), group_of.get(target, (target,))
+        if target in sources:
+            found.append(unsafe(f"edge {source} -> {target}", "it joins two copies of one stage"))
+            continue
+        unlike = [
+            f"{s} -> {t}" for s in sources for t in targets if flags.get((s, t)) is not backward
+        ]
+        if unlike:
+            why = f"copies have no such edge: {', '.join(unlike[:4])}"
+            found.append(unsafe(f"edge {source} -> {target}", why, "join every copy alike"))
     return found
 
 

@@ -91,7 +91,8 @@ def simulated(
     """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
     costs = {"forward": forward, "backward": backward, **({} if once is None else {"once": once})}
     _check_costs(schedule, costs)
-    dependence = Dependence.of(schedule, edges)
+    period = schedule.microbatches // steps if steps > 1 else None
+    dependence = Dependence.of(schedule, edges, period=period)
     lanes, after = graph(
         schedule, dependence, sends, updates=once is not None, join=join, steps=steps
     )

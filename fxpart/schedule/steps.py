@@ -105,8 +105,9 @@ def _stream(
     join: bool,
 ) -> Schedule:
     """One long schedule of as many microbatches as the steps have together."""
-    if join or schedule.name not in STREAMS:
+    if join or schedule.name not in STREAMS or schedule.replicas:
         what = "ranks that meet" if join else f"the schedule {schedule.name}"
+        what = "a schedule with copies of stages" if schedule.replicas else what
         fix = f"flush, or take one of {', '.join(STREAMS)}"
         raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
     count = steps * schedule.microbatches

@@ -5,6 +5,8 @@
     fxpart-schedule 1f1b stages=2 microbatches=2 stage_rank=0,1
     0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
+
+Where stages are copies of one another, the head ends in their groups: ``replicas=1,2|3,4,5``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ _NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _HEAD = re.compile(
     "fxpart-schedule (" + _NAME + r") stages=([0-9]{1,9}) microbatches=([0-9]{1,9})"
     r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
+    r"(?: replicas=([0-9]{1,9}(?:,[0-9]{1,9})*(?:\|[0-9]{1,9}(?:,[0-9]{1,9})*)*))?"
 )
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")
 
@@ -30,6 +33,9 @@ def to_text(schedule: Schedule) -> str:
         f"fxpart-schedule {schedule.name} stages={schedule.stages}"
         f" microbatches={schedule.microbatches} stage_rank={placed}"
     )
+    if schedule.replicas:
+        groups = (",".join(str(stage) for stage in group) for group in schedule.replicas)
+        head += f" replicas={'|'.join(groups)}"
     lines = [
         f"{rank}: {' '.join(str(action) for action in actions)}".rstrip()
         for rank, actions in enumerate(schedule.ranks)
@@ -51,8 +57,10 @@ def from_text(text: str) -> Schedule:
     head = _HEAD.fullmatch(lines[0][1]) if lines else None
     if head is None:
         raise _fault(1, "the head line 'fxpart-schedule NAME stages=N ...' is missing")
-    name, stages, microbatches, placed = head.groups()
+    name, stages, microbatches, placed, copies = head.groups()
     stage_rank = tuple(int(rank) for rank in placed.split(","))
+    groups = copies.split("|") if copies else []
+    replicas = tuple(tuple(int(stage) for stage in group.split(",")) for group in groups)
     problems: list[Problem] = []
     ranks: list[tuple[Action, ...]] = []
     for number, line in lines[1:]:
@@ -67,14 +75,18 @@ def from_text(text: str) -> Schedule:
             except FxpartError as failure:
                 problems += [_on_line(number, problem) for problem in failure.problems]
         ranks.append(tuple(actions))
-    problems += _sizes(int(stages), int(microbatches), stage_rank, ranks)
+    problems += _sizes(int(stages), int(microbatches), stage_rank, replicas, ranks)
     if problems:
         raise FxpartError(problems)
-    return Schedule(name, int(stages), int(microbatches), tuple(ranks), stage_rank)
+    return Schedule(name, int(stages), int(microbatches), tuple(ranks), stage_rank, replicas)
 
 
 def _sizes(
-    stages: int, microbatches: int, stage_rank: tuple[int, ...], ranks: list[tuple[Action, ...]]
+    stages: int,
+    microbatches: int,
+    stage_rank: tuple[int, ...],
+    replicas: tuple[tuple[int, ...], ...],
+    ranks: list[tuple[Action, ...]],
 ) -> list[Problem]:
     """Head and lines agree; so what follows works in the size of the text, not of its numbers."""
     problems: list[Problem] = []
@@ -82,8 +94,13 @@ def _sizes(
         problems += _fault(1, f"stage_rank has {len(stage_rank)} entries, stages={stages}").problems
     if any(rank >= len(ranks) for rank in stage_rank):
         problems += _fault(1, f"stage_rank names a rank, but only {len(ranks)} are listed").problems
+    copies = [stage for group in replicas for stage in group]
+    if len(set(copies)) < len(copies) or any(stage >= stages for stage in copies):
+        why = f"each of stages 0..{stages - 1} may stand in replicas once"
+        problems += _fault(1, why).problems
     count = sum(len(actions) for actions in ranks)
-    if microbatches < 1 or stages * microbatches > count:
+    different = max(stages - len(copies), 0) + len(replicas)  # of which each does every microbatch
+    if microbatches < 1 or different * microbatches > count:
         why = f"{count} actions are too few for stages={stages}, microbatches={microbatches}"
         problems += _fault(1, why).problems
     return problems

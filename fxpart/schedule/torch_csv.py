@@ -22,10 +22,12 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 def to_torch_csv(schedule: Schedule) -> str:
     """The schedule as CSV; lowered or not, as it is.
 
-    Load it there with format "compute_comms" or "compute_only". Raises FXP109 with every action
-    that the format cannot say: a transfer that skips a stage, a weight version.
+    Load it there with format "compute_comms" or "compute_only". Raises FXP109 with all that
+    the format cannot say: a transfer that skips a stage, a weight version, copies of stages.
     """
     problems: list[Problem] = []
+    if schedule.replicas:
+        problems.append(Problem("FXP109", "schedule", "torch's format has no copies of stages", ""))
     for action in (a for actions in schedule.ranks for a in actions):
         skips = action.peer is not None and action.peer != default_peer(action.stage, action.kind)
         if skips or action.version is not None:

@@ -81,8 +81,11 @@ def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     """Each stage takes each microbatch forward once, and backward once (whole or split)."""
     count = Counter(a.plain for actions in schedule.ranks for a in actions if a.kind.is_compute)
     found: list[Problem] = []
-    everything = range(schedule.microbatches)
+    if schedule.replicas:
+        strange = sorted(str(a) for a in count if not schedule.takes(a.stage, a.microbatch))
+        found += [unsafe(text, "another copy of the stage does it") for text in strange]
     for stage in range(schedule.stages):
+        everything = schedule.taken(stage)
         split = {m for m in everything if (stage, m) in dependence.split}
         whole = set(everything) - split if schedule.trains else set()
         wanted = {Kind.F: set(everything), Kind.B: whole, Kind.I: split, Kind.W: split}
@@ -106,7 +109,7 @@ def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     """Each value and gradient that changes rank is sent once and received once, and no other."""
     wanted: set[Action] = set()
     for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.taken(stage):
             causes = [Action(stage, Kind.F, microbatch), dependence.backward(stage, microbatch)]
             for pair in (pair for cause in causes for pair in dependence.transfers(cause)):
                 wanted |= set(pair)
