@@ -20,7 +20,7 @@ __all__ = [
     "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 4
+VERSION = 5
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,9 +59,9 @@ class PlanModel(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Stage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: blocks [first, last] (inclusive) on the given ranks, one for each lane.
 
-    pieces: where the stage holds several pieces of the model (schedule "interleaved"), the first
-    and last block of each, from the first piece's to the last's; empty where it is one. Blocks are
-    positions in the plan's ``order``. data_parallel: how many parts the batch is cut into;
+    pieces: where the stage holds several pieces of the model (virtual stages), the first and last
+    block of each, from the first piece's to the last's; empty where it is one. Blocks are positions
+    in the plan's ``order``. data_parallel: how many parts the batch is cut into;
     tensor_parallel: the ranks that share each of these parts, so that the product is the number of
     ranks; expert_parallel: how many of the parts share one set of experts. zero: what the parts
     share of their parameters (0 to 3). device: the type of the ranks' devices, "" if not said.
@@ -164,8 +164,13 @@ class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions for one model on one cluster; canonical JSON, no time and no host in it.
 
-    edges: (source stage, target stage, whether gradients come back) for each pair of stages that
-    exchanges values every microbatch, skips included; empty where each stage feeds the next.
+    edges: (source, target, whether gradients come back) for each pair of the program's stages (see
+    ``program_stages``) that exchanges values every microbatch, skips included; empty where each
+    feeds the next.
+    actions: for the schedule "found", which a solver found for these stages, the computations of
+    each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
+    under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
+    empty: as they are.
     mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
     axes are named); only "pipeline" where the stages' degrees differ. sharding: how the ranks of a
     stage share its work; None where a stage is one rank, or where that is not worked out.
@@ -187,7 +192,12 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ties: tuple[Tie, ...]
     batch_size: int
     microbatches: int
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "async"]
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async"
+    ]
+    actions: tuple[str, ...] = ()
+    precision: Literal["fp32", "bf16"] = "fp32"
+    transfer_dtype: Literal["", "bfloat16"] = ""
     weights: Literal["flush", "stash"] = "flush"
     optimizer: str = "adamw"
     seed: int = 0
@@ -250,9 +260,18 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return schema()
 
     @property
+    def program_stages(self) -> tuple[tuple[int, int, int], ...]:
+        """What is run as a stage of its own: (first block, last block, index of its stage).
+
+        One for each stage; of stages with several pieces one for each piece, in the blocks' order.
+        """
+        found = [(first, last, s.index) for s in self.stages for first, last in s.spans]
+        return tuple(sorted(found)) if self.virtual > 1 else tuple(found)
+
+    @property
     def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
         """``edges``, or where there are none the chain in which each stage feeds the next."""
-        return self.edges or tuple((i, i + 1, True) for i in range(len(self.stages) - 1))
+        return self.edges or tuple((i, i + 1, True) for i in range(len(self.program_stages) - 1))
 
     @property
     def world(self) -> int:
@@ -261,7 +280,7 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def virtual(self) -> int:
-        """How many pieces of the model each stage holds: 1, or more where interleaved."""
+        """How many pieces of the model each stage holds: 1, or more of virtual stages."""
         return max((len(stage.spans) for stage in self.stages), default=1)
 
     def device(self, rank: int) -> Device:

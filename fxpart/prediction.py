@@ -57,6 +57,8 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     microbatches whose activations are held at once. peak: bytes that the rank's tensors take at
     most at once, found by following a step op by op; at most ``memory.total``, which has every part
     at its largest; 0 where it was not followed. top: the ten largest tensors at that moment.
+    pieces: of a stage of several pieces the (forward, backward) seconds of each, where they are
+    known; together those of the stage.
     """
 
     ranks: tuple[int, ...]
@@ -76,6 +78,7 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workspace: int = 0
     peak: int = 0
     top: tuple[LiveTensor, ...] = ()
+    pieces: tuple[tuple[float, float], ...] = ()
 
     @property
     def busy_seconds(self) -> float:

@@ -37,31 +37,55 @@ def _degrees(stage: Stage) -> Iterator[str]:
         yield f"{expert} replicas cannot share the experts of each part of {data} replicas"
 
 
+# Of the schedules that stages of several pieces may have: how many pieces.
+_PIECES: dict[str, tuple[int, float]] = {
+    "interleaved": (2, math.inf),
+    "breadth-first": (1, math.inf),
+    "zb-v": (2, 2),
+    "found": (1, math.inf),
+}
+
+
 def _blocks(plan: Plan) -> Faults:
-    """Every block lies in one piece, and pieces follow each other, stage by stage in turns."""
-    expected, turns = 0, len(plan.stages[0].spans)
-    if (turns > 1 or any(s.pieces for s in plan.stages)) != (plan.schedule == "interleaved"):
+    """Every block lies in one piece, and pieces follow each other in the schedule's order."""
+    turns, first = plan.virtual, len(plan.stages[0].spans)
+    least, most = _PIECES.get(plan.schedule, (1, 1))
+    if not least <= turns <= most:
         yield "stages", f"pieces do not fit the schedule {plan.schedule}; interleaved has several"
     for position, stage in enumerate(plan.stages):
-        if len(stage.spans) != turns:
-            yield f"stages[{position}].pieces", f"{len(stage.spans)} pieces, stage 0 has {turns}"
+        if len(stage.spans) != first:
+            yield f"stages[{position}].pieces", f"{len(stage.spans)} pieces, stage 0 has {first}"
         if (stage.first, stage.last) != (stage.spans[0][0], stage.spans[-1][1]):
             yield f"stages[{position}].pieces", "they do not begin at first and end at last"
-    for turn in range(plan.virtual):
-        for position, stage in enumerate(plan.stages):
-            if turn >= len(stage.spans):
-                continue
-            where, (first, last) = f"stages[{position}]", stage.spans[turn]
-            if first > expected:
-                yield where, f"blocks {expected} to {first - 1} are on no stage before it"
-            elif first < expected:
-                yield where, f"block {first} is on the stage before it as well"
-            if last < first:
-                yield where, f"it ends at block {last}, before its first block {first}"
-            expected = last + 1
+    expected = 0
+    for position, (begin, last) in _pieces(plan):
+        where = f"stages[{position}]"
+        if begin > expected:
+            yield where, f"blocks {expected} to {begin - 1} are on no stage before it"
+        elif begin < expected:
+            yield where, f"block {begin} is on the stage before it as well"
+        if last < begin:
+            yield where, f"it ends at block {last}, before its first block {begin}"
+        expected = last + 1
     if expected != plan.model.blocks:
         last_block = plan.model.blocks - 1
         yield "stages", f"they end at block {expected - 1}; the model's last is {last_block}"
+
+
+def _pieces(plan: Plan) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Positions of stages with their pieces as the schedule wants these to follow each other.
+
+    In turns; of a V the second turn goes back; where a schedule was found, as they stand.
+    """
+    every = list(enumerate(plan.stages))
+    if plan.schedule == "found":
+        spans = [(position, span) for position, stage in every for span in stage.spans]
+        yield from sorted(spans, key=lambda item: item[1])
+        return
+    for turn in range(plan.virtual):
+        for position, stage in reversed(every) if plan.schedule == "zb-v" and turn else every:
+            if turn < len(stage.spans):
+                yield position, stage.spans[turn]
 
 
 def order(plan: Plan) -> Faults:
@@ -108,8 +132,8 @@ def mesh(plan: Plan) -> Faults:
 
 
 def edges(plan: Plan) -> Faults:
-    """Edges lead from a stage to a later one, each once."""
-    count = len(plan.stages)
+    """Edges lead from a stage (or piece) to a later one, each once."""
+    count = len(plan.program_stages)
     seen = set()
     for index, (source, target, _) in enumerate(plan.edges):
         if not 0 <= source < target < count:

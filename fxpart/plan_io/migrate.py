@@ -43,6 +43,11 @@ def _three(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _four(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 5 can say more schedules, found ones too, and precisions; edges of pieces."""
+    return raw
+
+
 def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
     """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
     found: list[Any] = []
@@ -78,7 +83,7 @@ def _list(value: Any) -> list[Any]:
 
 
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three}
+MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four}
 
 
 def upgrade(

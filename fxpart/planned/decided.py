@@ -31,6 +31,15 @@ def decisions(plan: Plan) -> dict[str, str]:
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "weights": plan.weights,
+        **{
+            name: value
+            for name, value in (
+                ("actions", plan.actions),
+                ("precision", plan.precision if plan.precision != "fp32" else ""),
+                ("transfer dtype", plan.transfer_dtype),
+            )
+            if value
+        },
         "optimizer": plan.optimizer,
         "sharding": None if sharding is None else (
             sharding.mesh, sharding.zero, sharding.zero_axis,
