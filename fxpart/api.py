@@ -243,6 +243,7 @@ class Program:
         weights: Any = None,
         timeout: float = 300.0,
         need_loss: bool = True,
+        **options: Any,
     ) -> Trainer:
         """A trainer of this process's ranks: all of them, or under torchrun its own.
 
@@ -250,7 +251,8 @@ class Program:
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
         the model itself: a safetensors file or folder, or a function (name, meta tensor) -> tensor.
         timeout: seconds that any wait between ranks may take. need_loss: refuse a model without a
-        loss (FXP106) rather than train it on the mean square of its outputs.
+        loss (FXP106) rather than train it on the mean square of its outputs. options: further
+        fields of :class:`fxpart.runtime.options.Options`.
         """
         from fxpart.running import make_trainer
 
@@ -262,7 +264,8 @@ class Program:
                 fix="compile(..., loss=torch.nn.functional.cross_entropy), with the targets last "
                 "in the example inputs; or pass labels to a model that computes its own loss",
             )
-        return make_trainer(self, optimizer, clip_norm=clip_norm, weights=weights, timeout=timeout)
+        options["clip_norm"] = clip_norm
+        return make_trainer(self, optimizer, weights=weights, timeout=timeout, **options)
 
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
         """Train beside one process and compare losses, gradients, parameters."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def make_trainer(
-    program: Program, optimizer: Any, *, clip_norm: float | None, weights: Any, timeout: float
+    program: Program, optimizer: Any, *, weights: Any, timeout: float, **options: Any
 ) -> Trainer:
-    """The trainer of :meth:`fxpart.api.Program.trainer`."""
+    """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own."""
     plan, spec = program.plan, program.spec
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
@@ -55,9 +55,9 @@ def make_trainer(
     return places.trainer(
         lanes,
         optimizer=program.optimizer if optimizer is None else optimizer,
-        clip_norm=clip_norm,
         evaluation=lambda: evaluation(program, lanes),
         unused=_unused(program) if weights is None else None,
+        **options,
     )
 
 
@@ -139,8 +139,8 @@ def load_trainer(
     optimizer: Any,
     *,
     weights: Any,
-    clip_norm: float | None = None,
     timeout: float = 300.0,
+    **options: Any,
 ) -> Trainer:
     """A trainer of an exported program: no model, no capture and no solver are needed.
 
@@ -164,7 +164,7 @@ def load_trainer(
                 module, own, weights, constants=exported.constants, part=parts_of(own, lane)
             )
         lanes.append(Lane(lane, own, modules))
-    return places.trainer(lanes, optimizer=optimizer, clip_norm=clip_norm)
+    return places.trainer(lanes, optimizer=optimizer, **options)
 
 
 def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:

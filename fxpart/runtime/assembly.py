@@ -1,0 +1,202 @@
+"""What a trainer is made of, put together and compared between the ranks before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fxpart.errors import error
+from fxpart.program import ProgramSpec
+from fxpart.rng import microbatch_key
+from fxpart.runtime.agreement import Pending, agree
+from fxpart.runtime.batch import Cut
+from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.held import Held
+from fxpart.runtime.lane_batch import LaneFeed
+from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
+from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.optimizer import check_elementwise, make_optimizer
+from fxpart.runtime.options import Options
+from fxpart.runtime.sharded_state import ShardedState
+from fxpart.runtime.state import ModelState
+from fxpart.runtime.transport import Transport
+
+T = TypeVar("T")
+Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
+
+
+class Assembly:
+    """The parts of a trainer, which its own methods and those of its bases share.
+
+    options: what it was given. optimizer: this process's torch optimizer, for learning-rate
+    schedulers and options.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        *,
+        ranks: Sequence[int | Sequence[int]],
+        transport: Transport,
+        optimizer: Any = None,
+        evaluation: Evaluation | None = None,
+        devices: Mapping[int, torch.device] | None = None,
+        unused: Mapping[str, torch.Tensor] | None = None,
+        lanes: Sequence[Lane] | None = None,
+        **options: Any,
+    ) -> None:
+        """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+
+        lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
+        ``modules`` is not looked at); ranks: of each stage, the rank of each lane, or that of the
+        first where the others follow it.
+
+        optimizer: see :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients
+        only. evaluation: gives the program and modules (or the lanes) for ``eval_step`` when it is
+        first called; they share the state of ``modules``. devices: per local rank, by default where
+        its parameters are. unused: state that no stage needs, for ``state_dict``. options: the
+        fields of :class:`~fxpart.runtime.options.Options`.
+
+        Raises FXP501 on every rank where they were not given the same.
+        """
+        self.spec = spec
+        self.options = Options(**options)
+        self.calls = 0
+        self._ranks = rank_table(ranks, mesh_of(spec).size)
+        self._transport = transport
+        self._evaluation = evaluation
+        self._unused = dict(unused or {})
+        self._lanes = (Lane(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
+        agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
+        firsts = lane_ranks(self._ranks, 0)
+        schedule = self.options.schedule
+        place(schedule, spec, firsts, max(self.microbatches, 1), transport.ranks)
+        self._meshes: Meshes | None = None
+        if spec.sharding is not None:
+            self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
+        leave = _nobody if self._meshes is None else self._meshes.leave
+        self._crew = Crew([lane.index for lane in self._lanes], leave)
+        self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._sharded_state = ShardedState(self._state, self._meshes)
+        self._held = Held(self._state, self._meshes)
+        self._feed = LaneFeed(self._lanes)
+        self._engine = self._make_engine(
+            self._lanes,
+            schedule,
+            after_backward=self._held.after_backward if self._held.zero == 2 else None,
+        )
+        self._eval: tuple[LaneFeed, Engine] | None = None
+        self._pending = 0  # batches accumulated since the last update
+        self._stale = False  # gradients are those that the last update used, ties summed
+        self.optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
+            check_elementwise(self.optimizer, self._held.cut())
+            self._held.install(self.optimizer)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many a batch is cut."""
+        return self.options.microbatches
+
+    @property
+    def seed(self) -> int:
+        """What seeds the random ops."""
+        return self.spec.seed if self.options.seed is None else self.options.seed
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 where one process holds them all."""
+        return self._transport.local[0]
+
+    @property
+    def transport(self) -> Transport:
+        """What moves tensors and messages between the ranks."""
+        return self._transport
+
+    def close(self) -> None:
+        """Give back the transport's resources; the trainer cannot be used after it."""
+        self._crew.close()
+        if self._meshes is not None:
+            self._meshes.close()
+        self._transport.close()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _keys(self, cut: Cut) -> list[int]:
+        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+
+    def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
+        """``do`` for every lane of this process, at the same time."""
+        try:
+            return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
+        finally:
+            if self._meshes is not None:
+                self._meshes.recover()
+
+    def _make_engine(
+        self,
+        lanes: Sequence[Lane],
+        schedule: str,
+        after_backward: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        return Engine(
+            lanes,
+            self._ranks,
+            self._transport,
+            self._devices,
+            schedule=schedule,
+            meshes=self._meshes,
+            crew=self._crew,
+            after_backward=after_backward,
+        )
+
+    def _read(self, feed: LaneFeed, batch: Any, mode: str) -> Pending[Cut]:
+        def read() -> tuple[Cut, str]:
+            cut = feed.read(batch, self.microbatches)
+            return cut, f"{mode} call {self.calls} {cut.describe()}"
+
+        return Pending(self._transport, "the batches", read)
+
+    def _evaluator(self) -> tuple[LaneFeed, Engine]:
+        if self._eval is None:
+            if self._evaluation is None:
+                raise error(
+                    "FXP109", where="eval_step", why="the trainer has no evaluation program", fix=""
+                )
+            made = self._evaluation()
+            lanes = [Lane(0, *made)] if isinstance(made, tuple) else list(made)
+            if self._meshes is not None:
+                for lane in lanes:
+                    self._meshes.attach(lane.index, lane.modules)
+            self._eval = (LaneFeed(lanes), self._make_engine(lanes, "forward"))
+        return self._eval
+
+    def _describe(self, optimizer: Any) -> str:
+        kind = getattr(optimizer, "func", optimizer)
+        name = getattr(kind, "__qualname__", None) or type(kind).__name__
+        return (
+            f"ranks {self._ranks} seed {self.seed} {self.options.describe()} optimizer {name} "
+            f"program {shared_text(self.spec)}"
+        )
+
+
+def _nobody(lane: int, cause: BaseException | str) -> None:
+    """A single lane: nobody waits for it."""
+
+
+def _devices(lanes: Sequence[Lane], ranks: Ranks, transport: Transport) -> dict[int, torch.device]:
+    """Where each local rank's state is; the CPU for a rank without state."""
+    found = dict.fromkeys(transport.local, torch.device("cpu"))
+    for lane in lanes:
+        for stage, module in lane.modules.items():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                found[ranks[stage][lane.index]] = tensor.device
+                break
+    return found

@@ -1,0 +1,74 @@
+"""State of a trainer in and out: parameters, buffers, optimizer state, gradients, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxpart.runtime.agreement import agree, reporting
+from fxpart.runtime.assembly import Assembly
+from fxpart.runtime.gradients import gather_gradients
+from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
+from fxpart.runtime.sharded_state import has_parts
+
+
+class Saving(Assembly):
+    """What is read and written by original names; every rank must make each call."""
+
+    def state_dict(
+        self, *, first_only: bool = False, sharded: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by original name, aliases too, copied and whole.
+
+        first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
+        what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
+        Every rank must call it.
+        """
+        if sharded:
+            found: dict[str, torch.Tensor] = {**self._sharded_state.give()}
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+            return found
+        own = {name: entry.owned() for name, entry in self._state.saved()}
+        with reporting(self._transport, "gathering state"):
+            found = self._state.gather(own, first_only=first_only)
+        if not first_only or 0 in self._transport.local:
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
+
+        state: whole tensors, of which each rank takes its part; or, as ``state_dict(sharded=True)``
+        gives them, DTensors of any layout.
+        """
+        inner = {n: t for n, t in state.items() if n not in self._unused}
+        text = "parts" if has_parts(inner) else " ".join(sorted(state))
+        agree(
+            self._transport, "the state dict",
+            lambda: (self._state.load(inner, strict=strict), text),
+        )  # fmt: skip
+        for name, tensor in self._unused.items():
+            if name in state:
+                tensor.copy_(state[name])
+
+    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
+        """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
+        assert self.optimizer is not None, "there is no optimizer"
+        with reporting(self._transport, "gathering optimizer state"):
+            return gather_optimizer(self._state, self._held, self.optimizer, first_only=first_only)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
+        assert self.optimizer is not None, "there is no optimizer"
+        load_optimizer(self._state, self._held, self.optimizer, state)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients by original name on every rank: accumulated, or as the last update had them."""
+        with reporting(self._transport, "gathering gradients"):
+            own = self._each_lane(partial(self._held.current, summed=self._stale))
+            return gather_gradients(self._state, self._held, own)
