@@ -34,6 +34,7 @@ def simulate(
     backward: Sequence[float],
     transfer: Transfer | None = None,
     *,
+    split: Sequence[tuple[float, float]] | None = None,
     sends: Sends = "overlapped",
     crowd: Crowd | None = None,
     places: Sequence[Sequence[int]] | None = None,
@@ -43,8 +44,8 @@ def simulate(
 ) -> Timeline:
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
-    forward, backward: per stage, for one microbatch (a split backward counts half for I, half for
-    W). transfer(stage, peer, kind): seconds from stage to peer, kind SEND_F or SEND_B; None means
+    forward, backward: per stage, for one microbatch. split: per stage the seconds of I and of W,
+    where a backward is split; half of backward each if not given. transfer(stage, peer, kind): seconds from stage to peer, kind SEND_F or SEND_B; None means
     free. Each direction between two ranks is a link that carries one transfer at a time, in the
     order of the sends. sends:
 
@@ -68,7 +69,7 @@ def simulate(
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
     return simulated(
-        schedule, edges, forward, backward, transfer, sends=sends, crowd=crowd, places=places,
+        schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd, places=places,
         segment=segment, once=once, join=join,
     )  # fmt: skip
 
@@ -80,6 +81,7 @@ def simulated(
     backward: Sequence[float],
     transfer: Transfer | None,
     *,
+    split: Sequence[tuple[float, float]] | None,
     sends: Sends,
     crowd: Crowd | None,
     places: Sequence[Sequence[int]] | None,
@@ -90,6 +92,8 @@ def simulated(
 ) -> Timeline:
     """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
     costs = {"forward": forward, "backward": backward, **({} if once is None else {"once": once})}
+    halves = [(b / 2, b / 2) for b in backward] if split is None else list(split)
+    costs |= {"split (I)": [first for first, _ in halves], "split (W)": [w for _, w in halves]}
     _check_costs(schedule, costs)
     period = schedule.microbatches // steps if steps > 1 else None
     dependence = Dependence.of(schedule, edges, period=period)
@@ -107,7 +111,7 @@ def simulated(
         if event.kind is Kind.B:
             return backward[event.stage]
         if event.kind in (Kind.I, Kind.W):
-            return backward[event.stage] / 2
+            return halves[event.stage][event.kind is Kind.W]
         assert event.peer is not None
         return 0.0 if transfer is None else transfer(event.stage, event.peer, event.kind)
 

@@ -12,7 +12,6 @@ from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.crowded import Segment
 from fxpart.schedule.lower import lower
-from fxpart.schedule.place import place
 from fxpart.schedule.simulate import Transfer, simulated
 from fxpart.schedule.timeline import Timeline
 
@@ -46,6 +45,7 @@ def simulate_steps(
     transfer: Transfer | None = None,
     *,
     flush: bool = True,
+    split: Sequence[tuple[float, float]] | None = None,
     once: Sequence[float] | None = None,
     join: bool = False,
     sends: Sends = "overlapped",
@@ -70,7 +70,7 @@ def simulate_steps(
     else:
         whole = _stream(schedule, steps, links, forward, backward, join)
     timeline = simulated(
-        whole, links, forward, backward, transfer, sends=sends, crowd=crowd, places=places,
+        whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd, places=places,
         segment=segment, once=once, join=join, steps=steps,
     )  # fmt: skip
     ends = [0.0] * steps
@@ -111,7 +111,6 @@ def _stream(
         fix = f"flush, or take one of {', '.join(STREAMS)}"
         raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
     count = steps * schedule.microbatches
-    built = BUILDERS[STREAMS[schedule.name]](schedule.stages, count, edges)
     costs = {"forward": forward, "backward": backward}
-    long = place(built, schedule.stage_rank, edges, **costs)
+    long = BUILDERS[STREAMS[schedule.name]](schedule.stage_rank, count, edges, **costs)
     return lower(long, edges, **costs) if schedule.is_lowered else long

@@ -14,7 +14,7 @@ from typing import Literal
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.builders import limits
 from fxpart.schedule.dependence import Dependence, partner
 from fxpart.schedule.flight import in_flight
 from fxpart.schedule.rendezvous import execute
@@ -128,6 +128,16 @@ def _in_text_order(action: Action) -> tuple[int, str, int, int]:
     return (action.stage, action.kind.value, action.microbatch, action.peer or 0)
 
 
+# What of a stage goes in the order of microbatches: its forwards, the gradients that leave it, and
+# the sums of its weights' gradients, whether their backward is whole or split.
+_SERIES = {
+    Kind.F: ("forward",),
+    Kind.B: ("inputs", "weights"),
+    Kind.I: ("inputs",),
+    Kind.W: ("weights",),
+}
+
+
 def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     """On its rank each action follows what it needs, and microbatches follow each other.
 
@@ -137,7 +147,7 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     found: list[Problem] = []
     for rank, actions in enumerate(schedule.ranks):
         done: set[Action] = set()
-        latest: dict[tuple[int, Kind], int] = {}
+        latest: dict[tuple[int, str], int] = {}
         for position, action in enumerate(actions):
             for need in dependence.requires(action.plain):
                 # A receive waits for a send on another rank: executed in _deadlock.
@@ -145,15 +155,14 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
                     where, why = at(rank, position, action), f"{need} has not been done before"
                     found.append(unsafe(where, why, f"put {need} before it"))
             done.add(action.plain)
-            if action.kind.is_compute:
-                key = (action.stage, action.kind)
-                if action.microbatch < latest.get(key, -1):
-                    where, why = (
-                        at(rank, position, action),
-                        f"microbatch {latest[key]} came before it",
-                    )
-                    found.append(unsafe(where, why))
+            before = -1
+            for series in _SERIES.get(action.kind, ()):
+                key = (action.stage, series)
+                before = max(before, latest.get(key, -1))
                 latest[key] = max(action.microbatch, latest.get(key, -1))
+            if action.microbatch < before:
+                why = f"microbatch {before} came before it"
+                found.append(unsafe(at(rank, position, action), why))
     return found
 
 
@@ -179,13 +188,9 @@ def _deadlock(schedule: Schedule) -> list[Problem]:
 def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
     """No stage holds more microbatches than it may."""
     if memory is None:
-        builder = BUILDERS.get(schedule.name)
-        if builder is None:
+        memory = limits(schedule)
+        if memory is None:
             return []
-        memory = [
-            builder.in_flight(stage, schedule.stages, schedule.microbatches)
-            for stage in range(schedule.stages)
-        ]
     return [
         unsafe(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
         for stage, (held, limit) in enumerate(zip(in_flight(schedule), memory, strict=True))

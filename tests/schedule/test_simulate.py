@@ -251,6 +251,14 @@ def test_half_backwards() -> None:
     whole = simulate(lower(one_f_one_b(2, 2), chain(2)), chain(2), [1.0, 1.0], [2.0, 2.0])
     assert (whole.step_seconds, split.step_seconds) == (9, 7)
     assert split.in_flight == (2, 2)
+    measured = simulate(
+        lower(schedule, chain(2)), chain(2), [1.0] * 2, [2.0] * 2, split=[(1.0, 1.0), (0.5, 3.0)]
+    )
+    assert [s.end - s.start for s in measured.compute(1)] == [1, 0.5, 1, 0.5, 3, 3]
+    assert measured.step_seconds == 9  # stage 1: two forwards, two halves, then two sums
+    for bad in ([(1.0, 1.0)], [(1.0, 1.0), (1.0, -1.0)]):
+        with pytest.raises(FxpartError, match="FXP109"):
+            simulate(schedule, chain(2), [1.0] * 2, [2.0] * 2, split=bad)
 
 
 def test_wrong_costs() -> None:

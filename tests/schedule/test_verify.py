@@ -174,3 +174,8 @@ def test_split_backward() -> None:
     assert [p.where for p in check(missing, chain(2))] == ["stage 1, W of microbatch 0"]
     early = built(text.replace(" 1W0 1W1", " 1W1").replace("1I0", "1W0 1I0"), 2, 2, "zero-bubble")
     assert [p.why for p in check(early, chain(2))] == ["1I0 has not been done before"]
+    both = built(text.replace("1W0 ", "1W0 1B0 "), microbatches=2, name="zero-bubble")
+    assert "should not be there" in [p.why for p in check(both, chain(2))]
+    mixed = built("0F0 0I0 0F1 0B1 0W0", 1, 2, "zero-bubble")
+    assert [p.why for p in check(mixed, ())] == ["microbatch 1 came before it"]
+    assert not check(built("0F0 0I0 0F1 0W0 0B1", 1, 2, "zero-bubble"), ())
