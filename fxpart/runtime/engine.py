@@ -19,9 +19,8 @@ from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
-from fxpart.schedule.action import Action, Schedule
-from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.lower import lower
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.make import make
 from fxpart.schedule.recording import AGREE, END
 
 
@@ -279,36 +278,27 @@ def used_inputs(lanes: Sequence[Lane], ranks: Ranks, rank: int) -> set[str]:
 
 
 def place(
-    name: str,
+    name: str | Schedule,
     spec: ProgramSpec,
     ranks: Sequence[int],
     microbatches: int,
     world: int | None = None,
 ) -> Schedule:
-    """The named schedule for the program's stages on their ranks, with transfers.
+    """The schedule, by name or as computations, for the program's stages on their ranks.
 
-    world: how many ranks there are, by default as many as stages; those of other lanes do nothing.
-    Raises FXP109 for an unknown name and for a rank with several stages or none.
+    With transfers, and proved safe (:func:`fxpart.schedule.make.make`). world: how many ranks there
+    are, by default those that have a stage; those of other lanes do nothing. Raises FXP109 for an
+    unknown name, a stage without a rank, and ranks that the schedule is not made for.
     """
-    if name not in BUILDERS:
-        known = ", ".join(sorted(BUILDERS))
-        raise error("FXP109", where=f"schedule={name!r}", why="not known", fix=f"one of {known}")
     stages = len(spec.stages)
-    world = stages if world is None else world
-    if len(ranks) != stages or len(set(ranks) & set(range(world))) != stages:
+    if len(ranks) != stages:
         raise error(
             "FXP109",
             where=f"ranks={tuple(ranks)}",
-            why=f"{stages} stages need {stages} ranks, one each",
+            why=f"{stages} stages need a rank each",
             fix="",
         )
-    found = edges(spec)
-    schedule = BUILDERS[name](stages, microbatches, found)
-    lists: list[tuple[Action, ...]] = [()] * world
-    for stage, actions in zip(schedule.stage_rank, schedule.ranks, strict=True):
-        lists[ranks[stage]] = actions
-    moved = Schedule(schedule.name, stages, microbatches, tuple(lists), tuple(ranks))
-    return lower(moved, found)
+    return make(name, ranks, microbatches, edges(spec), world=world)
 
 
 def _problem(failure: Failure) -> Problem:
