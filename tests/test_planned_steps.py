@@ -19,7 +19,8 @@ from fxpart.cluster import Cluster, Device, Host, Link
 from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
 from fxpart.planned.hosts import completed, hosts_of, is_crowded
-from fxpart.planned.steps import schedule_of, step_in_time, steps_in_time
+from fxpart.planned.steps import step_in_time, steps_in_time
+from fxpart.schedule.make import make
 from fxpart.prediction import RankPrediction, idle_share
 from fxpart.profile import Crowding
 from fxpart.report.timeline import plan_steps, plan_timeline
@@ -53,7 +54,7 @@ def instance(seed: int) -> tuple[str, int, tuple[StageEdge, ...], list[RankPredi
 def test_the_quick_way_finds_the_same(seed: int) -> None:
     name, m, edges, rows = instance(seed)
     found = step_in_time(name, m, edges, rows, (), 1e9)
-    slow = steps_in_time(schedule_of(name, len(rows), m, edges), edges, rows).timeline
+    slow = steps_in_time(make(name, range(len(rows)), m, edges), edges, rows).timeline
     assert found.seconds == pytest.approx(slow.step_seconds, rel=1e-12)
     assert (found.method, found.hosts) == ("simulation", ())
     assert found.bubble == idle_share(rows, m, found.seconds)
@@ -85,7 +86,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     moved = steps.StageTimes.of(rows, edges).transfer
     both = {**moved, **{(b, a): seconds for (a, b), seconds in moved.items()}}
     case = crowd_oracle.Case(
-        schedule_of(name, len(rows), m, edges), edges,
+        make(name, range(len(rows)), m, edges), edges,
         [_apart(r.forward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
         [_apart(r.backward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
         both, [0] * len(rows), [curve], [load.transfer],

@@ -7,7 +7,7 @@ again with nothing but the plan, and find the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +15,8 @@ from fxpart.planned.hosts import is_crowded
 from fxpart.prediction import HostLoad, RankPrediction, idle_share
 from fxpart.schedule import quick
 from fxpart.schedule.action import Kind, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.crowd import crowd_of
-from fxpart.schedule.lower import lower
+from fxpart.schedule.make import make
 from fxpart.schedule.steps import Steps, simulate_steps
 
 # Above this many actions (computations and transfers) a schedule is not simulated: 2 seconds each,
@@ -28,11 +27,13 @@ MOST_CROWDED = 50_000
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of each stage the seconds of its slowest rank, and its ranks.
+    """Of each stage of the program the seconds of its slowest rank.
 
-    forward, backward: for a microbatch, half of ZeRO 3's gathering with each; once: once a step.
-    talking: the part of forward, and as much of backward, in which ranks of a stage exchange
-    something; summing: the part of once. transfer: of each edge, in one direction.
+    forward, backward: for a microbatch, half of ZeRO 3's gathering with each; once: once a step
+    (of a stage of several pieces with its first). talking: the part of forward, and as much of
+    backward, in which ranks of a stage exchange something; summing: the part of once. transfer: of
+    each edge, in one direction. ranks: by stage of the plan. stage_of: by stage of the program the
+    plan's stage that it is a piece of.
     """
 
     forward: tuple[float, ...]
@@ -42,36 +43,84 @@ class StageTimes:
     summing: tuple[float, ...]
     transfer: dict[tuple[int, int], float]
     ranks: tuple[tuple[int, ...], ...]
+    stage_of: tuple[int, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[RankPrediction], edges: Sequence[StageEdge]) -> StageTimes:
-        """rows: at least one for each stage, from 0 on.
+    def of(
+        cls,
+        rows: Sequence[RankPrediction],
+        edges: Sequence[StageEdge],
+        stage_of: Sequence[int] | None = None,
+    ) -> StageTimes:
+        """rows: at least one for each stage of the plan, from 0 on. edges: of the program.
 
-        A row's ``transfer_seconds`` is the sum over what its stage receives and the gradients that
-        it sends back for it, so each edge into a stage gets an equal part for each direction.
+        stage_of: as the field; by default no stage has several pieces. A row's
+        ``transfer_seconds`` is the sum over what its stage receives and the gradients that it
+        sends back for it, so each edge into a stage gets an equal part for each direction. What
+        is not known of each piece is shared equally.
         """
         count = 1 + max(row.stage for row in rows)
         by_stage: list[list[RankPrediction]] = [[] for _ in range(count)]
         for row in rows:
             by_stage[row.stage].append(row)
+        of = tuple(range(count)) if stage_of is None else tuple(stage_of)
         parts = Counter[int]()
         for edge in edges:
-            parts[edge.target] += 2 if edge.backward else 1
+            if of[edge.source] != of[edge.target]:
+                parts[of[edge.target]] += 2 if edge.backward else 1
         received = [max(row.transfer_seconds for row in mine) for mine in by_stage]
+        pieces = [_Piece(by_stage[k], place, of.count(k)) for k, place in _places(of)]
         return cls(
-            tuple(max(r.forward_seconds + r.gather_seconds / 2 for r in m) for m in by_stage),
-            tuple(max(r.backward_seconds + r.gather_seconds / 2 for r in m) for m in by_stage),
-            tuple(max(row.step_only_seconds for row in mine) for mine in by_stage),
-            tuple(max(r.collective_seconds + r.gather_seconds for r in m) / 2 for m in by_stage),
-            tuple(max(row.sync_seconds + row.tie_seconds for row in mine) for mine in by_stage),
-            {(e.source, e.target): received[e.target] / parts[e.target] for e in edges},
+            tuple(max(map(piece.forward, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.backward, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.once, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.talking, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.summing, piece.rows)) for piece in pieces),
+            {
+                (e.source, e.target): 0.0
+                if of[e.source] == of[e.target]
+                else received[of[e.target]] / parts[of[e.target]]
+                for e in edges
+            },
             tuple(tuple(rank for row in mine for rank in row.ranks) for mine in by_stage),
+            of,
         )
 
 
-def schedule_of(name: str, stages: int, microbatches: int, edges: Sequence[StageEdge]) -> Schedule:
-    """The schedule as the runtime makes it, with transfers, one stage a rank; of BUILDERS."""
-    return lower(BUILDERS[name](stages, microbatches, edges), edges)
+@dataclass(frozen=True)
+class _Piece:
+    """One of ``count`` pieces of a stage: its part of what the stage's rows say."""
+
+    rows: list[RankPrediction]
+    place: int
+    count: int
+
+    def forward(self, row: RankPrediction) -> float:
+        known = row.pieces[self.place][0] if row.pieces else row.forward_seconds / self.count
+        return known + row.gather_seconds / 2 / self.count
+
+    def backward(self, row: RankPrediction) -> float:
+        known = row.pieces[self.place][1] if row.pieces else row.backward_seconds / self.count
+        return known + row.gather_seconds / 2 / self.count
+
+    def talking(self, row: RankPrediction) -> float:
+        return (row.collective_seconds + row.gather_seconds) / 2 / self.count
+
+    def once(self, row: RankPrediction) -> float:
+        return 0.0 if self.place else row.step_only_seconds
+
+    def summing(self, row: RankPrediction) -> float:
+        return 0.0 if self.place else row.sync_seconds + row.tie_seconds
+
+
+def _places(stage_of: Sequence[int]) -> list[tuple[int, int]]:
+    """By stage of the program the plan's stage, and which of its pieces it is."""
+    seen = Counter[int]()
+    found = []
+    for stage in stage_of:
+        found.append((stage, seen[stage]))
+        seen[stage] += 1
+    return found
 
 
 def steps_in_time(
@@ -84,28 +133,30 @@ def steps_in_time(
     flush: bool = True,
     contention: bool = True,
 ) -> Steps:
-    """Steps of a schedule of one stage a rank by predicted costs.
+    """Steps of a schedule by predicted costs; its ranks are the plan's stages.
 
     With a flush as fxpart's runtime trains: after its last backward each rank waits for all others
     (they agree whether the step has failed), then all do what is done once a step. Where a host is
     crowded its ranks share it, and transfers keep to the runtime's windows. contention: False
     takes each rank's seconds as if it were alone on its host.
     """
-    times = StageTimes.of(rows, edges)
+    times = StageTimes.of(rows, edges, schedule.stage_rank)
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
     pace = [1.0] * len(times.forward)
     if crowd is not None and not contention:
-        pace = [
+        alone = [
             1 / max((crowd.full(r) / crowd.factor(crowd.host[r], 1) for r in mine), default=1.0)
             for mine in times.ranks
         ]
+        pace = [alone[stage] for stage in times.stage_of]
         crowd = None
 
     def full(stage: int) -> float:
         """By how much the simulation, which lets all of a stage's seconds be crowded, divides."""
-        return max((crowd.full(r) for r in times.ranks[stage]), default=1.0) if crowd else 1.0
+        mine = times.ranks[times.stage_of[stage]]
+        return max((crowd.full(r) for r in mine), default=1.0) if crowd else 1.0
 
     def scaled(seconds: Sequence[float], apart: Sequence[float]) -> list[float]:
         """What is computed at its pace; talk takes as long as it does, whoever computes."""
@@ -139,29 +190,38 @@ class StepFound:
 
 
 def step_in_time(
-    name: str,
+    schedule: str | Callable[[], Schedule],
     microbatches: int,
     edges: Sequence[StageEdge],
     rows: Sequence[RankPrediction],
     hosts: Sequence[HostLoad],
     closed: float,
 ) -> StepFound:
-    """One step of the named schedule, or its closed form where it has no simulation.
+    """One step of a schedule, or its closed form where it has no simulation.
 
-    closed: the closed form's seconds. Where no host is crowded the quick simulation finds what
-    :func:`steps_in_time` would. A crowded step of more than MOST_CROWDED actions is taken as if
-    all ranks were busy all the time: its costs are for that, so that it is found too long rather
-    than too short; then it minds no hosts.
+    schedule: what makes it, lowered, with the plan's stages as its ranks; or the name of one of
+    one stage a rank. closed: the closed form's seconds. Where no host is crowded the quick
+    simulation finds what :func:`steps_in_time` would, for the schedules that it knows. A crowded
+    step of more than MOST_CROWDED actions is taken as if all ranks were busy all the time: its
+    costs are for that, so that it is found too long rather than too short; then it minds no hosts.
     """
     actions = 2 * microbatches * (len(rows) + sum(1 + edge.backward for edge in edges))
     crowded = tuple(load for load in hosts if is_crowded(load))
-    if name not in quick.NAMES or actions > MOST_ACTIONS:
+    if isinstance(schedule, str):
+        if schedule not in quick.NAMES or actions > MOST_ACTIONS:
+            return StepFound(closed, idle_share(rows, microbatches, closed), "closed form")
+        name = schedule
+        times = StageTimes.of(rows, edges)
+        if not crowded or actions > MOST_CROWDED:
+            ends = quick.last_ends(
+                name, microbatches, edges, times.forward, times.backward, times.transfer
+            )
+            seconds = max(ends) + max(times.once)
+            return StepFound(seconds, idle_share(rows, microbatches, seconds), "simulation")
+        made = make(name, range(len(times.once)), microbatches, edges)
+    elif actions > MOST_CROWDED:
         return StepFound(closed, idle_share(rows, microbatches, closed), "closed form")
-    times = StageTimes.of(rows, edges)
-    if crowded and actions <= MOST_CROWDED:
-        schedule = schedule_of(name, len(times.once), microbatches, edges)
-        timeline = steps_in_time(schedule, edges, rows, crowded).timeline
-        return StepFound(timeline.step_seconds, timeline.bubble, "simulation", crowded)
-    ends = quick.last_ends(name, microbatches, edges, times.forward, times.backward, times.transfer)
-    seconds = max(ends) + max(times.once)
-    return StepFound(seconds, idle_share(rows, microbatches, seconds), "simulation")
+    else:
+        made = schedule()
+    timeline = steps_in_time(made, edges, rows, crowded).timeline
+    return StepFound(timeline.step_seconds, timeline.bubble, "simulation", crowded)

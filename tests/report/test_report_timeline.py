@@ -8,7 +8,8 @@ import sample_plans
 
 from fxpart.errors import FxpartError
 from fxpart.plan import HostLoad, Plan
-from fxpart.report.timeline import plan_schedule, plan_steps, plan_timeline, transfer_seconds
+from fxpart.planned.scheduled import plan_schedule
+from fxpart.report.timeline import plan_steps, plan_timeline, transfer_seconds
 from fxpart.schedule.action import Kind
 
 

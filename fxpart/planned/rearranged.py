@@ -1,0 +1,84 @@
+"""The same stages under another schedule: what it does to a plan's memory, time and proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fxpart.plan import Certificate, Plan
+from fxpart.planned.scheduled import edges_of, plan_schedule
+from fxpart.planned.steps import step_in_time, steps_in_time
+from fxpart.prediction import RankPrediction
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.flight import in_flight
+from fxpart.solver.portfolio import status_of
+
+
+def rescheduled(plan: Plan, name: str, bound: float, actions: tuple[str, ...] = ()) -> Plan:
+    """The plan with another schedule for its stages, of one piece each, predicted again.
+
+    name: the schedule's; actions: where it was found. bound: seconds below which no schedule can
+    end a step, whatever the cuts. The plan may not fit its devices: see :func:`overfull`.
+    """
+    moved = msgspec.structs.replace(plan, schedule=name, actions=actions)
+    schedule = plan_schedule(moved)
+    return predicted(moved, schedule, flying(schedule, plan.prediction.ranks), bound)
+
+
+def flying(schedule: Schedule, rows: Sequence[RankPrediction]) -> tuple[RankPrediction, ...]:
+    """Rows of stages of one piece with what another schedule keeps in flight."""
+    most = in_flight(schedule)
+    found = []
+    for row in rows:
+        was, now = max(row.in_flight, 1), max(most[row.stage], 1)
+        saved = (row.memory.activations - row.workspace) * now // was
+        memory = msgspec.structs.replace(
+            row.memory,
+            activations=saved + row.workspace,
+            transfers=row.memory.transfers * now // was,
+        )
+        found.append(msgspec.structs.replace(row, memory=memory, in_flight=now, peak=0, top=()))
+    return tuple(found)
+
+
+def predicted(
+    plan: Plan, schedule: Schedule, rows: tuple[RankPrediction, ...], bound: float
+) -> Plan:
+    """The plan with these rows, its step in time, and what is proven of it.
+
+    The objective is the step as it would be if no rank slowed another down: simulated, and at
+    least what the slowest rank has to do.
+    """
+    count, edges = plan.microbatches, edges_of(plan)
+    alone = steps_in_time(schedule, edges, rows).timeline.step_seconds
+    own = max(count * row.microbatch_seconds + row.step_only_seconds for row in rows)
+    objective = max(alone, own)
+    found = step_in_time(lambda: schedule, count, edges, rows, plan.prediction.hosts, objective)
+    below = min(bound, objective)
+    return msgspec.structs.replace(
+        plan,
+        prediction=msgspec.structs.replace(
+            plan.prediction,
+            step_seconds=objective,
+            simulated_seconds=found.seconds,
+            bubble=found.bubble,
+            ranks=rows,
+            hosts=found.hosts,
+            method=found.method,
+            rehearsed_seconds=0.0,
+        ),
+        certificate=Certificate(
+            status=status_of(objective, below),
+            objective=objective,
+            lower_bound=below,
+            gap=(objective - below) / objective if objective > 0 else 0.0,
+            solver=plan.certificate.solver,
+            over=f"{plan.certificate.over}; the bound is what every order of their work takes",
+        ),
+    )
+
+
+def overfull(plan: Plan) -> tuple[RankPrediction, ...]:
+    """The predictions that do not fit their devices."""
+    return tuple(r for r in plan.prediction.ranks if r.memory.total > r.memory_limit)
