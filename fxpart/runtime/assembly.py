@@ -15,11 +15,13 @@ from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import Pending, agree
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.executor import Around
+from fxpart.runtime.groups import Group, Groups, assign, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
 from fxpart.runtime.meshes import Meshes
-from fxpart.runtime.optimizer import check_elementwise, make_optimizer
+from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
@@ -44,6 +46,7 @@ class Assembly:
         ranks: Sequence[int | Sequence[int]],
         transport: Transport,
         optimizer: Any = None,
+        groups: Groups | None = None,
         evaluation: Evaluation | None = None,
         devices: Mapping[int, torch.device] | None = None,
         unused: Mapping[str, torch.Tensor] | None = None,
@@ -57,7 +60,8 @@ class Assembly:
         first where the others follow it.
 
         optimizer: see :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients
-        only. evaluation: gives the program and modules (or the lanes) for ``eval_step`` when it is
+        only. groups: its parameter groups by name, see :func:`~fxpart.runtime.groups.assign`.
+        evaluation: gives the program and modules (or the lanes) for ``eval_step`` when it is
         first called; they share the state of ``modules``. devices: per local rank, by default where
         its parameters are. unused: state that no stage needs, for ``state_dict``. options: the
         fields of :class:`~fxpart.runtime.options.Options`.
@@ -65,7 +69,7 @@ class Assembly:
         Raises FXP501 on every rank where they were not given the same.
         """
         self.spec = spec
-        self.options = Options(**options)
+        self.options = Options.of(options)
         self.calls = 0
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
@@ -89,16 +93,15 @@ class Assembly:
         self._engine = self._make_engine(
             self._lanes,
             schedule,
-            after_backward=self._held.after_backward if self._held.zero == 2 else None,
+            around=self._held.around,
         )
         self._eval: tuple[LaneFeed, Engine] | None = None
         self._pending = 0  # batches accumulated since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
+        self._groups: tuple[Group, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
-            self.optimizer = make_optimizer(optimizer, [p for _, p in self._state.parameters()])
-            check_elementwise(self.optimizer, self._held.cut())
-            self._held.install(self.optimizer)
+            self.optimizer = self._make_optimizer(optimizer, groups)
 
     @property
     def microbatches(self) -> int:
@@ -140,11 +143,27 @@ class Assembly:
             if self._meshes is not None:
                 self._meshes.recover()
 
+    def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
+        """The optimizer of this process, with the same groups on every rank."""
+
+        def make() -> tuple[torch.optim.Optimizer, str]:
+            shapes = self._state.trainable()
+            self._groups = () if groups is None else assign(groups, shapes)
+            mine = self._state.parameters()
+            made = make_optimizer(given, [p for _, p in mine], own(self._groups, mine))
+            check_elementwise(made, self._held.cut())
+            names = " ".join(",".join(group.names) for group in self._groups)
+            return made, f"{describe_groups(made)} {names}"
+
+        made = agree(self._transport, "the optimizer's parameter groups", make)
+        self._held.install(made)
+        return made
+
     def _make_engine(
         self,
         lanes: Sequence[Lane],
         schedule: str,
-        after_backward: Callable[[int, int], None] | None = None,
+        around: Callable[[int], Around | None] | None = None,
     ) -> Engine:
         return Engine(
             lanes,
@@ -154,7 +173,7 @@ class Assembly:
             schedule=schedule,
             meshes=self._meshes,
             crew=self._crew,
-            after_backward=after_backward,
+            around=around,
         )
 
     def _read(self, feed: LaneFeed, batch: Any, mode: str) -> Pending[Cut]:

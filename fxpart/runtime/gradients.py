@@ -1,4 +1,4 @@
-"""What gradients need between the last backward and the update: ties summed, the norm clipped."""
+"""What gradients need between the last backward and the update: ties shared, or all gathered."""
 
 from __future__ import annotations
 
@@ -53,46 +53,6 @@ def _share_tie(state: ModelState, held: Held, entry: Entry, lane: int) -> None:
         transport.wait(handle)
 
 
-def clip(state: ModelState, held: Held, largest: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most ``largest``; the norm before it.
-
-    The same operations as torch.nn.utils.clip_grad_norm_ on one process, in the model's own order
-    of parameters and each tie once, so the result is the same bit for bit where nothing is cut.
-    Call it after :func:`share_ties`.
-    """
-    names = [name for name, entry in state.entries.items() if entry.trainable]
-    # Sums with zeros are exact, and so is float64 for every smaller type.
-    table = torch.zeros(2, len(names), dtype=torch.float64)
-    for index, name in enumerate(names):
-        _note_norms(table, index, state, held, name)
-    state.transport.total(table)
-    cut = torch.tensor([len(held.pieces(name).sources) > 1 for name in names], dtype=torch.bool)
-    norms = torch.where(cut, table[0].sqrt(), table[0])
-    dtype = _norm_dtype(state, names)
-    present = norms[table[1] > 0].to(dtype)
-    parameters = [held.of(parameter) for _, parameter in state.parameters()]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    norm = torch.linalg.vector_norm(present.to(device), 2.0)
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
-    assert isinstance(norm, torch.Tensor)
-    return norm
-
-
-def _note_norms(table: torch.Tensor, index: int, state: ModelState, held: Held, name: str) -> None:
-    """Put a parameter's norm into the table; squared where several lanes hold pieces of it."""
-    entry, sources = state.entries[name], held.pieces(name).sources
-    for lane, parameter in entry.owned().items():
-        gradient = held.of(parameter).grad
-        if gradient is None or lane not in sources:
-            continue
-        norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()
-        table[0, index] += norm if len(sources) == 1 else norm**2
-        table[1, index] = 1.0
-
-
 def gather_gradients(
     state: ModelState, held: Held, own: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
@@ -116,16 +76,6 @@ def gather_gradients(
     wanted = {name: found[name] for name in names if there[name]}
     cut = {name: held.axis(name) for name in wanted if there[name] == 3}
     return state.gather(wanted, flat=cut)
-
-
-def _norm_dtype(state: ModelState, names: list[str]) -> torch.dtype:
-    dtype = torch.float32
-    found = [getattr(torch, state.entries[name].spec.dtype) for name in names]
-    if found:
-        dtype = found[0]
-        for other in found[1:]:
-            dtype = torch.promote_types(dtype, other)
-    return dtype
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,20 @@ from fxpart.optimizers import choose
 _FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
 
-def make_optimizer(given: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    given: Any,
+    parameters: Sequence[nn.Parameter],
+    groups: Sequence[dict[str, Any]] = (),
+) -> torch.optim.Optimizer:
     """The optimizer for ``parameters``.
 
     given: an Optimizer class, its name ("adamw"), a functools.partial or function of a parameter
     list, or an Optimizer instance, whose class and options are used again (its parameters are
-    not). A rank without parameters gets one that does nothing. Raises FXP109 for anything else.
+    not). A rank without parameters gets one that does nothing. groups: the same
+    parameters in groups, of which some may be empty (:func:`~fxpart.runtime.groups.own`). Raises
+    FXP109 for anything else.
     """
-    mine: list[nn.Parameter] = list(parameters)
+    mine: list[Any] = list(groups or parameters)
     if not mine:
         # torch refuses an empty list; a parameter that never gets a gradient is never touched.
         mine = [nn.Parameter(torch.empty(0))]
@@ -36,7 +42,26 @@ def make_optimizer(given: Any, parameters: Sequence[nn.Parameter]) -> torch.opti
     return made
 
 
-def _again(given: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def describe_groups(optimizer: torch.optim.Optimizer) -> str:
+    """The options of each group in text, for ranks to compare."""
+    return "\n".join(
+        " ".join(
+            f"{key}={_text(value)}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names")
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return repr(value) if isinstance(value, plain) else type(value).__name__
+
+
+def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
     """A new optimizer of the same class with the instance's present options."""
     if len(given.param_groups) != 1:
         raise _not_again(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from fxpart.errors import FxpartError, Problem
+from fxpart.runtime.groups import Group
 from fxpart.runtime.held import Held
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.pieces import Pieces
@@ -73,33 +74,40 @@ def gather_optimizer(
     return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
 
 
-def load_optimizer(
-    state: ModelState, held: Held, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
-) -> None:
-    """Put gathered state back; FXP110 for parameters it does not know."""
+def plan_load(
+    state: ModelState,
+    held: Held,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    groups: Sequence[Group] = (),
+) -> Callable[[], None]:
+    """What puts gathered state back; FXP110 before it for parameters that it does not hold.
+
+    groups: those of the whole model by name, where it was given any. A group of which this process
+    has no parameter takes its options by the names of others' parameters, or by its number.
+    """
+    place = {name: group for group in given["param_groups"] for name in group["params"]}
+    missing = [name for name in state.trainable() if name not in place]
+    if missing:
+        fix = "give the optimizer state of the same model"
+        raise FxpartError(
+            Problem("FXP110", name, "the optimizer state does not hold it", fix) for name in missing
+        )
     holders = {
         id(held.of(tensor)): (name, lane)
         for name, entry in state.entries.items()
         if entry.trainable
         for (_, lane), tensor in entry.copies.items()
     }
-    groups = given["param_groups"]
-    place = {name: group for group in groups for name in group["params"]}
     current = optimizer.state_dict()
     wanted: dict[int, Any] = {}
-    problems: list[Problem] = []
     number = 0
-    for group, target in zip(optimizer.param_groups, current["param_groups"], strict=True):
+    for index, group in enumerate(optimizer.param_groups):
+        source = _source(index, given["param_groups"], groups, place)
         for parameter in group["params"]:
             name, lane = holders.get(id(parameter), (None, 0))
-            if name is not None and name not in place:
-                problems.append(
-                    Problem("FXP110", name, "the optimizer state does not hold it",
-                            "give the optimizer state of the same model")
-                )  # fmt: skip
-            elif name is not None:
-                options = {k: _option(target.get(k), v) for k, v in place[name].items()}
-                target.update({k: v for k, v in options.items() if k != "params"})
+            if name is not None:
+                source = place[name]
                 if name in given["state"]:
                     pieces = held.pieces(name)
                     wanted[number] = {
@@ -107,9 +115,23 @@ def load_optimizer(
                         for k, v in given["state"][name].items()
                     }
             number += 1
-    if problems:
-        raise FxpartError(problems)
-    optimizer.load_state_dict({"state": wanted, "param_groups": current["param_groups"]})
+        target = current["param_groups"][index]
+        target.update({k: _option(target.get(k), v) for k, v in source.items() if k != "params"})
+    loaded = {"state": wanted, "param_groups": current["param_groups"]}
+    return lambda: optimizer.load_state_dict(loaded)
+
+
+def _source(
+    index: int,
+    given: Sequence[Mapping[str, Any]],
+    groups: Sequence[Group],
+    place: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """The given group that stands for one of the optimizer's, as far as names do not tell it."""
+    names = groups[index].names if groups else ()
+    if names:
+        return place[names[0]]
+    return given[index] if index < len(given) else {}
 
 
 def _report(

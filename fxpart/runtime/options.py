@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
+
+from fxpart.errors import error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,14 +14,38 @@ class Options:
     """The keyword arguments of :class:`~fxpart.runtime.trainer.Trainer` that are plain data.
 
     microbatches: into how many a batch is cut (fewer if it has fewer rows). schedule: a name.
-    clip_norm: largest global gradient norm. seed: of random ops, by default the program's.
+    clip_norm: largest global gradient norm. clip_value: largest absolute value of any gradient's
+    numbers; one of the two at most. log_grad_norm: compute the global norm at every update, also
+    where nothing is clipped by it. seed: of random ops, by default the program's.
     """
 
     microbatches: int
     schedule: str = "1f1b"
     clip_norm: float | None = None
+    clip_value: float | None = None
+    log_grad_norm: bool = False
     seed: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """From keyword arguments; FXP109 for an unknown one and for values that cannot be."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise _wrong(name, "there is no such option", f"one of {', '.join(known)}")
+        made = cls(**given)
+        for name in ("clip_norm", "clip_value"):
+            largest = getattr(made, name)
+            if largest is not None and not largest > 0:
+                raise _wrong(f"{name}={largest}", "it is not above zero", "leave it out")
+        if made.clip_norm is not None and made.clip_value is not None:
+            raise _wrong("clip_norm, clip_value", "both are given", "give one of them")
+        return made
 
     def describe(self) -> str:
         """All of them in text, for ranks to compare."""
         return " ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+
+
+def _wrong(where: str, why: str, fix: str) -> Exception:
+    return error("FXP109", where=where, why=why, fix=fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.gradients import gather_gradients
-from fxpart.runtime.optimizer_state import gather_optimizer, load_optimizer
+from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
 from fxpart.runtime.sharded_state import has_parts
 
 
@@ -19,24 +19,27 @@ class Saving(Assembly):
     """What is read and written by original names; every rank must make each call."""
 
     def state_dict(
-        self, *, first_only: bool = False, sharded: bool = False
+        self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
     ) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by original name, aliases too, copied and whole.
 
         first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
         what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
-        Every rank must call it.
+        trainable_only: the parameters that get gradients and nothing else, such as the adapters of
+        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it.
         """
+        self._together(f"state_dict {first_only} {sharded} {trainable_only}")
+        wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
+        found: dict[str, torch.Tensor]
         if sharded:
-            found: dict[str, torch.Tensor] = {**self._sharded_state.give()}
-            found.update({name: t.detach().clone() for name, t in self._unused.items()})
-            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
-            return found
-        own = {name: entry.owned() for name, entry in self._state.saved()}
-        with reporting(self._transport, "gathering state"):
-            found = self._state.gather(own, first_only=first_only)
-        if not first_only or 0 in self._transport.local:
-            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found = {n: t for n, t in self._sharded_state.give().items() if n in wanted}
+        else:
+            own = {name: entry.owned() for name, entry in wanted.items()}
+            with reporting(self._transport, "gathering state"):
+                found = self._state.gather(own, first_only=first_only)
+        if sharded or not first_only or 0 in self._transport.local:
+            if not trainable_only:
+                found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
         return found
 
@@ -59,16 +62,28 @@ class Saving(Assembly):
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
+        self._together(f"optimizer_state_dict {first_only}")
         with reporting(self._transport, "gathering optimizer state"):
             return gather_optimizer(self._state, self._held, self.optimizer, first_only=first_only)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
-        assert self.optimizer is not None, "there is no optimizer"
-        load_optimizer(self._state, self._held, self.optimizer, state)
+        optimizer = self.optimizer
+        assert optimizer is not None, "there is no optimizer"
+
+        def plan() -> tuple[Callable[[], None], str]:
+            found = plan_load(self._state, self._held, optimizer, state, self._groups)
+            return found, " ".join(sorted(state["state"]))
+
+        agree(self._transport, "the optimizer state", plan)()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them."""
+        self._together("gradients")
         with reporting(self._transport, "gathering gradients"):
             own = self._each_lane(partial(self._held.current, summed=self._stale))
             return gather_gradients(self._state, self._held, own)
+
+    def _together(self, call: str) -> None:
+        """Every rank makes the same call, or all hear which one does not, or why it cannot."""
+        agree(self._transport, "what is asked of the trainer", lambda: (True, call))

@@ -93,6 +93,10 @@ class ModelState:
                     found.setdefault(id(tensor), (name, tensor))
         return list(found.values())
 
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every parameter of the model that gets a gradient, by name."""
+        return {n: tuple(e.pieces.shape) for n, e in self.entries.items() if e.trainable}
+
     def rank(self, stage: int, lane: int) -> int:
         """The rank that runs a lane of a stage."""
         return self.ranks[stage][lane]

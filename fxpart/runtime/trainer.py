@@ -10,7 +10,8 @@ import torch
 
 from fxpart.errors import error
 from fxpart.runtime.agreement import reporting
-from fxpart.runtime.gradients import clip, share_ties
+from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.gradients import share_ties
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.saving import Saving
 from fxpart.schedule.recording import CLIP, OPTIMIZER, SPREAD, SUMS, TIES
@@ -21,13 +22,15 @@ Phase = tuple[str, Callable[[], None]]
 class Trainer(Saving):
     """Trains a program's stages; every rank makes one and gives it the same global batches.
 
-    last_grad_norm: the global norm before clipping, after an update with ``clip_norm``.
+    last_grad_norm: the global norm before clipping, after an update with ``clip_norm`` or
+    ``log_grad_norm``; last_group_norms: that of each parameter group, by its name or number.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments: see :class:`~fxpart.runtime.assembly.Assembly`."""
         super().__init__(*args, **kwargs)
         self.last_grad_norm: torch.Tensor | None = None
+        self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
         self._doing = tuple(do for _, do in self._phases)
@@ -155,9 +158,19 @@ class Trainer(Saving):
             do()
 
     def _clip(self) -> None:
-        if self.options.clip_norm is not None:
+        options = self.options
+        if options.clip_norm is not None or options.log_grad_norm:
             with reporting(self._transport, "sharing gradients"):
-                self.last_grad_norm = clip(self._state, self._held, self.options.clip_norm)
+                norms = gradient_norms(self._state, self._held)
+            self.last_grad_norm = norms.total
+            self.last_group_norms = {
+                group.label(index): norms.of(group.names)
+                for index, group in enumerate(self._groups)
+            }
+            if options.clip_norm is not None:
+                clip_norm(self._state, self._held, norms.total, options.clip_norm)
+        if options.clip_value is not None:
+            clip_value(self._state, self._held, options.clip_value)
 
     def _optimize(self) -> None:
         assert self.optimizer is not None, "an update needs one"
