@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fxpart.runtime.control import Control, join
+from fxpart.runtime.shared_memory import Receive, Send, SharedMemory
+from fxpart.runtime.shared_memory import join as meet
 from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
 
 _CONTROL = 4  # the tag of control messages
@@ -31,14 +33,19 @@ class Distributed:
 
     Each direction has a channel of its own. gloo tells channels apart by tag. nccl ignores tags
     and runs the transfers of one group in order, so there each channel is a group: a receive that
-    was posted early never stands in the way of a send. Control messages always go over the CPU.
+    was posted early never stands in the way of a send. Control messages always go over the
+    CPU. Between CPUs of one machine transfers go through memory that the processes share; if any
+    two of them cannot, all go over gloo.
     """
 
-    def __init__(self, *, timeout: float = 300.0, one_machine: bool = False) -> None:
+    def __init__(
+        self, *, timeout: float = 300.0, one_machine: bool = False, shared_memory: bool = True
+    ) -> None:
         """The default process group must exist.
 
         timeout: seconds that any wait may take. one_machine: all ranks run on this machine, so
-        that small messages can take a shorter way.
+        that messages can take a shorter way. shared_memory: there, transfers may go through shared
+        memory. Every rank gives the same.
         """
         self.ranks = dist.get_world_size()
         self.local: tuple[int, ...] = (dist.get_rank(),)
@@ -52,13 +59,23 @@ class Distributed:
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
         self._mesh: Control | None = None
+        self._memory: SharedMemory | None = None
         if one_machine and self.ranks > 1:
             self._mesh = join(self.local[0], self.ranks, self.exchange_bytes, timeout)
+        if one_machine and shared_memory and self.ranks > 1 and "nccl" not in backend:
+            self._memory = meet(self.local[0], self.ranks, self.exchange_bytes, timeout)
 
-    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Moving:
-        """Start sending; the tensor is kept until the handle is dropped."""
+    @property
+    def shares_memory(self) -> bool:
+        """Whether transfers between CPUs go through shared memory."""
+        return self._memory is not None
+
+    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Moving | Send:
+        """Start sending; the tensor is kept until the handle is dropped, if it is needed."""
         if tensor.numel() == 0:
             return _Moving(None, tensor)
+        if self._memory is not None and tensor.device.type == "cpu":
+            return self._memory.send(target, channel, tensor)
         group = self._groups[channel]
         return self._mesht(lambda: dist.isend(tensor, target, group, channel), tensor)
 
@@ -70,20 +87,25 @@ class Distributed:
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-    ) -> _Moving:
-        """Start receiving into a new buffer."""
+    ) -> _Moving | Receive:
+        """Start receiving: into a new buffer, or where the sender has put it."""
+        if self._memory is not None and device.type == "cpu" and 0 not in shape:
+            return self._memory.post(source, channel, shape, dtype)
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if tensor.numel() == 0:
             return _Moving(None, tensor)
         group = self._groups[channel]
         return self._mesht(lambda: dist.irecv(tensor, source, group, channel), tensor)
 
-    def ready(self, handle: _Moving) -> bool:
+    def ready(self, handle: _Moving | Send | Receive) -> bool:
         """Always: the other rank runs by itself, so waiting is right."""
         return True
 
-    def wait(self, handle: _Moving) -> torch.Tensor:
+    def wait(self, handle: _Moving | Send | Receive) -> torch.Tensor:
         """Wait for a transfer, at most ``timeout`` seconds."""
+        if not isinstance(handle, _Moving):
+            assert self._memory is not None
+            return self._memory.wait(handle)
         if handle.work is not None:
             self._finish(handle.work)
             handle.work = None
@@ -91,6 +113,8 @@ class Distributed:
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
+        if self._memory is not None:
+            self._memory.tidy()
         if self._mesh is not None:
             return self._mesh.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
@@ -151,6 +175,8 @@ class Distributed:
         """Close its own connections; the process group belongs to who made it."""
         if self._mesh is not None:
             self._mesh.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _mesht(self, begin: Any, tensor: torch.Tensor) -> _Moving:
         try:

@@ -51,7 +51,10 @@ class Transport(Protocol):
         """Whether waiting cannot block for good (always true where peers run by themselves)."""
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """Finish a send or a receive and return its tensor; TransferTimeoutError, PeerLostError."""
+        """Finish a receive and return its tensor, or a send; TransferTimeoutError, PeerLostError.
+
+        What is returned of a send means nothing.
+        """
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Give a few 63-bit integers; the handle is for ``end_exchange``."""
