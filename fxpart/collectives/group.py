@@ -15,10 +15,10 @@ large one goes through torch's ring there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from fxpart.collectives.communicator import Communicator, Done, Handle, Size, me
 from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 from fxpart.errors import error
 from fxpart.sharding import Mesh
+
+Groups: TypeAlias = dict[int, dict[tuple[int, ...], Any]]  # torch's, by stage and lanes
 
 _SMALL = 1 << 16  # bytes up to which an all-reduce is an exchange of whole tensors
 _FEW = 8  # lanes up to which it is
@@ -51,33 +53,33 @@ class GroupCommunicator(Communicator):
         ranks: Sequence[Sequence[int]] | None = None,
         timeout: float = 300.0,
         direct: bool = True,
+        stage: int | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """ranks: of each stage and lane, by default rank = stage * mesh.size + lane.
 
-        timeout: seconds that any wait may take. direct: between CPUs send pieces directly.
+        timeout: seconds that any wait may take. direct: between CPUs send pieces directly. stage:
+        which one it is of those that this rank is in, by default the first. groups: what
+        :func:`make_groups` has made; by default it is called here.
         """
-        world, rank = dist.get_world_size(), dist.get_rank()
-        if world != stages * mesh.size:
+        world, rank, size = dist.get_world_size(), dist.get_rank(), mesh.size
+        table = ranks or [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+        needed = len({rank for row in table for rank in row})
+        if world != needed:
             raise error(
                 "FXP502",
                 where=f"{stages} stages on the mesh {mesh or 'of one lane'}",
-                why=f"they need {stages * mesh.size} processes and there are {world}",
-                fix=f"start {stages * mesh.size} processes",
+                why=f"they need {needed} processes and there are {world}",
+                fix=f"start {needed} processes",
             )
-        size = mesh.size
-        table = ranks or [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-        self.stage = next(stage for stage, row in enumerate(table) if rank in row)
-        super().__init__(mesh, table[self.stage].index(rank))
+        own = next(at for at, row in enumerate(table) if rank in row) if stage is None else stage
+        self.stage = own
+        super().__init__(mesh, table[own].index(rank))
         self.timeout = timeout
         self._direct = direct
         self._limit = timedelta(seconds=timeout)
-        self._groups: dict[tuple[int, ...], Any] = {}
-        for stage in range(stages):
-            for lanes in _all_groups(mesh):
-                here = [table[stage][lane] for lane in lanes]
-                made = _new_group(here, self._limit)
-                if rank in here:
-                    self._groups[lanes] = made
+        made = make_groups(mesh, table, timeout) if groups is None else groups
+        self._groups = made.get(own, {})
 
     def close(self) -> None:
         """Give the groups back; nothing may be called after it."""
@@ -252,6 +254,27 @@ def _total(parts: list[torch.Tensor], place: int, op: str, reuse: bool) -> torch
         return total
 
 
+def make_groups(
+    mesh: Mesh,
+    ranks: Sequence[Sequence[int]],
+    timeout: float,
+    axes: Collection[tuple[str, ...]] | None = None,
+) -> Groups:
+    """torch's groups of this rank by stage and lanes; every rank must call it with the same.
+
+    ranks: of each stage and lane. axes: the sets of axes that groups are for, by default all.
+    """
+    limit, rank = timedelta(seconds=timeout), dist.get_rank()
+    found: Groups = {}
+    for stage, row in enumerate(ranks):
+        for lanes in _all_groups(mesh, axes):
+            here = [row[lane] for lane in lanes]
+            made = _new_group(here, limit)
+            if rank in here:
+                found.setdefault(stage, {})[lanes] = made
+    return found
+
+
 def _new_group(ranks: list[int], limit: timedelta) -> Any:
     """torch's group of these ranks in this order, which it would sort if it were not told."""
     if ranks == sorted(ranks):
@@ -259,12 +282,17 @@ def _new_group(ranks: list[int], limit: timedelta) -> Any:
     return dist.new_group(ranks, timeout=limit, sort_ranks=False)
 
 
-def _all_groups(mesh: Mesh) -> list[tuple[int, ...]]:
+def _all_groups(
+    mesh: Mesh, axes: Collection[tuple[str, ...]] | None = None
+) -> list[tuple[int, ...]]:
     """The lanes of every group of every set of axes, each once, in one order on all ranks."""
     found: dict[tuple[int, ...], None] = {}
     names = [name for name, size in mesh.axes if size > 1]
-    for count in range(1, len(names) + 1):
-        for axes in combinations(names, count):
-            for lane in range(mesh.size):
-                found[members(mesh, lane, axes)] = None
+    if axes is None:
+        wanted = [c for count in range(1, len(names) + 1) for c in combinations(names, count)]
+    else:
+        wanted = sorted({tuple(name for name in names if name in each) for each in axes})
+    for each in filter(None, wanted):
+        for lane in range(mesh.size):
+            found[members(mesh, lane, each)] = None
     return list(found)

@@ -69,6 +69,11 @@ class InProcessHub:
             self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
             self._turns: dict[tuple[tuple[int, ...], int], int] = {}
 
+    def revive(self) -> None:
+        """Lanes that have ended come again; what they have brought to meetings stays there."""
+        with self._changed:
+            self._gone.clear()
+
     def abort(self, lane: int, cause: BaseException | str) -> None:
         """Lane ``lane`` takes part no more: whoever waits for it, or ever will, fails."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"

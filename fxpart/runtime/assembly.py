@@ -20,12 +20,13 @@ from fxpart.runtime.groups import Group, Groups, assign, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
-from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.meshes import Meshes, sum_axes
 from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
+from fxpart.schedule.action import Schedule
 
 T = TypeVar("T")
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
@@ -83,7 +84,8 @@ class Assembly:
         place(schedule, spec, firsts, max(self.microbatches, 1), transport.ranks)
         self._meshes: Meshes | None = None
         if spec.sharding is not None:
-            self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport)
+            sums = sum_axes(spec.sharding)
+            self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport, sums)
         leave = _nobody if self._meshes is None else self._meshes.leave
         self._crew = Crew([lane.index for lane in self._lanes], leave)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
@@ -162,7 +164,7 @@ class Assembly:
     def _make_engine(
         self,
         lanes: Sequence[Lane],
-        schedule: str,
+        schedule: str | Schedule,
         around: Callable[[int], Around | None] | None = None,
     ) -> Engine:
         return Engine(

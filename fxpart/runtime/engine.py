@@ -13,7 +13,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost, merge, problems_of
 from fxpart.runtime.batch import Cut
-from fxpart.runtime.executor import Executor, Failure, Feed
+from fxpart.runtime.executor import Around, Executor, Failure, Feed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
@@ -22,6 +22,7 @@ from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transp
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.recording import AGREE, END
+from fxpart.schedule.seated import seated
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Engine:
         transport: Transport,
         devices: Mapping[int, torch.device],
         *,
-        schedule: str,
+        schedule: str | Schedule,
         meshes: Meshes | None = None,
         crew: Crew | None = None,
-        after_backward: Callable[[int, int], None] | None = None,
+        around: Callable[[int], Around | None] | None = None,
     ) -> None:
         """lanes: those of this process. ranks: of each stage and lane.
 
-        meshes: what connects the lanes. crew: their threads. after_backward: called with lane and
-        stage.
+        meshes: what connects the lanes. crew: their threads. around: per lane, what is done around
+        backwards.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
@@ -66,7 +67,7 @@ class Engine:
         self._schedule = schedule
         self._meshes = meshes
         self._crew = crew or Crew([lane.index for lane in lanes], self._leave)
-        self._after_backward = after_backward
+        self._around = around
         self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
             stage.index
@@ -165,7 +166,7 @@ class Engine:
         ranks = lane_ranks(self._ranks, lane.index)
         name = self._schedule if train else "forward"
         schedule = place(name, lane.spec, ranks, microbatches, self._transport.ranks)
-        after = self._after_backward
+        around = None if self._around is None else self._around(lane.index)
         return [
             Executor(
                 lane.spec,
@@ -178,7 +179,7 @@ class Engine:
                 keep_outputs=keep_outputs,
                 on_failure=partial(self._leave, lane.index),
                 threads=self._meshes is not None and self._meshes.threads,
-                after_backward=None if after is None else partial(after, lane.index),
+                around=around,
             )
             for rank in self._transport.local
             if rank in ranks
@@ -298,7 +299,8 @@ def place(
             why=f"{stages} stages need a rank each",
             fix="",
         )
-    return make(name, ranks, microbatches, edges(spec), world=world)
+    given = seated(name, ranks, world) if isinstance(name, Schedule) else name
+    return make(given, ranks, microbatches, edges(spec), world=world)
 
 
 def _problem(failure: Failure) -> Problem:

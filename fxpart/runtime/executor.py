@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.links import Link
 from fxpart.runtime.routes import Arrival, Routes
 from fxpart.runtime.shapes import Sizes, shape
+from fxpart.runtime.split_backward import Halves, Rest
 from fxpart.runtime.stage import StageTable
 from fxpart.runtime.ties import TieSums
 from fxpart.runtime.transport import (
@@ -36,6 +37,7 @@ from fxpart.schedule.action import Action, Kind, Schedule
 
 # Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
 _WINDOW = 4
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)  # what adds to a stage's gradients
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ class Instruction:
     drain: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Around:
+    """What is done around a stage's backwards; each is called with the stage.
+
+    last: the last action of a step that adds to its gradients begins. after: one is over. skip:
+    the last one will not be done, after a failure.
+    """
+
+    last: Callable[[int], None]
+    after: Callable[[int], None]
+    skip: Callable[[int], None]
+
+
 class Executor:
     """Runs one rank of a lowered schedule.
 
@@ -90,18 +105,18 @@ class Executor:
         train: bool,
         keep_outputs: bool = False,
         on_failure: Callable[[BaseException], None] | None = None,
-        after_backward: Callable[[int], None] | None = None,
+        around: Around | None = None,
         threads: bool = False,
     ) -> None:
         """modules: the rank's own stage modules by stage index.
 
-        on_failure: called when a stage has raised. after_backward: called with the stage.
+        on_failure: called when a stage has raised. around: called around backwards.
         threads: the stage's other lanes are in this process: one that is missed has failed there,
         and no connection is lost.
         """
         self.rank = rank
         self._on_failure = on_failure
-        self._after_backward = after_backward
+        self._around = around
         self._threads = threads
         self._transport = transport
         self._device = device
@@ -114,6 +129,7 @@ class Executor:
             for index, module in modules.items()
         }
         self._cells: dict[tuple[int, int], Cell] = {}
+        self._rests: dict[tuple[int, int], Rest | None] = {}
         self._sending: deque[Any] = deque()
         self._feed = Feed((), (), (), ())
         self.position = 0
@@ -123,6 +139,9 @@ class Executor:
         self.lost = False
         self._ties = TieSums(spec, modules, schedule, rank, transport, device)
         self._late: list[Arrival] = []
+        self.halves = {
+            index: Halves(module, self._ties.copies(index)) for index, module in modules.items()
+        }
         self._prepared = self._prepare(schedule.ranks[rank])
         self._instructions = self._prepared
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
@@ -148,6 +167,7 @@ class Executor:
         self._feed = feed
         self.losses, self.outputs, self.failure = {}, {}, None
         self._cells.clear()
+        self._rests.clear()
         for position, instruction in enumerate(self._instructions):
             self.position = position
             if position == self._alone:
@@ -191,6 +211,7 @@ class Executor:
                     raise
                 self.failure = Failure(self.rank, instruction.action, cause)
                 self._cells.clear()
+                self._rests.clear()
                 if self._on_failure is not None:
                     self._on_failure(cause)
         instruction.drain()
@@ -209,30 +230,34 @@ class Executor:
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
+        ends_of = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARDS}
         done: list[Instruction] = []
         for index, action in enumerate(actions):
             final = [cell for cell in self._touches(action) if last[cell] == index]
             if action.kind is Kind.F:
                 instruction = self._prepare_forward(action)
-            elif action.kind is Kind.B:
+            elif action.kind in (Kind.B, Kind.I):
                 instruction = self._prepare_backward(action)
+            elif action.kind is Kind.W:
+                instruction = self._prepare_weights(action)
             elif action.kind in (Kind.SEND_F, Kind.SEND_B):
                 instruction = self._prepare_send(action)
-            elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                instruction = self._prepare_receive(action)
             else:
-                raise error(
-                    "FXP900", where=f"action {action}", why="split backwards are not run", fix=""
-                )
+                instruction = self._prepare_receive(action)
+            if self._around is not None and action.kind in _BACKWARDS:
+                ends = ends_of[action.stage] == index
+                instruction = _surrounded(instruction, self._around, ends=ends)
             done.append(self._dropping(instruction, final) if final else instruction)
         return done
 
     def _touches(self, action: Action) -> list[tuple[int, int]]:
         """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
+        if action.kind is Kind.W:  # what it needs is kept apart
+            return []
         table, found = self._tables[action.stage], [action.stage]
         if action.kind is Kind.F:
             found += [p for p in table.producers if self._stage_rank[p] == self.rank]
-        elif action.kind is Kind.B:
+        elif action.kind in (Kind.B, Kind.I):
             found += [c for c in table.consumers if self._stage_rank[c] == self.rank]
         return [(stage, action.microbatch) for stage in found]
 
@@ -295,6 +320,7 @@ class Executor:
             if self._stage_rank[consumer] == self.rank
         ]
         self._late += ties.arrivals(stage, microbatch, late=True)
+        halves = self.halves[stage] if action.kind is Kind.I else None
 
         def do() -> None:
             cell, roots = cells[stage, microbatch], Roots(table)
@@ -308,11 +334,12 @@ class Executor:
                 roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
             if tied:
                 roots.add_shared(ties.before(stage, microbatch))
-            cell.backward(roots)
+            if halves is None:
+                cell.backward(roots)
+            else:
+                self._rests[stage, microbatch] = cell.backward_inputs(roots, halves)
             if tied:
                 ties.after(stage, microbatch)
-            if self._after_backward is not None:
-                self._after_backward(stage)
 
         drop = _dropper((*arrivals, *awaited))
 
@@ -321,6 +348,16 @@ class Executor:
             drop()
 
         return Instruction(action, (*arrivals, *awaited), do, drain)
+
+    def _prepare_weights(self, action: Action) -> Instruction:
+        stage, key, rests = action.stage, (action.stage, action.microbatch), self._rests
+
+        def do() -> None:
+            rest = rests.pop(key, None)
+            if rest is not None:
+                rest.run()
+
+        return Instruction(action, (), do, _nothing)
 
     def _prepare_send(self, action: Action) -> Instruction:
         carried = self._routes.carried(action)
@@ -345,12 +382,12 @@ class Executor:
                 value = cell.value(link, forward=forward)
                 if value.shape != of(sizes) or value.dtype != link.dtype:
                     raise _misshapen(link, value, of(sizes))
-                tensors.append(value.detach().contiguous())
+                tensors.append(value.detach().to(link.sent).contiguous())
             send(tensors)
 
         def drain() -> None:
             sizes = self._feed.sizes[microbatch]
-            send([torch.zeros(of(sizes), dtype=x.dtype, device=self._device) for x, of in expected])
+            send([torch.zeros(of(sizes), dtype=x.sent, device=self._device) for x, of in expected])
 
         return Instruction(action, (), do, drain)
 
@@ -368,6 +405,24 @@ class Executor:
             stages = [str(s) for s, rank in enumerate(self._stage_rank) if rank == peer]
             what += f", waiting for rank {peer} (stage {', '.join(stages)})"
         return lost(self.rank, what, cause)
+
+
+def _surrounded(instruction: Instruction, around: Around, *, ends: bool) -> Instruction:
+    """A backward and what is done around it; ends: it is the stage's last one of the step."""
+    inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
+
+    def do() -> None:
+        if ends:
+            around.last(stage)
+        inner()
+        around.after(stage)
+
+    def drain() -> None:
+        empty()
+        if ends:
+            around.skip(stage)
+
+    return replace(instruction, do=do, drain=drain)
 
 
 def _nothing() -> None:

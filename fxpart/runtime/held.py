@@ -16,11 +16,15 @@ import torch
 from torch import nn
 
 from fxpart.collectives import Communicator, Pending, start_all_gather, start_sum
+from fxpart.runtime.executor import Around
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.pieces import Pieces
 from fxpart.runtime.scatter import Scatter, dense, in_buckets
+from fxpart.runtime.stage import trains
 from fxpart.runtime.state import Entry, ModelState, cut_again
+from fxpart.runtime.sums import Queue, StageSums
+from fxpart.runtime.terms import Term, buckets
 
 
 class Held:
@@ -47,6 +51,8 @@ class Held:
                 for stage in lane.modules:
                     mesh = meshes.of(stage, lane.index)
                     self._scatters[stage, lane.index] = Scatter(mesh, self._axis)
+        self._sums = self._make_sums()
+        self.closing = False  # an update follows the step that runs: its sums may start
         if self.zero == 2:
             self._send_early()
 
@@ -96,6 +102,39 @@ class Held:
 
     # -- gradients ------------------------------------------------------------------------------
 
+    def around(self, lane: int) -> Around | None:
+        """What is done around the backwards of a lane's stages; None: nothing."""
+        if self.zero != 2 and not self._sums:
+            return None
+        return Around(
+            partial(self._last, lane), partial(self._after, lane), partial(self._skip, lane)
+        )
+
+    def _last(self, lane: int, stage: int) -> None:
+        if self.closing and (stage, lane) in self._sums:
+            self._sums[stage, lane].arm()
+
+    def _after(self, lane: int, stage: int) -> None:
+        if self.zero == 2:
+            self.after_backward(lane, stage)
+        sums = self._sums.get((stage, lane))
+        if sums is not None and sums.armed:
+            sums.rest()
+
+    def _skip(self, lane: int, stage: int) -> None:
+        """After a failure lanes of other processes wait; those of this one are told otherwise."""
+        assert self._meshes is not None
+        if self.closing and (stage, lane) in self._sums and not self._meshes.threads:
+            self._sums[stage, lane].skip()
+
+    def conclude(self, lane: Lane) -> None:
+        """After a failure that all ranks know of: let what is under way arrive, and drop it."""
+        if self._meshes is not None and self._meshes.threads:
+            return
+        for stage in sorted(lane.modules):
+            if (stage, lane.index) in self._sums:
+                self._sums[stage, lane.index].finish()
+
     def after_backward(self, lane: int, stage: int) -> None:
         """ZeRO-2: keep this lane's pieces of the gradients that a backward has left.
 
@@ -110,6 +149,10 @@ class Held:
 
     def reset(self) -> None:
         """Drop all gradients."""
+        for sums in self._sums.values():
+            sums.reset()
+        if self._meshes is not None:
+            self._meshes.forget()
         for scatter in self._scatters.values():
             scatter.reset()
         for _, parameter in self._state.parameters():
@@ -119,11 +162,12 @@ class Held:
         """Make the sums over lanes that all gradients of the owners still need."""
         for stage in sorted(lane.modules):
             mine = list(self._owned(lane.index, stage))
+            done = self._finish_sums(lane.index, stage)
             self._scatter(lane.index, stage, mine)
             summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in mine:
                 held, axes = self.of(parameter), self._rest(name, entry)
-                if axes and held.grad is not None:
+                if axes and held.grad is not None and id(held) not in done:
                     held.grad = dense(held)
                     summed[name] = axes, held.grad
             self._sum(lane.index, stage, summed)
@@ -165,6 +209,44 @@ class Held:
                 [whole.nbytes for whole in wholes],
                 partial(_start_gather, mesh, self._axis, pieces, wholes),
             )
+
+    def _finish_sums(self, lane: int, stage: int) -> set[int]:
+        """Wait for the stage's early sums; the parameters that they were for, by identity."""
+        sums = self._sums.get((stage, lane))
+        if sums is None:
+            return set()
+        sums.finish()
+        return sums.parameters
+
+    def _make_sums(self) -> dict[tuple[int, int], StageSums]:
+        """By stage and lane the sums of gradients that do not wait for other stages'."""
+        found: dict[tuple[int, int], StageSums] = {}
+        queues: dict[int, Queue] = {}
+        for lane in self._state.lanes:
+            for stage in sorted(lane.modules):
+                terms = list(self._terms(lane, stage))
+                if terms and self._meshes is not None:
+                    queue = queues.setdefault(self._state.rank(stage, lane.index), Queue())
+                    mesh = self._meshes.sums(stage, lane.index)
+                    found[stage, lane.index] = StageSums(mesh, buckets(terms), queue)
+        return found
+
+    def _terms(self, lane: Lane, stage: int) -> Iterator[Term]:
+        """The stage's own sums, in reverse order of use; equal on all lanes but for shapes."""
+        spec = lane.spec.stages[stage]
+        if self._meshes is None or not trains(lane.spec, spec):
+            return
+        for state in reversed(spec.state):
+            entry = self._state.entries[state.name]
+            mesh = self._meshes.mesh
+            axes = tuple(a for a in entry.partial if mesh.shape[mesh.index(a)] > 1)
+            if not (axes and entry.trainable and len(entry.stages) == 1):
+                continue
+            parameter = entry.copies[stage, lane.index]
+            held, cut = self.of(parameter), self.axis(state.name)
+            # Under ZeRO-2 each backward sends its own; what is equal on the axis is cut at the end.
+            if not cut or (self.zero == 1 and cut in axes):
+                yield Term(parameter, held, axes, cut, entry.pieces.most * parameter.itemsize)
 
     def _owned(self, lane: int, stage: int) -> Iterator[tuple[str, Entry, torch.Tensor]]:
         for name, entry in self._state.entries.items():

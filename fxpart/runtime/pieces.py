@@ -61,6 +61,12 @@ class Pieces:
             )
         )
 
+    @cached_property
+    def most(self) -> int:
+        """The elements of the lane that holds the most."""
+        lanes = range(self.mesh.size) if self.is_cut else range(1)
+        return max(math.prod(self.local_shape(lane)) for lane in lanes)
+
     def local_shape(self, lane: int) -> tuple[int, ...]:
         """The shape of what the lane holds."""
         shape = local_shape(self.shape, self.placements, self.mesh, lane)

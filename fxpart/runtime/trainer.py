@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.gradients import share_ties
@@ -45,33 +45,41 @@ class Trainer(Saving):
         was sent then), FXP503 and FXP504 for a failed transfer or stage (nothing was updated, the
         gradients are dropped).
         """
-        loss = self.backward(batch)
+        loss = self._backward(batch, closing=not accumulate and self.optimizer is not None)
         if not accumulate:
             self.update()
         return loss
 
     def backward(self, batch: Any) -> torch.Tensor:
         """Add the batch's gradients to what was accumulated since the last update; the loss."""
+        return self._backward(batch, closing=False)
+
+    def _backward(self, batch: Any, *, closing: bool) -> torch.Tensor:
+        """closing: an update follows, so that gradients which are final may be summed at once."""
         if not self.spec.loss:
             raise error(
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
         if self._recorder is not None:
             self._recorder.begin(self.calls)
-        read = self._read(self._feed, batch, "training")
+        read = self._read(self._feed, batch, "last training" if closing else "training")
         if self._stale:
             self.zero_grad()
         try:
             cuts = self._feed.parts(read.value)
             keys = self._keys(read.value)
+            self._held.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
             if self._held.zero == 2 and self.spec.ties:
                 with reporting(self._transport, "sharing gradients"):
                     self._each_lane(self._held.collect)
         except BaseException:
             if read.confirmed:
+                self._conclude()
                 self.zero_grad()
             raise
+        finally:
+            self._held.closing = False
         self.calls += 1
         self._pending += 1
         if self._recorder is not None:
@@ -98,6 +106,15 @@ class Trainer(Saving):
         self._stale, self._pending = True, 0
         if self._recorder is not None:
             self._recorder.end()
+
+    def _conclude(self) -> None:
+        """After a failed step: sums that are under way end on all ranks, so that none is left."""
+        if self._held.closing and self._engine.broken is None:
+            try:
+                with reporting(self._transport, "sharing gradients"):
+                    self._each_lane(self._held.conclude)
+            except FxpartError as cause:
+                self._engine.broken = cause.problems[0].why
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -127,7 +144,7 @@ class Trainer(Saving):
         """
         recorder = Recorder(
             self._transport, self._ranks, self._devices,
-            schedule=self.options.schedule, microbatches=self.microbatches, baseline=baseline,
+            schedule=self.options.schedule_name, microbatches=self.microbatches, baseline=baseline,
         )  # fmt: skip
         return recorder.during(self._attach)
 
