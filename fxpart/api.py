@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,19 +15,21 @@ from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
 from fxpart.deciding import decide
 from fxpart.errors import error
-from fxpart.exact import Parts, apply_plan, fields_of, make_schedule, write
+from fxpart.exact import Parts, apply_plan, fields_of, write
 from fxpart.front import Asked, Front, make_front, of_model
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
-from fxpart.requests import Request, check_trainable, make_request
+from fxpart.requests import Request, captured_so, check_trainable, make_request, with_numbers
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
+    from fxpart.interop import PipelineStages
     from fxpart.runtime.trainer import Trainer
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
@@ -49,6 +51,8 @@ def compile(
     constraints: Mapping[str, int | float | str | bool] | None = None,
     seed: int = 0,
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str | None = None,
+    transfer_dtype: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -68,8 +72,11 @@ def compile(
     ranks of a stage share it, and allows ``annotations`` (a file or text beside those of
     :func:`fxpart.annotate`), ``zero`` (0 to 3) over ``zero_axis``, ``placements`` ("solver", or
     "annotated" to replicate what propagation leaves open). seed: of all random ops. batch_dims: per
-    input name its batch dim, None for an input that every microbatch gets whole. progress: told of
-    incumbent and bound while the planner solves.
+    input name its batch dim, None for an input that every microbatch gets whole. precision: "bf16"
+    runs model and loss under torch.autocast in bfloat16 (parameters and optimizer stay as they
+    are); by default the plan's, or "fp32", the model as it is. transfer_dtype: "bfloat16" sends
+    float32 values and gradients as that from rank to rank; by default the plan's, or as they are.
+    progress: told of incumbent and bound while the planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -80,9 +87,12 @@ def compile(
         cluster,
         chosen,
         (example_inputs, example_kwargs),
-        Asked(batch_size, microbatches, optimizer, cost_model, constraints or {}, seed),
+        Asked(
+            batch_size, microbatches, optimizer, cost_model,
+            with_numbers(constraints, precision, transfer_dtype, chosen), seed,
+        ),
         {"loss": loss, "batch_dims": batch_dims},
-    )
+    )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
@@ -105,6 +115,8 @@ def propose(
     constraints: Mapping[str, int | float | str | bool] | None = None,
     seed: int = 0,
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str | None = None,
+    transfer_dtype: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -118,9 +130,12 @@ def propose(
         cluster,
         None,
         (example_inputs, example_kwargs),
-        Asked(batch_size, microbatches, optimizer, cost_model, constraints or {}, seed),
+        Asked(
+            batch_size, microbatches, optimizer, cost_model,
+            with_numbers(constraints, precision, transfer_dtype), seed,
+        ),
         {"loss": loss, "batch_dims": batch_dims},
-    )
+    )  # fmt: skip
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
@@ -206,7 +221,7 @@ class Program:
 
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
-        checked = dict(constraints or {})
+        checked = captured_so(dict(constraints or {}), self.captured.precision)
         if "granularity" in self.plan.constraints:
             checked["granularity"] = self.plan.constraints["granularity"]
         chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
@@ -224,7 +239,7 @@ class Program:
         of its own lane.
         """
         count = microbatches or self.plan.microbatches
-        return make_schedule(self.spec, self.plan.schedule, count)
+        return plan_schedule(self.plan, microbatches=count)
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
         """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
@@ -256,7 +271,39 @@ class Program:
         """
         from fxpart.running import make_trainer
 
-        if need_loss and self.captured.loss_kind == "mean-square":
+        if need_loss:
+            self._require_loss()
+        options["clip_norm"] = clip_norm
+        return make_trainer(self, optimizer, weights=weights, timeout=timeout, **options)
+
+    def to_pipeline_stages(
+        self,
+        device: Any = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        microbatches: int | None = None,
+        batch: Any = None,
+        weights: Any = None,
+        group: Any = None,
+    ) -> PipelineStages:
+        """This rank's stages as PipelineStage objects of torch.distributed.pipelining, with weights.
+
+        device: by default as for a trainer. ranks: the rank in ``group`` (the default group) of
+        each stage, by default the plan's; several stages may share one. microbatches: by default
+        the plan's. batch: a global batch whose shapes those of training are, by default the example
+        batch. weights: as for :meth:`trainer`. FXP109 where the plan's stages are no chain.
+        """
+        from fxpart.interop import pipeline_stages
+
+        self._require_loss()
+        return pipeline_stages(
+            self, device=device, ranks=ranks, microbatches=microbatches, batch=batch,
+            weights=weights, group=group,
+        )  # fmt: skip
+
+    def _require_loss(self) -> None:
+        """Refuse (FXP106) what would be trained on the mean square of its outputs."""
+        if self.captured.loss_kind == "mean-square":
             raise error(
                 "FXP106",
                 where=self.plan.model.name,
@@ -264,8 +311,6 @@ class Program:
                 fix="compile(..., loss=torch.nn.functional.cross_entropy), with the targets last "
                 "in the example inputs; or pass labels to a model that computes its own loss",
             )
-        options["clip_norm"] = clip_norm
-        return make_trainer(self, optimizer, weights=weights, timeout=timeout, **options)
 
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
         """Train beside one process and compare losses, gradients, parameters."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from fxpart.arranging import priced_as
 from fxpart.choosing import (
     Chosen,
     Proposal,
@@ -66,8 +67,9 @@ def decide(
             request, captured, graph, info, microbatches, annotations, looked=looked
         )
         return Decided(plan, parts)
-    problem, provenance = costed(graph, captured, request, microbatches)
-    chosen = choose_degrees(problem, provenance, request, progress=progress)
+    degrees = replace(request, constraints=priced_as(request.constraints))
+    problem, provenance = costed(graph, captured, degrees, microbatches)
+    chosen = choose_degrees(problem, provenance, degrees, progress=progress)
     found: list[_Tried] = []
     problems: list[Problem] = []
     tries = _TRIES if info.nodes <= _LARGE else 1

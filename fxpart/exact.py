@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import fx
 
+from fxpart.arranging import PLAIN, Arranging, plain, wished
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
 from fxpart.planned.hosts import hosts_of
+from fxpart.planned.scheduled import plan_schedule
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.prediction import HostLoad
 from fxpart.price import price, step_sums
@@ -104,10 +106,11 @@ def solve_exactly(
         batch_size=captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=tuple(str(request.constraints.get("schedule", "1f1b")).split(",")),
+        schedules=plain(wished(request)),
         min_stages=request.stages[0],
         max_stages=request.stages[1],
         sharing=sharing,
+        transfer_dtype=request.transfer_dtype,
     )
     problem = limited(problem, request, places.starts)
     problem, places = _in_best_order(problem, places, request)
@@ -128,7 +131,9 @@ def solve_exactly(
         plan, parts = answer.plan(made, made.solution)
     else:
         plan, parts = answer.reranked(made)
-    if made.over:  # stages are no runs of blocks
+    if set(wished(request)) - set(PLAIN):
+        plan, parts = answer.arranged(problem, plan, parts)
+    if made.over or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
@@ -184,8 +189,9 @@ class _Answer:
         key, seed = (choice.starts, tuple(order)), self.request.seed
         if key not in self.made:
             self.made[key] = make_parts(
-                self.captured, self.graph, self.sharded, choice.starts, seed, order
-            )
+                self.captured, self.graph, self.sharded, choice.starts, seed, order,
+                self.request.transfer_dtype,
+            )  # fmt: skip
         return self.made[key]
 
     @cached_property
@@ -230,6 +236,15 @@ class _Answer:
             certificate=proven(plan.certificate, found.solution),
             provenance={**plan.provenance, "choice": found.words()},
         ), parts
+
+    def arranged(self, problem: PartitionProblem, plan: Plan, parts: Parts) -> tuple[Plan, Parts]:
+        """The best of the wished schedules. plan, parts: the best under 1F1B or GPipe."""
+        shared = None
+        if self.sharded is not None:
+            shared = _shared(self.sharded, self.sums, ())
+        limit = _limit(self.request)
+        found = Arranging(problem, self.request, self.plan, self.parts, shared, limit)
+        return found.best(plan, parts)
 
     def refined(self, problem: PartitionProblem, choice: Choice, evaluation: Evaluation) -> Refined:
         """The evaluation with whole stages as they were measured; a stage of several ranks not."""
@@ -334,8 +349,8 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
             fix="plan again for this model: fxpart plan TARGET -o plan.json",
         )
     sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
-    starts = tuple(stage.first for stage in plan.stages)
-    return make_parts(captured, graph, sharded, starts, plan.seed, plan.order)
+    starts = tuple(first for first, _, _ in plan.program_stages)
+    return make_parts(captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype)
 
 
 def make_parts(
@@ -345,13 +360,19 @@ def make_parts(
     starts: Sequence[int],
     seed: int,
     order: Sequence[int] = (),
+    transfer_dtype: str = "",
 ) -> Parts:
-    """Stages and their text from the first block of each, counted in ``order``."""
+    """Stages and their text from the first block of each, counted in ``order``.
+
+    transfer_dtype: in which float32 values go from rank to rank, "" as they are.
+    """
     assigned = assign(graph, starts, order)
     lanes = None
     if sharded is not None:
-        lanes = Lanes(sharded, captured, tuple(starts), seed, tuple(order))
-    spec, sources = generate(assigned, captured, seed) if lanes is None else lanes.program(0)
+        lanes = Lanes(sharded, captured, tuple(starts), seed, tuple(order), transfer_dtype)
+        spec, sources = lanes.program(0)
+    else:
+        spec, sources = generate(assigned, captured, seed, None, transfer_dtype)
     return Parts(captured, graph, assigned, spec, sources, lanes)
 
 
@@ -362,7 +383,7 @@ def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
 
 def write(plan: Plan, parts: Parts, directory: str | Path) -> tuple[Path, ...]:
     """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
-    schedule = make_schedule(parts.spec, plan.schedule, plan.microbatches)
+    schedule = plan_schedule(plan)
     texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
     by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
     lanes = range(1, len(plan.stages[0].ranks))

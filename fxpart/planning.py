@@ -25,6 +25,7 @@ from fxpart.plan import (
     Stage,
     Tie,
 )
+from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.planned.hosts import completed, hosts_of
 from fxpart.planned.steps import step_in_time
 from fxpart.planned.words import label, reason
@@ -97,7 +98,8 @@ def make_plan(
     taken = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(taken, mesh.size)
     rows = tuple(
-        _ranks(k, ranks[k], cost, shared, problem) for k, cost in enumerate(evaluation.stages)
+        rank_prediction(k, ranks[k], cost, shared, problem)
+        for k, cost in enumerate(evaluation.stages)
     )
     used = sorted(taken)
     loads = hosts_of(cluster, used) if hosts is None else completed(hosts, cluster, used)
@@ -108,10 +110,12 @@ def make_plan(
         cluster_hash=cluster.hash,
         mesh={"pipeline": len(choice.starts), **axes},
         stages=_stages(evaluation, problem.blocks, ranks, kinds, shared, spec),
-        ties=_ties(spec),
+        ties=ties_of(spec),
         batch_size=batch_size,
         microbatches=problem.variants[choice.variant].microbatches,
         schedule=choice.schedule,
+        precision=precision_of(constraints),
+        transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=spec.seed,
         prediction=_prediction(
@@ -151,7 +155,7 @@ def _stages(
             tensor_parallel=tensor,
             zero=_zero(shared),
             device=kinds[ranks[k][0]],
-            parameters=_parameters(spec, k),
+            parameters=parameters_of(spec, k),
         )
         for k, cost in enumerate(evaluation.stages)
     )
@@ -171,8 +175,8 @@ def _zero(shared: Shared | None) -> Literal[0, 1, 2, 3]:
     return cast(Literal[0, 1, 2, 3], level)
 
 
-def _parameters(spec: ProgramSpec, stage: int) -> int:
-    """Elements of the stage's parameters, whole."""
+def parameters_of(spec: ProgramSpec, stage: int) -> int:
+    """Elements of the parameters of a stage of the program, whole."""
     whole = {} if spec.sharding is None else spec.sharding.state
     return sum(
         prod(whole[state.name].shape if state.name in whole else state.shape)
@@ -181,7 +185,8 @@ def _parameters(spec: ProgramSpec, stage: int) -> int:
     )
 
 
-def _ties(spec: ProgramSpec) -> tuple[Tie, ...]:
+def ties_of(spec: ProgramSpec) -> tuple[Tie, ...]:
+    """The parameters that several stages of the program hold."""
     others: dict[str, list[str]] = {}
     for alias, main in sorted(spec.aliases.items()):
         others.setdefault(main, []).append(alias)
@@ -211,7 +216,7 @@ def _prediction(
     )
 
 
-def _ranks(
+def rank_prediction(
     stage: int,
     ranks: tuple[int, ...],
     cost: StageCost,
@@ -316,7 +321,7 @@ def _parts(
     problem: PartitionProblem, choice: Choice, found: Evaluation, shared: Shared | None
 ) -> tuple[StepParts, list[RankPrediction]]:
     """What a step of the choice is made of, and its stages."""
-    rows = [_ranks(k, (), cost, shared, problem) for k, cost in enumerate(found.stages)]
+    rows = [rank_prediction(k, (), cost, shared, problem) for k, cost in enumerate(found.stages)]
     count = problem.variants[choice.variant].microbatches
     return step_parts(rows, count, fill(choice.schedule), found.seconds), rows
 

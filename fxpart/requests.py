@@ -13,6 +13,7 @@ from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan
+from fxpart.plan_io.precision import PRECISIONS, TRANSFER_DTYPES, precision_of, transfer_dtype_of
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.wishes.parse import NUMBERS, SAME, WORDS
 from fxpart.solver.joint.wishes.parse import faults as wish_faults
@@ -34,12 +35,15 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "forbid": (str, ()),
     "stage": (str, ()),
     "layout": (str, ()),
+    "precision": (str, PRECISIONS),
+    "transfer_dtype": (str, TRANSFER_DTYPES),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
 WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
-TRAINED = ("1f1b", "gpipe")  # the schedules that this version's runtime knows
+# The schedules that this version's runtime knows; by the first two cuts are chosen.
+TRAINED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
 DATA_AXIS = "dp"
 ONE_LANE = "none"  # as a mesh: every stage is one rank
 
@@ -65,6 +69,16 @@ class Request:
     stages: tuple[int, int] = (1, 1)
     ranks: int | None = None
     open: bool = False
+
+    @property
+    def precision(self) -> str:
+        """ "bf16" where the model is to run under autocast, else "fp32"."""
+        return precision_of(self.constraints)
+
+    @property
+    def transfer_dtype(self) -> str:
+        """As what float32 goes from rank to rank, "" as it is."""
+        return transfer_dtype_of(self.constraints)
 
     @property
     def sharded(self) -> bool:
@@ -131,6 +145,49 @@ def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None)
     )
 
 
+def with_numbers(
+    constraints: Constraints | None,
+    precision: str | None,
+    transfer_dtype: str | None,
+    plan: Plan | None = None,
+) -> dict[str, int | float | str | bool]:
+    """The constraints with the arguments ``precision`` and ``transfer_dtype`` among them.
+
+    plan: where one is applied: it says both, and FXP305 where an argument says something else.
+    """
+    found = dict(constraints or {})
+    for name, given in (("precision", precision), ("transfer_dtype", transfer_dtype)):
+        if given is not None:
+            found[name] = given
+        if plan is None:
+            continue
+        wished, planned = found.get(name), getattr(plan, name)
+        if wished is not None and wished != planned:
+            raise error(
+                "FXP305",
+                where=f"{name}={wished!r}",
+                why=f"the plan for {plan.model.name} was made with {name}={planned!r}",
+                fix="leave it out to run the plan as it is, or plan again",
+            )
+        if planned not in ("fp32", ""):
+            found[name] = planned
+    return found
+
+
+def captured_so(
+    constraints: dict[str, int | float | str | bool], precision: str
+) -> dict[str, int | float | str | bool]:
+    """Constraints for a graph captured in this precision; FXP109 where they ask for another."""
+    if constraints.get("precision", precision) != precision:
+        raise error(
+            "FXP109",
+            where=f"precision={constraints['precision']!r}",
+            why=f"the model was captured in {precision}",
+            fix="compile the model again",
+        )
+    return constraints if precision == "fp32" else {**constraints, "precision": precision}
+
+
 def check_trainable(request: Request) -> None:
     """The schedules asked for can be run; FXP109 naming those that cannot."""
     wanted = str(request.constraints.get("schedule", TRAINED[0])).split(",")
@@ -189,7 +246,14 @@ def _faults(constraints: Constraints) -> list[Problem]:
             continue
         kind, choices = ALLOWED[key]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if choices and value not in choices:
+        if key == "precision" and value not in choices:
+            # The same words as capture's.
+            half = value in ("fp16", "float16", "half")
+            why = (
+                "float16 needs its loss scaled, which is not done" if half else "it is not a choice"
+            )
+            problems.append(Problem("FXP109", where, why, "bf16" if half else " or ".join(choices)))
+        elif choices and value not in choices:
             problems.append(Problem("FXP109", where, "it is not a choice", " or ".join(choices)))
         elif kind is str and not isinstance(value, str):
             problems.append(Problem("FXP109", where, "it is not a text", ""))

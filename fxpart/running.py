@@ -19,6 +19,7 @@ from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
+from fxpart.planned.scheduled import as_given, stage_of
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
@@ -78,9 +79,9 @@ class _Places:
     def of(cls, plan: Plan, spec: ProgramSpec, timeout: float) -> _Places:
         """Connects the ranks."""
         size = mesh_of(spec).size
-        ranks = rank_table([stage.ranks for stage in plan.stages], size)
+        ranks = rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
         kind = "cuda" if _wants_gpu(plan) else "cpu"
-        transport = connect(len(ranks) * size, device=kind, timeout=timeout)
+        transport = connect(plan.world, device=kind, timeout=timeout)
         made = cls(plan, ranks, size, kind, transport)
         if kind == "cuda" and len(transport.local) == 1:
             torch.cuda.set_device(made.device_of(transport.local[0]))
@@ -115,7 +116,7 @@ class _Places:
             ranks=self.ranks,
             transport=self.transport,
             microbatches=self.plan.microbatches,
-            schedule=self.plan.schedule,
+            schedule=as_given(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,
             **options,
@@ -176,13 +177,14 @@ def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
     captured = program.captured.again(False)
     graph = PassManager().run(PREPARE, captured.graph)
     if program.lanes is None:
-        made = cut(assign_like(program.graph, graph), captured, program.plan.seed, None)
+        assigned, plan = assign_like(program.graph, graph), program.plan
+        made = cut(assigned, captured, plan.seed, None, plan.transfer_dtype)
         return [_evaluated(captured, *made, lane) for lane in lanes]
     sharded = program.lanes.sharded.like(graph, captured)
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
-        made = cut(own, captured, program.plan.seed, sharded)
+        made = cut(own, captured, program.plan.seed, sharded, program.plan.transfer_dtype)
         found.append(_evaluated(captured, *made, lane))
     return found
 

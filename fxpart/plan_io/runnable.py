@@ -9,7 +9,7 @@ from fxpart.errors import error
 if TYPE_CHECKING:
     from fxpart.plan import Plan
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:

@@ -40,19 +40,20 @@ def mesh_of(spec: ProgramSpec) -> Mesh:
 def rank_table(ranks: Sequence[int | Sequence[int]], lanes: int) -> Ranks:
     """The rank of each stage's lanes; a number stands for itself and those that follow it.
 
-    Raises FXP109 where a stage has too few or a rank runs two lanes.
+    A rank may hold several stages (virtual stages), always of the same lane. Raises FXP109 where a
+    stage has too few ranks or a rank runs two lanes.
     """
     table = tuple(
         tuple(range(given, given + lanes)) if isinstance(given, int) else tuple(given)
         for given in ranks
     )
-    every = [rank for stage in table for rank in stage]
-    if any(len(stage) != lanes for stage in table) or len(set(every)) != len(every):
+    places = {(rank, lane) for stage in table for lane, rank in enumerate(stage)}
+    if any(len(stage) != lanes for stage in table) or len({r for r, _ in places}) != len(places):
         raise error(
             "FXP109",
             where=f"ranks={table}",
-            why=f"each stage needs {lanes} of its own, one for each lane",
-            fix="ranks[stage][lane], each rank once",
+            why=f"each stage needs {lanes} of its own, one for each lane, and a rank is of one lane",
+            fix="ranks[stage][lane]",
         )
     return table
 

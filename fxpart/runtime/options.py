@@ -7,20 +7,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fxpart.errors import error
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.text import to_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The keyword arguments of :class:`~fxpart.runtime.trainer.Trainer` that are plain data.
 
-    microbatches: into how many a batch is cut (fewer if it has fewer rows). schedule: a name.
+    microbatches: into how many a batch is cut (fewer if it has fewer rows). schedule: a name,
+    or computations for stages on these ranks (or on others that share stages alike).
     clip_norm: largest global gradient norm. clip_value: largest absolute value of any gradient's
     numbers; one of the two at most. log_grad_norm: compute the global norm at every update, also
     where nothing is clipped by it. seed: of random ops, by default the program's.
     """
 
     microbatches: int
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     clip_norm: float | None = None
     clip_value: float | None = None
     log_grad_norm: bool = False
@@ -44,7 +47,15 @@ class Options:
 
     def describe(self) -> str:
         """All of them in text, for ranks to compare."""
-        return " ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if isinstance(self.schedule, Schedule):
+            values["schedule"] = to_text(self.schedule)
+        return " ".join(f"{name} {value}" for name, value in values.items())
+
+    @property
+    def schedule_name(self) -> str:
+        """What the schedule is called."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
 
 def _wrong(where: str, why: str, fix: str) -> Exception:

@@ -13,11 +13,14 @@ from fxpart.solver.joint.problem import ScheduleName
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
-def fill(schedule: ScheduleName, virtual: int = 1) -> float:
-    """The share of sum_s t_s that filling and draining the pipeline costs."""
-    if schedule == "interleaved":
+def fill(schedule: str, virtual: int = 1) -> float:
+    """The share of sum_s t_s that filling and draining the pipeline costs.
+
+    0 also for schedules whose step is not a closed form but simulated: "zb-v" and "found".
+    """
+    if schedule in ("interleaved", "breadth-first"):
         return 1.0 / virtual
-    return {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1.0 / 3.0, "async": 0.0}[schedule]
+    return {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1.0 / 3.0}.get(schedule, 0.0)
 
 
 def in_flight(

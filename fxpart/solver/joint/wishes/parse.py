@@ -19,9 +19,11 @@ Kind = Literal["fix", "forbid", "stage", "layout"]
 # What can be fixed or forbidden: words for it, and its plain value where there is one.
 NUMBERS = ("tp", "dp", "ep", "pp", "microbatches", "zero", "virtual")
 WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "async"),
+    "schedule": (
+        "1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async",
+    ),
     "recompute": ("none", "selective", "full"),
-}
+}  # fmt: skip
 OTHERWISE: dict[str, str] = {
     "tp": "1", "dp": "1", "ep": "1", "pp": "1", "zero": "0", "recompute": "none",
 }  # fmt: skip
