@@ -25,9 +25,14 @@ _HEAD = re.compile(
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")
 
 
+def is_name(word: str) -> bool:
+    """Whether a schedule may have that name: one lower-case word."""
+    return re.fullmatch(_NAME, word) is not None
+
+
 def to_text(schedule: Schedule) -> str:
     """The schedule as text, ending in a newline."""
-    assert re.fullmatch(_NAME, schedule.name), "a schedule's name is one lower-case word"
+    assert is_name(schedule.name), "a schedule's name is one lower-case word"
     placed = ",".join(str(rank) for rank in schedule.stage_rank)
     head = (
         f"fxpart-schedule {schedule.name} stages={schedule.stages}"

@@ -53,7 +53,7 @@ def from_torch_csv(text: str, name: str) -> Schedule:
     """
     problems: list[Problem] = []
     ranks: list[tuple[Action, ...]] = []
-    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+    for rank, row in enumerate(_rows(text)):
         actions: list[Action] = []
         for cell in row:
             pair = _OVERLAPPED.fullmatch(cell.strip())
@@ -69,6 +69,14 @@ def from_torch_csv(text: str, name: str) -> Schedule:
                     ]
         ranks.append(tuple(actions))
     return _inferred(name, ranks, problems)
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells; raises FXP303 where they cannot be told apart."""
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as why:
+        raise FxpartError(Problem("FXP303", "schedule CSV", str(why), "")) from why
 
 
 def _inferred(name: str, ranks: list[tuple[Action, ...]], problems: list[Problem]) -> Schedule:

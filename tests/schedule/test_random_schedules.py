@@ -1,0 +1,26 @@
+"""Random schedules and damaged ones against brute force; ten thousand of them: see
+``tests/benchmarks/schedules_checked.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from schedule_agreement import many
+from schedule_draws import BREAKS
+
+
+def test_some() -> None:
+    many(8, seed=1)
+
+
+@pytest.mark.slow
+def test_many() -> None:
+    """Every sort of damage is seen to be wrong; what does no harm is seen to be right."""
+    tally = many(200, seed=0)
+    for how in BREAKS:
+        assert tally[f"{how}: wrong"] > 3, (how, tally)
+    harmless = Counter(how for how in BREAKS if tally[f"{how}: right"])
+    assert set(harmless) == set(BREAKS) - {"drop", "double", "peer", "kind"}
+    assert min(tally["copies"], tally["virtual"], tally["split"]) > 50
