@@ -12,6 +12,7 @@ from fxpart.compat.modules import (
     unwrapped,
     watched_calls,
 )
+from fxpart.compat.saved import release_saved, saved_slots
 from fxpart.compat.symbols import (
     floor_division,
     guards_off,
@@ -62,6 +63,8 @@ __all__ = [
     "quiet_fakes",
     "record_operations",
     "registering_module",
+    "release_saved",
+    "saved_slots",
     "size_hint",
     "storage_address",
     "storage_identity",

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpart.runtime.links import Link
+from fxpart.runtime.split_backward import Halves, Rest
 from fxpart.runtime.stage import StageTable
+
+Root = torch.Tensor | GradientEdge
 
 
 class Cell:
@@ -18,7 +22,7 @@ class Cell:
     same input enter. gradients: by input position, after :meth:`backward`.
     """
 
-    __slots__ = ("gradients", "inputs", "outputs", "relayed", "table")
+    __slots__ = ("_edges", "gradients", "inputs", "outputs", "relayed", "table")
 
     def __init__(self, table: StageTable) -> None:
         """table: the stage."""
@@ -27,6 +31,7 @@ class Cell:
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.relayed: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
+        self._edges: tuple[GradientEdge | None, ...] | None = None
 
     def forward(self, key: int, *, train: bool) -> None:
         """Run the stage module on ``inputs``."""
@@ -48,15 +53,44 @@ class Cell:
         """What a link carries from here: an output, or the gradient of an input."""
         return self.outputs[link.output] if forward else self.gradients[link.input]
 
+    def shed(self) -> None:
+        """Drop the outputs, which nobody reads any more; their places in the graph stay."""
+        loss = self.table.loss
+        self._edges = tuple(
+            get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in self.outputs
+        )
+        self.outputs = tuple(
+            tensor if position == loss else tensor.new_empty(0)
+            for position, tensor in enumerate(self.outputs)
+        )
+
+    def root(self, position: int) -> Root | None:
+        """Where the gradient of an output enters the backward; None if it needs none."""
+        if self._edges is not None:
+            return self._edges[position]
+        output = self.outputs[position]
+        return output if output.requires_grad else None
+
     def backward(self, roots: Roots) -> None:
         """Add to the parameters' gradients, and find those of the inputs; zeros where none came."""
         tensors, gradients = roots.of(self)
         if tensors:
-            torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
+        self._end()
+
+    def backward_inputs(self, roots: Roots, halves: Halves) -> Rest | None:
+        """The gradients of the inputs; what is left to do for those of the parameters."""
+        tensors, gradients = roots.of(self)
+        leaves = [self.inputs[position] for position in self.table.gradient_inputs]
+        rest = halves.first(tensors, gradients, leaves)
+        self._end()
+        return rest
+
+    def _end(self) -> None:
         for position in self.table.gradient_inputs:
             leaf = self.inputs[position]
             self.gradients[position] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        self.inputs, self.outputs, self.relayed = [], (), {}
+        self.inputs, self.outputs, self.relayed, self._edges = [], (), {}, None
 
 
 class Roots:
@@ -90,13 +124,13 @@ class Roots:
         assert self._table.loss is not None
         _add(self._outputs, self._table.loss, torch.full_like(loss, weight))
 
-    def of(self, cell: Cell) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tensors and their gradients, for torch.autograd.backward."""
-        found = self._shared + [(cell.relayed[p], g) for p, g in self._entering.items()]
-        found += [
-            (cell.outputs[p], g) for p, g in self._outputs.items() if cell.outputs[p].requires_grad
-        ]
-        return [tensor for tensor, _ in found], [gradient for _, gradient in found]
+    def of(self, cell: Cell) -> tuple[list[Root], list[torch.Tensor]]:
+        """Tensors (or their places in the graph) and gradients, for torch.autograd.backward."""
+        found: list[tuple[Root | None, torch.Tensor]] = [*self._shared]
+        found += [(cell.relayed[p], g) for p, g in self._entering.items()]
+        found += [(cell.root(p), g) for p, g in self._outputs.items()]
+        kept = [(root, gradient) for root, gradient in found if root is not None]
+        return [root for root, _ in kept], [gradient for _, gradient in kept]
 
 
 def _add(into: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:

@@ -350,7 +350,7 @@ class Executor:
         return Instruction(action, (*arrivals, *awaited), do, drain)
 
     def _prepare_weights(self, action: Action) -> Instruction:
-        stage, key, rests = action.stage, (action.stage, action.microbatch), self._rests
+        key, rests = (action.stage, action.microbatch), self._rests
 
         def do() -> None:
             rest = rests.pop(key, None)

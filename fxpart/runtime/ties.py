@@ -134,7 +134,7 @@ class TieSums:
             mine: list[tuple[Key, tuple[Link, ...]]] = [
                 ((action.stage, target, action.microbatch), tuple(item.link for item in items))
                 for action in actions
-                if action.kind is Kind.B
+                if action.kind in (Kind.B, Kind.I)
                 for target, items in self._sent(action.stage).items()
                 if self._stage_rank[target] == self._rank
             ]
@@ -166,6 +166,10 @@ class TieSums:
         """Whether the stage takes part in a shared sum."""
         sources = {**self._sources(stage, late=False), **self._sources(stage, late=True)}
         return bool(sources or self._sent(stage))
+
+    def copies(self, stage: int) -> list[torch.Tensor]:
+        """The stage's copies of parameters whose sums others wait for."""
+        return [copy for (_, at), copy in self._copies.items() if at == stage]
 
     def arrivals(self, stage: int, microbatch: int, *, late: bool = False) -> tuple[Arrival, ...]:
         """Messages from other ranks that a backward waits for, or (``late``) the step's end."""
