@@ -153,14 +153,18 @@ class Machine:
         edges, takes = self.case.edges, []
         if action.kind is Kind.F:
             peers, kind = [e.source for e in edges if e.target == stage], "F"
+        elif action.kind is Kind.W:
+            peers, kind = [], "W"
+            if Action(stage, Kind.I, m) not in self.done:
+                return False
         else:
-            assert action.kind is Kind.B
             peers, kind = [e.target for e in edges if e.source == stage and e.backward], "B"
             if Action(stage, Kind.F, m) not in self.done:
                 return False
         for peer in peers:
             if rank_of[peer] == rank:
-                if Action(peer, Kind(kind), m) not in self.done:
+                made = (Kind.F,) if kind == "F" else (Kind.B, Kind.I)
+                if not any(Action(peer, each, m) in self.done for each in made):
                     return False
             else:
                 takes.append(Action(peer, Kind(f"SEND_{kind}"), m, stage))
@@ -171,8 +175,8 @@ class Machine:
             index = self.inbox[key].index(send)
             self.posted[key] = max(self.posted[key], index + 1 + AHEAD)
         self.start[action] = self.now
-        seconds = self.case.forward if kind == "F" else self.case.backward
-        self.computing[rank] = [action, seconds[stage]]
+        seconds = (self.case.forward if kind == "F" else self.case.backward)[stage]
+        self.computing[rank] = [action, seconds / (2 if action.kind in (Kind.I, Kind.W) else 1)]
         self.finish()
         return True
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.place import place
+from fxpart.schedule.builders import BUILDERS, in_a_loop, in_a_v
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,27 @@ def stage_graphs(draw: st.DrawFn, stages: int) -> tuple[StageEdge, ...]:
 def cases(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 6) -> Case:
     """A builder's schedule for a random stage graph, on one rank a stage or on fewer ranks."""
     stages = draw(st.integers(1, max_stages))
-    edges = draw(stage_graphs(stages))
     name = draw(st.sampled_from(sorted(BUILDERS)))
+    if name == "zb-v":
+        stages = max(2, stages // 2 * 2)
+    edges = draw(stage_graphs(stages))
     given_edges = draw(st.sampled_from([edges, None]))
-    schedule = BUILDERS[name](stages, draw(st.integers(1, max_microbatches)), given_edges)
+    ranks = draw(placements(name, stages))
+    return Case(BUILDERS[name](ranks, draw(st.integers(1, max_microbatches)), given_edges), edges)
+
+
+@st.composite
+def placements(draw: st.DrawFn, name: str, stages: int) -> tuple[int, ...]:
+    """Ranks of the stages that the builder is made for: one each, or fewer."""
+    if name == "zb-v":
+        return in_a_v(stages)
     if draw(st.booleans()):
-        wish = [draw(st.integers(0, 2)) for _ in range(stages)]
-        names = {rank: index for index, rank in enumerate(sorted(set(wish)))}
-        schedule = place(schedule, [names[rank] for rank in wish], edges)
-    return Case(schedule, edges)
+        return tuple(draw(st.permutations(range(stages))))
+    if name == "interleaved" or draw(st.booleans()):
+        return in_a_loop(stages, draw(st.integers(1, stages)))
+    wish = [draw(st.integers(0, 2)) for _ in range(stages)]
+    names = {rank: index for index, rank in enumerate(sorted(set(wish)))}
+    return tuple(names[rank] for rank in wish)
 
 
 @st.composite
@@ -119,11 +130,16 @@ class Worker:
         return self.mailbox.pop((what, source, target, microbatch))
 
     def compute(self, action: Action) -> None:
-        """F or B; running statistics and gradients are sums in the order of the calls."""
+        """Running statistics and gradients are sums in the order of the calls, of F and B or W."""
         stage, m = action.stage, action.microbatch
         if self.schedule.stage_rank[stage] != self.rank or m >= self.schedule.microbatches:
             raise Wrong(f"{action} is not to be done here")
-        if action.kind is Kind.F:
+        if action.kind is Kind.W:
+            if ("B", stage, m) not in self.values or ("W", stage, m) in self.values:
+                raise Wrong(f"{action} without I, or twice")
+            result = self.values["B", stage, m]
+            self.gradients[stage] = hash((self.gradients.get(stage), result))
+        elif action.kind is Kind.F:
             inputs = [self.take("F", e.source, stage, m) for e in self.edges if e.target == stage]
             result = hash(("F", stage, m, *inputs))
             self.statistics[stage] = hash((self.statistics.get(stage), result))
@@ -133,8 +149,9 @@ class Worker:
             back = [e.target for e in self.edges if e.source == stage and e.backward]
             gradients = [self.take("B", target, stage, m) for target in back]
             result = hash(("B", self.values["F", stage, m], *gradients))
-            self.gradients[stage] = hash((self.gradients.get(stage), result))
-        self.values[action.kind.value, stage, m] = result
+            if action.kind is Kind.B:
+                self.gradients[stage] = hash((self.gradients.get(stage), result))
+        self.values["B" if action.kind is Kind.I else action.kind.value, stage, m] = result
 
     def payload(self, action: Action) -> int:
         """What a send carries; refused if it is not computed or nobody asked for it."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Schedule, StageEdge
 from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.builders.common import Groups
+from fxpart.schedule.builders.protocol import Groups
 from fxpart.schedule.lower import lower
 from fxpart.schedule.verify import verify
 

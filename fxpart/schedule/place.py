@@ -61,6 +61,10 @@ def place(
     return replace(moved, ranks=tuple(tuple(actions) for actions in ranks))
 
 
+# Of what can start at one moment: nobody waits for a W.
+_LATER = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
+
+
 def _next(
     queues: Sequence[deque[Action]],
     dependence: Dependence,
@@ -68,7 +72,7 @@ def _next(
     free: Sequence[int],
 ) -> tuple[int, Action]:
     """The stage's next computation that can start first, and when."""
-    best: tuple[tuple[int, bool, int], Action] | None = None
+    best: tuple[tuple[int, int, int], Action] | None = None
     for stage, queue in enumerate(queues):
         if not queue:
             continue
@@ -76,7 +80,7 @@ def _next(
         if all(need in ends for need in needs):
             start = max((ends[need] for need in needs), default=0)
             start = max(start, free[dependence.stage_rank[stage]])
-            key = (start, queue[0].kind is Kind.F, -stage)
+            key = (start, _LATER[queue[0].kind], -stage)
             if best is None or key < best[0]:
                 best = (key, queue[0])
     if best is None:

@@ -111,6 +111,6 @@ def _stream(
         fix = f"flush, or take one of {', '.join(STREAMS)}"
         raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
     count = steps * schedule.microbatches
-    costs = {"forward": forward, "backward": backward}
-    long = BUILDERS[STREAMS[schedule.name]](schedule.stage_rank, count, edges, **costs)
-    return lower(long, edges, **costs) if schedule.is_lowered else long
+    build = BUILDERS[STREAMS[schedule.name]]
+    long = build(schedule.stage_rank, count, edges, forward=forward, backward=backward)
+    return lower(long, edges, forward=forward, backward=backward) if schedule.is_lowered else long

@@ -10,7 +10,17 @@ import pytest
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS, forward_only, gpipe, one_f_one_b
+from fxpart.schedule.builders import (
+    BUILDERS,
+    breadth_first,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)  # fmt: skip
+from fxpart.schedule.builders.protocol import Build
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
 from fxpart.schedule.flight import activation_peak, in_flight
@@ -19,17 +29,32 @@ from fxpart.schedule.place import place
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
 
+LOOP = (0, 1, 0, 1)
+PICTURES: list[tuple[Build, int | tuple[int, ...], int]] = [
+    (gpipe, 3, 4), (one_f_one_b, 3, 4), (forward_only, 3, 4), (interleaved, LOOP, 3),
+    (breadth_first, LOOP, 3), (zb_h1, 3, 5), (zb_v, 4, 3),
+]  # fmt: skip
 
-@pytest.mark.parametrize("builder", [gpipe, one_f_one_b, forward_only])
-def test_picture_in_the_docstring_is_what_is_built(builder: object) -> None:
+
+@pytest.mark.parametrize(("builder", "ranks", "m"), PICTURES)
+def test_picture_in_the_docstring_is_what_is_built(
+    builder: Build, ranks: int | tuple[int, ...], m: int
+) -> None:
     text = inspect.getdoc(builder)
     assert text is not None
-    assert textwrap.indent(draw(builder(3, 4)), "    ") in text  # type: ignore[operator]
+    picture = draw(builder(ranks, m))
+    assert textwrap.indent(picture, "    ") in text
+    shown = list(ranks) if isinstance(ranks, tuple) else ranks
+    assert f"``{builder.__name__}({shown}, {m})``::" in text  # type: ignore[attr-defined]
+
+
+def test_every_builder_has_a_picture() -> None:
+    assert {id(builder) for builder, *_ in PICTURES} == {id(b.build) for b in BUILDERS.values()}
 
 
 def test_the_table_names_the_schedules() -> None:
     for name, builder in BUILDERS.items():
-        assert builder(3, 4).name == name
+        assert builder(4, 4).name == name
         assert inspect.getdoc(builder.build)
 
 
@@ -40,7 +65,9 @@ def test_in_flight_is_the_closed_form(stages: int, microbatches: int) -> None:
     expected = tuple(min(microbatches, stages - s) for s in range(stages))
     assert in_flight(one_f_one_b(stages, microbatches)) == expected
     assert in_flight(forward_only(stages, microbatches)) == (0,) * stages
-    for builder in BUILDERS.values():
+    for name, builder in BUILDERS.items():
+        if name == "zb-v" and stages % 2:
+            continue
         assert builder.in_flight(stages, microbatches) == in_flight(builder(stages, microbatches))
 
 

@@ -15,7 +15,12 @@ from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
 
 
-@given(st.data(), st.integers(1, 6), st.integers(1, 6), st.sampled_from(sorted(BUILDERS)))
+@given(
+    st.data(),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.sampled_from(sorted(set(BUILDERS) - {"zb-v"})),
+)
 @settings(max_examples=80, deadline=None)
 def test_stages_in_any_order_on_ranks(
     data: st.DataObject, stages: int, microbatches: int, name: str
@@ -46,7 +51,8 @@ def test_refusals() -> None:
             make(name, ranks, microbatches, chain(2))
     for name in BUILDERS:
         with pytest.raises(FxpartError) as caught:
-            make(name, (0, 1), 1, (StageEdge(1, 0), StageEdge(0, 7), *chain(2), *chain(2)))
+            ranks = (0, 0) if name == "zb-v" else (0, 1)
+            make(name, ranks, 1, (StageEdge(1, 0), StageEdge(0, 7), *chain(2), *chain(2)))
         assert [p.where for p in caught.value.problems] == [
             "edge 1 -> 0", "edge 0 -> 7", "edge 0 -> 1",
         ]  # fmt: skip

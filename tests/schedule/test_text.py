@@ -101,7 +101,7 @@ def test_broken_schedules_round_trip_too(case: Case, data: st.DataObject) -> Non
 def test_no_text_crashes_the_reader() -> None:
     """3,000 damaged texts: each reads, or is refused with FXP303; then it is checked at once."""
     source = random.Random(0)
-    texts = [to_text(lower(BUILDERS[name](3, 3), chain(3))) for name in BUILDERS]
+    texts = [to_text(lower(BUILDERS[name](4, 3), chain(4))) for name in BUILDERS]
     refused = 0
     for _ in range(3000):
         text = source.choice(texts)

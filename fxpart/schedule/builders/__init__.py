@@ -12,10 +12,16 @@ from typing import Protocol
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import FORWARD, Schedule, StageEdge
-from fxpart.schedule.builders.common import Build, Groups, Ranks, checked, shares
+from fxpart.schedule.builders.looped import breadth_first, interleaved
 from fxpart.schedule.builders.plain import ahead_in_a_chain, forward_only, gpipe, one_f_one_b
+from fxpart.schedule.builders.protocol import Build, Groups, Ranks, checked, shares
+from fxpart.schedule.builders.zero_bubble import in_a_v, zb_h1, zb_v
+from fxpart.schedule.flight import in_flight
 
-__all__ = ["BUILDERS", "Builder", "forward_only", "gpipe", "limits", "one_f_one_b"]
+__all__ = [
+    "BUILDERS", "Builder", "breadth_first", "forward_only", "gpipe", "in_a_loop", "in_a_v",
+    "interleaved", "limits", "one_f_one_b", "zb_h1", "zb_v",
+]  # fmt: skip
 
 
 class InFlight(Protocol):
@@ -49,7 +55,7 @@ class Builder:
         backward: Sequence[float] | None = None,
         replicas: Groups = (),
     ) -> Schedule:
-        """The compute-only schedule; see :class:`fxpart.schedule.builders.common.Build`."""
+        """The compute-only schedule; see :class:`fxpart.schedule.builders.protocol.Build`."""
         return self.build(
             stage_rank, microbatches, edges, forward=forward, backward=backward, replicas=replicas
         )
@@ -64,9 +70,27 @@ def _none(stage_rank: Ranks, microbatches: int, replicas: Groups = ()) -> tuple[
     return (0,) * len(checked(stage_rank, microbatches))
 
 
+def _built(build: Build) -> InFlight:
+    """What it has in flight in a chain, whose order it keeps on every stage graph."""
+
+    def counted(stage_rank: Ranks, microbatches: int, replicas: Groups = ()) -> tuple[int, ...]:
+        return in_flight(build(stage_rank, microbatches, replicas=replicas))
+
+    return counted
+
+
+def in_a_loop(stages: int, ranks: int) -> tuple[int, ...]:
+    """The ranks of so many stages in a loop: (0, 1, 0, 1)."""
+    return tuple(stage % ranks for stage in range(stages))
+
+
 BUILDERS: dict[str, Builder] = {
     "gpipe": Builder(gpipe, _all),
     "1f1b": Builder(one_f_one_b, ahead_in_a_chain),
+    "interleaved": Builder(interleaved, _built(interleaved)),
+    "breadth-first": Builder(breadth_first, _all),
+    "zb-h1": Builder(zb_h1, _built(zb_h1)),
+    "zb-v": Builder(zb_v, _built(zb_v)),
     FORWARD: Builder(forward_only, _none),
 }
 

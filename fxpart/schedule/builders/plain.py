@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fxpart.schedule.action import FORWARD, Action, Kind, Schedule, StageEdge
-from fxpart.schedule.builders.common import Groups, Ranks, checked, shares
+from fxpart.schedule.builders.protocol import Groups, Ranks, checked, shares
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.place import place
 

@@ -1,4 +1,4 @@
-"""What all builders share: how they are called, and what they refuse."""
+"""How builders are called, and what they refuse."""
 
 from __future__ import annotations
 
