@@ -20,7 +20,7 @@ LAYERS = (
     ("report", "api"),
     ("measuring",),
     ("deciding",),
-    ("verify", "running", "front", "exact", "choosing", "whatif"),
+    ("verify", "running", "interop", "front", "exact", "choosing", "whatif"),
     ("reranking",),
     ("sharded", "rounding"),
     ("double",),
