@@ -35,7 +35,7 @@ _MESSAGE, _REGION, _GONE = 1, 2, 3
 _CHANNELS = STATE + 1
 _READ = 1 << 14
 _DESCRIPTORS = socket.CMSG_SPACE(64 * 4) if hasattr(socket, "CMSG_SPACE") else 0
-_CLOSED_IN_CHILDREN = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOSED_IN_CHILDREN = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _LOOK = 1.0  # milliseconds between looks at how far a receiver is
 _HELLO_SECONDS = 20.0
 _EMPTY = torch.empty(0)
@@ -109,9 +109,7 @@ class _Link:
     def read(self) -> None:
         """Take in what has come, without waiting; remembers if the other end is gone."""
         try:
-            data, beside, _, _ = self.peer.recvmsg(
-                _READ, _DESCRIPTORS, socket.MSG_DONTWAIT | _CLOSED_IN_CHILDREN
-            )
+            data, beside, _, _ = self.peer.recvmsg(_READ, _DESCRIPTORS, _CLOSED_IN_CHILDREN)
         except BlockingIOError:
             return
         except OSError as cause:
@@ -322,7 +320,8 @@ def join(rank: int, ranks: int, spread: Spread, timeout: float) -> SharedMemory 
     try:
         links = _ledgers(peers)
     except OSError:
-        pass  # told to all below
+        for peer in peers.values():  # nobody shall wait for this rank; all are told below
+            peer.close()
     if all(spread(b"\1" if len(links) == ranks - 1 else b"")):
         return SharedMemory(links, timeout)
     for peer in peers.values():

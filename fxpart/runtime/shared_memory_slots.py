@@ -21,6 +21,7 @@ import torch
 HEAD = 4096  # bytes of a region in front of its slots; also of a ledger
 _SHARED = 1 << 20  # slots up to this size share a region of about this size
 _MOST = 256  # slots of a region
+_FEW = 16  # of larger ones; a region takes a descriptor on either side, and memory as it is used
 _ALIGNED = 64
 _PAGE = 4096
 # Memory that no message has used lately goes back: what is unused beyond IDLE bytes, after AGE
@@ -44,8 +45,8 @@ def make(size: int) -> tuple[int, mmap.mmap]:
 
 
 def attach(descriptor: int, size: int) -> mmap.mmap:
-    """The region of a descriptor, with its pages in place: none is missed in a transfer."""
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    """The region of a descriptor. Its pages come when they are first used."""
+    return mmap.mmap(descriptor, size)
 
 
 def slot_size(size: int) -> int:
@@ -105,7 +106,7 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of all regions."""
+        """Bytes of all regions; what was never used of them takes no memory."""
         return sum(size for _, size in self._regions.values())
 
     def take(self, size: int) -> Slot:
@@ -138,7 +139,8 @@ class Arena:
             self._announce(number, -1, 0, 0)
 
     def _grow(self, size: int) -> Slot:
-        count = max(1, min(_MOST, _SHARED // size))
+        so_far = len(self._slots.get(size, ()))
+        count = max(1, min(_MOST, _SHARED // size), min(_FEW, so_far // 2))
         whole = HEAD + count * size
         descriptor, memory = make(whole)
         number, self._made = self._made, self._made + 1
