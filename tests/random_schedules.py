@@ -117,7 +117,7 @@ class Worker:
     values: dict[tuple[str, int, int], int] = field(default_factory=dict)
     mailbox: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
     statistics: dict[int, int] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
+    gradients: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def take(self, what: str, source: int, target: int, microbatch: int) -> int:
         """A value from another stage: off the mailbox (once), or at hand on this rank."""
@@ -138,7 +138,7 @@ class Worker:
             if ("B", stage, m) not in self.values or ("W", stage, m) in self.values:
                 raise Wrong(f"{action} without I, or twice")
             result = self.values["B", stage, m]
-            self.gradients[stage] = hash((self.gradients.get(stage), result))
+            self.add("late", stage, result)
         elif action.kind is Kind.F:
             inputs = [self.take("F", e.source, stage, m) for e in self.edges if e.target == stage]
             result = hash(("F", stage, m, *inputs))
@@ -149,9 +149,14 @@ class Worker:
             back = [e.target for e in self.edges if e.source == stage and e.backward]
             gradients = [self.take("B", target, stage, m) for target in back]
             result = hash(("B", self.values["F", stage, m], *gradients))
+            self.add("early", stage, result)
             if action.kind is Kind.B:
-                self.gradients[stage] = hash((self.gradients.get(stage), result))
+                self.add("late", stage, result)
         self.values["B" if action.kind is Kind.I else action.kind.value, stage, m] = result
+
+    def add(self, what: str, stage: int, result: int) -> None:
+        """A sum of gradients: of those that a split backward's first half makes, or its second."""
+        self.gradients[what, stage] = hash((self.gradients.get((what, stage)), result))
 
     def payload(self, action: Action) -> int:
         """What a send carries; refused if it is not computed or nobody asked for it."""
@@ -277,9 +282,9 @@ def _transfer(worker: Worker, meeting: Meeting, action: Action, compute: bool) -
         worker.accept(action, answer)
 
 
-def _results(workers: Sequence[Worker]) -> tuple[dict[int, int], dict[int, int]]:
+def _results(workers: Sequence[Worker]) -> tuple[dict[int, int], dict[tuple[str, int], int]]:
     statistics: dict[int, int] = {}
-    gradients: dict[int, int] = {}
+    gradients: dict[tuple[str, int], int] = {}
     for worker in workers:
         statistics |= worker.statistics
         gradients |= worker.gradients
@@ -288,7 +293,7 @@ def _results(workers: Sequence[Worker]) -> tuple[dict[int, int], dict[int, int]]
 
 def _one_process(
     schedule: Schedule, edges: Sequence[StageEdge]
-) -> tuple[dict[int, int], dict[int, int]]:
+) -> tuple[dict[int, int], dict[tuple[str, int], int]]:
     """Microbatch after microbatch, all stages forward, then all back."""
     stages = range(schedule.stages)
     alone = Schedule(

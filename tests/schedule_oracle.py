@@ -157,7 +157,7 @@ class Machine:
             if e.source == stage and e.backward and does(self.schedule, e.target, m)
         ]
         self.values[rank, "B", stage, m] = hash(("B", stage, m, *given))
-        self.add("gradients of inputs", stage, m)
+        self.add("gradients made with those of inputs", stage, m)
 
     def weights(self, rank: int, stage: int, m: int) -> None:
         """Gradients of a stage's weights, which frees what the forward kept."""
@@ -250,7 +250,7 @@ def _one_process(schedule: Schedule) -> dict[tuple[str, int], int]:
     """The sums of one process: every stage takes its microbatches in order."""
     kinds = ["statistics"]
     if schedule.trains:
-        kinds += ["gradients of inputs", "gradients of weights"]
+        kinds += ["gradients made with those of inputs", "gradients of weights"]
     found: dict[tuple[str, int], int] = {}
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):

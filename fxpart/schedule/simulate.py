@@ -45,9 +45,9 @@ def simulate(
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
     forward, backward: per stage, for one microbatch. split: per stage the seconds of I and of W,
-    where a backward is split; half of backward each if not given. transfer(stage, peer, kind): seconds from stage to peer, kind SEND_F or SEND_B; None means
-    free. Each direction between two ranks is a link that carries one transfer at a time, in the
-    order of the sends. sends:
+    where a backward is split; half of backward each if not given. transfer(stage, peer, kind):
+    seconds from stage to peer, kind SEND_F or SEND_B; None means free. Each direction between two
+    ranks is a link that carries one transfer at a time, in the order of the sends. sends:
 
     * "overlapped": a transfer starts when its values are there and its link is free; receives
       are posted ahead, and only the computation that needs them waits.
@@ -69,8 +69,8 @@ def simulate(
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
     return simulated(
-        schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd, places=places,
-        segment=segment, once=once, join=join,
+        schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
+        places=places, segment=segment, once=once, join=join,
     )  # fmt: skip
 
 

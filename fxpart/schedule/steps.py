@@ -70,8 +70,8 @@ def simulate_steps(
     else:
         whole = _stream(schedule, steps, links, forward, backward, join)
     timeline = simulated(
-        whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd, places=places,
-        segment=segment, once=once, join=join, steps=steps,
+        whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
+        places=places, segment=segment, once=once, join=join, steps=steps,
     )  # fmt: skip
     ends = [0.0] * steps
     for span in timeline.spans:

@@ -128,13 +128,13 @@ def _in_text_order(action: Action) -> tuple[int, str, int, int]:
     return (action.stage, action.kind.value, action.microbatch, action.peer or 0)
 
 
-# What of a stage goes in the order of microbatches: its forwards, the gradients that leave it, and
-# the sums of its weights' gradients, whether their backward is whole or split.
-_SERIES = {
-    Kind.F: ("forward",),
-    Kind.B: ("inputs", "weights"),
-    Kind.I: ("inputs",),
-    Kind.W: ("weights",),
+# What of a stage is summed in the order of microbatches: running statistics, and gradients of
+# weights. Of a split backward the first half makes some of them (biases, say), the second the rest.
+_SUMS = {
+    Kind.F: ("statistics",),
+    Kind.B: ("early gradients", "late gradients"),
+    Kind.I: ("early gradients",),
+    Kind.W: ("late gradients",),
 }
 
 
@@ -156,8 +156,8 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
                     found.append(unsafe(where, why, f"put {need} before it"))
             done.add(action.plain)
             before = -1
-            for series in _SERIES.get(action.kind, ()):
-                key = (action.stage, series)
+            for made in _SUMS.get(action.kind, ()):
+                key = (action.stage, made)
                 before = max(before, latest.get(key, -1))
                 latest[key] = max(action.microbatch, latest.get(key, -1))
             if action.microbatch < before:
