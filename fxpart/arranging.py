@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.plan import Plan
 from fxpart.folding import Folded
+from fxpart.plan import Plan
 from fxpart.planned.rearranged import overfull, predicted, rescheduled
 from fxpart.planning import Shared
 from fxpart.schedule.dependence import chain
@@ -54,7 +54,9 @@ def plain(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in PLAIN) or PLAIN[:1]
 
 
-def priced_as(constraints: Mapping[str, int | float | str | bool]) -> dict[str, object]:
+def priced_as(
+    constraints: Mapping[str, int | float | str | bool],
+) -> dict[str, int | float | str | bool]:
     """Wishes with the schedules by which degrees are chosen in the place of others."""
     if "schedule" not in constraints:
         return dict(constraints)

@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from fxpart.errors import error
 from fxpart.plan import Plan
 from fxpart.solver.joint.changes import with_devices, with_links, with_memory, with_microbatches
 from fxpart.solver.joint.choices import Translation
 from fxpart.solver.joint.objective import JointEvaluation, degrees, evaluate
-from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    JointSolution,
+    ScheduleName,
+    ranks,
+)
 from fxpart.solver.joint.wishes.apply import apply_wishes
 from fxpart.solver.joint.wishes.parse import Wish
 
@@ -90,7 +97,18 @@ def _counts(problem: JointProblem, plan: Plan, change: Change) -> list[int]:
 
 
 def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
-    """The plan's decisions as a choice of the problem; FXP303 where it is not among them."""
+    """The plan's decisions as a choice of the problem; FXP303 where it is not among them.
+
+    FXP109 for a schedule that has no closed form, which the problem could be solved by.
+    """
+    schedule = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
+    if schedule is None:
+        raise error(
+            "FXP109",
+            where=f"a plan of schedule {plan.schedule}",
+            why="what would change is answered by closed forms, and it has none",
+            fix="plan with schedule=1f1b, gpipe, interleaved or zb-h1",
+        )
     options = []
     for stage in plan.stages:
         wanted = _decided(plan, stage.index)
@@ -107,7 +125,7 @@ def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
     pieces = sorted(span for stage in plan.stages for span in stage.spans)
     return JointChoice(
         microbatches=plan.microbatches,
-        schedule=plan.schedule,
+        schedule=schedule,
         starts=tuple(first for first, _ in pieces),
         options=tuple(options),
         virtual=plan.virtual,

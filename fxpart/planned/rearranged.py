@@ -56,6 +56,8 @@ def predicted(
     objective = max(alone, own)
     found = step_in_time(lambda: schedule, count, edges, rows, plan.prediction.hosts, objective)
     below = min(bound, objective)
+    status = status_of(objective, below)
+    assert status in ("optimal", "within gap", "best found"), "the step is finite"
     return msgspec.structs.replace(
         plan,
         prediction=msgspec.structs.replace(
@@ -69,7 +71,7 @@ def predicted(
             rehearsed_seconds=0.0,
         ),
         certificate=Certificate(
-            status=status_of(objective, below),
+            status=status,
             objective=objective,
             lower_bound=below,
             gap=(objective - below) / objective if objective > 0 else 0.0,
