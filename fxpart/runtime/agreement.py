@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Pending(Generic[T]):
                 raise
             self._problems = failure.problems
         if not self._alone:
-            row = [len(self._problems), digest(self._text)]
+            row = [len(self._problems), *self._digests()]
             with reporting(transport, f"comparing {what}"):
                 self._handle = transport.begin_exchange(row)
             if self._problems:
@@ -74,13 +74,22 @@ class Pending(Generic[T]):
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
                 raise FxpartError(merge(self._transport.exchange_bytes(problems)))
-            if any(row != rows[0] for row in rows):
-                mine = self._text.encode()
-                texts = [
-                    raw.decode(errors="replace") for raw in self._transport.exchange_bytes(mine)
-                ]
-                raise FxpartError(_difference(self._what, texts))
+            self._compare(rows)
             self.confirmed = True
+
+    def _digests(self) -> list[int]:
+        """What stands for the text in this process's row: two numbers, whatever is compared."""
+        return [digest(self._text), 0]
+
+    def _compare(self, rows: list[list[int]]) -> None:
+        """Raise FXP501 unless all rows are equal."""
+        if any(row != rows[0] for row in rows):
+            self._refuse(self._text)
+
+    def _refuse(self, text: str) -> NoReturn:
+        """Raise FXP501 with what each process has to say, which all do."""
+        raws = self._transport.exchange_bytes(text.encode())
+        raise FxpartError(_difference(self._what, [raw.decode(errors="replace") for raw in raws]))
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:

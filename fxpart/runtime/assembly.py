@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from fxpart.errors import error
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
-from fxpart.runtime.agreement import Pending, agree
+from fxpart.runtime.agreement import agree
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.executor import Around
@@ -20,9 +20,15 @@ from fxpart.runtime.groups import Group, Groups, assign, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
+<<<<<<< /tmp/a5/h
 from fxpart.runtime.meshes import Meshes, sum_axes
+=======
+from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.needs import Needs
+>>>>>>> /tmp/a5/repo/fxpart/runtime/assembly.py
 from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
+from fxpart.runtime.reading import Reading, Source
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
@@ -92,12 +98,13 @@ class Assembly:
         self._sharded_state = ShardedState(self._state, self._meshes)
         self._held = Held(self._state, self._meshes)
         self._feed = LaneFeed(self._lanes)
+        self._source = Source(self._feed, self.microbatches)
         self._engine = self._make_engine(
             self._lanes,
             schedule,
             around=self._held.around,
         )
-        self._eval: tuple[LaneFeed, Engine] | None = None
+        self._eval: tuple[Source, Engine] | None = None
         self._pending = 0  # batches accumulated since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
@@ -124,6 +131,11 @@ class Assembly:
     def transport(self) -> Transport:
         """What moves tensors and messages between the ranks."""
         return self._transport
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What this process needs of each batch: names, rows, and a sampler for a DataLoader."""
+        return Needs.of(self._lanes, self._feed.needed, self.microbatches)
 
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
@@ -178,14 +190,11 @@ class Assembly:
             around=around,
         )
 
-    def _read(self, feed: LaneFeed, batch: Any, mode: str) -> Pending[Cut]:
-        def read() -> tuple[Cut, str]:
-            cut = feed.read(batch, self.microbatches)
-            return cut, f"{mode} call {self.calls} {cut.describe()}"
+    def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
+        mode = f"{mode} call {self.calls}"
+        return Reading(self._transport, source, batch, mode, local=local)
 
-        return Pending(self._transport, "the batches", read)
-
-    def _evaluator(self) -> tuple[LaneFeed, Engine]:
+    def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:
             if self._evaluation is None:
                 raise error(
@@ -196,7 +205,8 @@ class Assembly:
             if self._meshes is not None:
                 for lane in lanes:
                     self._meshes.attach(lane.index, lane.modules)
-            self._eval = (LaneFeed(lanes), self._make_engine(lanes, "forward"))
+            source = Source(LaneFeed(lanes), self.microbatches)
+            self._eval = (source, self._make_engine(lanes, "forward"))
         return self._eval
 
     def _describe(self, optimizer: Any) -> str:

@@ -14,51 +14,91 @@ from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.shapes import Sizes, dim
 
 Path = tuple[str | int, ...]
+Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
 
 
 @dataclass(frozen=True)
 class Cut:
     """A batch in microbatches.
 
-    inputs: per microbatch the tensors by input name (views of the batch). sizes: per microbatch
-    the size of each symbol. rows: per microbatch its share of the batch dim. weights: rows over
-    their sum.
+    inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
+    process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
+    of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
+    they were given; ``inputs`` are meta tensors then.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
     sizes: tuple[Sizes, ...]
     rows: tuple[int, ...]
     weights: tuple[float, ...]
+    local: Mapping[str, torch.Tensor] | None = None
 
-    def describe(self) -> str:
-        """Shapes and dtypes in text, for ranks to compare."""
-        first = (f"{n}:{t.dtype}{tuple(t.shape)}" for n, t in self.inputs[0].items())
-        return f"rows {list(self.rows)} " + " ".join(first)
+
+@dataclass(frozen=True)
+class Seen:
+    """What a process was given of a batch.
+
+    tensors: by input name. shapes: dtype and shape that each has in the global batch. absent: names
+    of the inputs that it was not given, and does not need. local: ``tensors`` are this lane's rows.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    shapes: dict[str, Shape]
+    absent: tuple[str, ...]
+    local: bool = False
 
 
 class Reader:
     """Reads batches for one program."""
 
-    def __init__(self, spec: ProgramSpec, multiple: int = 1) -> None:
+    def __init__(
+        self, spec: ProgramSpec, multiple: int = 1, needed: frozenset[str] | None = None
+    ) -> None:
         """spec: whose inputs, constants and symbols the batches must fit.
 
-        multiple: the rows of each microbatch are a multiple of it, where they may vary.
+        multiple: the rows of each microbatch are a multiple of it, where they may vary. needed: the
+        inputs that batches must have, by default all.
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
         self._multiple = multiple
+        self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
         self._constants = {c.path: c.value for c in spec.constants}
         self._dtypes = {i.name: torch_dtype(i.dtype) for i in self._inputs}
         self._dims = {i.name: [dim(entry) for entry in i.shape] for i in self._inputs}
 
     def read(self, batch: Any, microbatches: int) -> Cut:
-        """Check and cut; at most ``microbatches`` pieces, even as torch.tensor_split makes them.
+        """Check and cut a batch that has all that is needed, as :meth:`look` and :meth:`cut` do."""
+        return self.cut(self.look(batch), microbatches)
 
-        Raises FXP105 with every fault found: missing and unknown inputs, changed constants,
-        dtypes, dims, sizes that contradict each other, an empty batch.
+    def look(self, batch: Any) -> Seen:
+        """What the batch holds; FXP105 with every input that is missing, unknown or not as it was.
+
+        Inputs that are not needed may be missing, or None.
         """
         problems: list[Problem] = []
         tensors = self._find(batch, problems)
+        if problems:
+            raise FxpartError(problems)
+        shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
+        return Seen(tensors, shapes, tuple(i.name for i in self._inputs if i.name not in tensors))
+
+    def cut(self, seen: Seen, microbatches: int, others: Mapping[str, Shape] | None = None) -> Cut:
+        """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
+
+        others: dtypes and shapes of inputs that other processes were given. Raises FXP105 with
+        every fault found: sizes that contradict each other, an empty batch.
+        """
+        problems: list[Problem] = []
+        known = {**(others or {}), **seen.shapes}
+        tensors = {
+            spec.name: seen.tensors[spec.name]
+            if spec.name in seen.tensors and not seen.local
+            else torch.empty(known[spec.name][1], dtype=self._dtypes[spec.name], device="meta")
+            for spec in self._inputs
+            if spec.name in known
+        }
+        self._check_sources(tensors, problems)
         if problems:
             raise FxpartError(problems)
         pieces, rows = self._cut(tensors, microbatches, problems)
@@ -69,7 +109,19 @@ class Reader:
             raise FxpartError(problems)
         total = sum(rows)
         weights = tuple(n / total for n in rows)
-        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights)
+        local = seen.tensors if seen.local else None
+        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, local)
+
+    def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
+        """Some rank has every input that a size is read from."""
+        for spec in self._inputs:
+            sized = spec.name in (name for name, _ in self._symbols.values())
+            rows = spec.batch_dim is not None and not any(
+                i.batch_dim is not None and i.name in tensors for i in self._inputs
+            )
+            if spec.name not in tensors and (sized or rows):
+                why = "no rank was given it, and sizes are read from it"
+                problems.append(_problem(spec.path, why, f"one rank has to: {_kind(spec)}"))
 
     # -- what the batch holds ----------------------------------------------------------------
 
@@ -77,6 +129,9 @@ class Reader:
         leaves = dict(flat((batch,) if isinstance(batch, torch.Tensor) else batch))
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._inputs:
+            if leaves.get(spec.path) is None and spec.name not in self._needed:
+                leaves.pop(spec.path, None)
+                continue
             if spec.path not in leaves:
                 inner = [path for path in leaves if path[: len(spec.path)] == spec.path]
                 for path in inner:
@@ -91,7 +146,8 @@ class Reader:
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
-            value = leaves.pop(path, fixed if fixed is None else _MISSING)
+            spare = len(tensors) < len(self._inputs)  # a batch of parts need not tell constants
+            value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
             if type(value) is not type(fixed) or value != fixed:
                 why = "it is missing" if value is _MISSING else f"it is {_show(value)}"
                 fix = f"give {_show(fixed)} as at capture, or capture again for another value"
@@ -121,7 +177,8 @@ class Reader:
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
         """The pieces, and how many rows each has (1 each if nothing is cut)."""
-        cut = [spec for spec in self._inputs if spec.batch_dim is not None]
+        here = [spec for spec in self._inputs if spec.name in tensors]
+        cut = [spec for spec in here if spec.batch_dim is not None]
         if not cut:
             return [tensors], [1]
         fixed = [spec for spec in cut if isinstance(_entry(spec), int)]
@@ -132,7 +189,7 @@ class Reader:
         if problems:
             return [], []
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-        for spec in self._inputs:
+        for spec in here:
             tensor = tensors[spec.name]
             if spec.batch_dim is None:
                 parts: Sequence[torch.Tensor] = [tensor] * len(rows)
@@ -245,6 +302,8 @@ class Reader:
         self, piece: dict[str, torch.Tensor], sizes: Sizes, problems: list[Problem]
     ) -> None:
         for spec in self._inputs:
+            if spec.name not in piece:
+                continue
             actual = piece[spec.name].shape
             for at, of in enumerate(self._dims[spec.name]):
                 try:

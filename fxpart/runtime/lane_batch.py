@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fxpart.errors import FxpartError, Problem
+import torch
+
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import InputSpec, ProgramSpec
-from fxpart.runtime.batch import Cut, Reader
+from fxpart.runtime.batch import Cut, Reader, Seen, Shape
 from fxpart.runtime.lanes import Lane, mesh_of
 from fxpart.runtime.pieces import Pieces
 from fxpart.sharding import Mesh, Placements, Shard, parse_placements
@@ -20,12 +23,41 @@ class LaneFeed:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         """lanes: those of this process."""
         self._spec = lanes[0].spec
-        self._reader = Reader(self._spec, row_multiple(self._spec))
+        self.needed = needed_inputs(lanes)
+        self._reader = Reader(self._spec, row_multiple(self._spec), self.needed)
         self._parts = [LaneReader(lane.spec, lane.index) for lane in lanes]
 
     def read(self, batch: Any, microbatches: int) -> Cut:
         """The global batch in microbatches; FXP105 with every fault."""
-        cut = self._reader.read(batch, microbatches)
+        return self.cut(self.look(batch), microbatches)
+
+    def look(self, batch: Any, *, local: bool = False) -> Seen:
+        """What the batch holds; FXP105. local: it has only the rows of this process's lanes."""
+        seen = self._reader.look(batch)
+        if not local:
+            return seen
+        parts = row_parts(self._spec)
+        if len({part.place for part in self._parts}) > 1:
+            raise error(
+                "FXP109",
+                where="local=True",
+                why="this process runs several lanes, which do not have the same rows",
+                fix="give the global batch",
+            )
+        whole = {}
+        for given in inputs_of(self._spec):
+            if given.name in seen.shapes:
+                dtype, shape = seen.shapes[given.name]
+                sizes = [
+                    n * parts[given.name] if at == given.batch_dim else n
+                    for at, n in enumerate(shape)
+                ]
+                whole[given.name] = (dtype, tuple(sizes))
+        return Seen(seen.tensors, whole, seen.absent, local=True)
+
+    def cut(self, seen: Seen, microbatches: int, others: Mapping[str, Shape] | None = None) -> Cut:
+        """The global batch in microbatches; see :meth:`fxpart.runtime.batch.Reader.cut`."""
+        cut = self._reader.cut(seen, microbatches, others)
         problems = uneven_dims(self._spec, cut)
         if problems:
             raise FxpartError(problems)
@@ -45,13 +77,38 @@ class LaneReader:
         self._whole = spec.sharding is None
         self._symbols = spec.symbols
         self._mesh = mesh_of(spec)
+        self._dims = {given.name: given.batch_dim for given in inputs_of(spec)}
         self._placements = input_placements(spec)
-        self._known: dict[tuple[str, tuple[int, ...]], Pieces] = {}
+        self._across = {
+            name: tuple(
+                None if isinstance(p, Shard) and p.dim == self._dims[name] else p for p in held
+            )
+            for name, held in self._placements.items()
+        }
+        self._known: dict[tuple[str, tuple[int, ...], bool], Pieces] = {}
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the lane stands along the axes that cut the rows of any input."""
+        at = self._mesh.coordinate(self._lane)
+        return tuple(
+            at[axis]
+            for axis in range(len(at))
+            if any(self._placements[n][axis] != self._across[n][axis] for n in self._dims)
+        )
+
+    def rows(self, name: str, count: int) -> torch.Tensor:
+        """Which of ``count`` rows of an input are the lane's."""
+        held = tuple(
+            p and Shard(0, outer=p.outer) if isinstance(p, Shard) and p != q else None
+            for p, q in zip(self._placements[name], self._across[name], strict=True)
+        )
+        return Pieces((count,), held, self._mesh).part(torch.arange(count), self._lane)
 
     def read(self, cut: Cut) -> Cut:
         """The same microbatches, with the lane's parts and their sizes as symbols."""
         if self._whole:
-            return cut
+            return cut if cut.local is None else replace(cut, inputs=self._own(cut, cut.inputs))
         inputs = tuple(
             {name: self._pieces(name, t.shape).part(t, self._lane) for name, t in piece.items()}
             for piece in cut.inputs
@@ -60,13 +117,60 @@ class LaneReader:
             {symbol: piece[name].shape[dim] for symbol, (name, dim) in self._symbols.items()}
             for piece in inputs
         )
+        inputs = inputs if cut.local is None else self._own(cut, inputs)
         return Cut(inputs, sizes, cut.rows, cut.weights)
 
-    def _pieces(self, name: str, shape: tuple[int, ...]) -> Pieces:
-        key = (name, tuple(shape))
+    def _own(
+        self, cut: Cut, shapes: Sequence[dict[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], ...]:
+        """The pieces of a batch that has this lane's rows only, of the shapes of ``shapes``."""
+        assert cut.local is not None
+        found = [dict(piece) for piece in shapes]
+        for name, tensor in cut.local.items():
+            dim = self._dims[name]
+            if dim is None:
+                parts: Sequence[torch.Tensor] = [tensor] * len(found)
+            else:
+                parts = torch.split(tensor, [piece[name].shape[dim] for piece in shapes], dim)
+            for piece, part in zip(found, parts, strict=True):
+                piece[name] = self._pieces(name, part.shape, across=True).part(part, self._lane)
+        return tuple(found)
+
+    def _pieces(self, name: str, shape: tuple[int, ...], *, across: bool = False) -> Pieces:
+        """across: the rows are the lane's already."""
+        key = (name, tuple(shape), across)
         if key not in self._known:
-            self._known[key] = Pieces(key[1], self._placements[name], self._mesh)
+            held = (self._across if across else self._placements)[name]
+            self._known[key] = Pieces(key[1], held, self._mesh)
         return self._known[key]
+
+
+def needed_inputs(lanes: Sequence[Lane]) -> frozenset[str]:
+    """The inputs that the stages of this process take."""
+    return frozenset(
+        value.name
+        for lane in lanes
+        for stage in lane.spec.stages
+        if stage.index in lane.modules
+        for value, source in zip(stage.inputs, stage.sources, strict=True)
+        if source < 0
+    )
+
+
+def inputs_of(spec: ProgramSpec) -> tuple[InputSpec, ...]:
+    """The user's tensors as the user gives them, whole."""
+    return spec.inputs if spec.sharding is None else spec.sharding.inputs
+
+
+def row_parts(spec: ProgramSpec) -> dict[str, int]:
+    """Into how many equal parts the rows of each input are cut."""
+    mesh, held = mesh_of(spec), input_placements(spec)
+    return {
+        given.name: 1
+        if given.batch_dim is None
+        else parts_of(mesh, held[given.name], given.batch_dim)
+        for given in inputs_of(spec)
+    }
 
 
 def input_placements(spec: ProgramSpec) -> dict[str, Placements]:
@@ -79,15 +183,7 @@ def input_placements(spec: ProgramSpec) -> dict[str, Placements]:
 
 def row_multiple(spec: ProgramSpec) -> int:
     """What the rows of each microbatch must be a multiple of: the data-parallel degree."""
-    if spec.sharding is None:
-        return 1
-    mesh, placements = mesh_of(spec), input_placements(spec)
-    found = (
-        parts_of(mesh, placements[i.name], i.batch_dim)
-        for i in spec.sharding.inputs
-        if i.batch_dim is not None
-    )
-    return math.lcm(*found)
+    return math.lcm(*row_parts(spec).values())
 
 
 def parts_of(mesh: Mesh, placements: Placements, dim: int) -> int:
@@ -111,7 +207,7 @@ def uneven_dims(spec: ProgramSpec, cut: Cut) -> list[Problem]:
             if isinstance(entry, int) or parts == 1:
                 continue
             for piece in cut.inputs:
-                size = piece[given.name].shape[dim]
+                size = piece[given.name].shape[dim] if given.name in piece else 0
                 if size % parts:
                     found[_uneven(given, dim, size, parts, spec.sharding.mesh)] = None
     return list(found)

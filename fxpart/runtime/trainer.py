@@ -37,20 +37,26 @@ class Trainer(Saving):
 
     # -- training -------------------------------------------------------------------------------
 
-    def step(self, batch: Any, accumulate: bool = False) -> torch.Tensor:
+    def step(self, batch: Any, accumulate: bool = False, *, local: bool = False) -> torch.Tensor:
         """One training step on the global batch; the loss (0-d, equal on every rank).
 
         accumulate: only add to the gradients; the next step without it updates with all of them.
+        local: the batch has only the rows that this rank needs (see :attr:`needs`). Inputs that
+        this rank does not need may be missing, or None.
         Raises FXP105 for a batch that does not fit, FXP501 if ranks have different ones (nothing
         was sent then), FXP503 and FXP504 for a failed transfer or stage (nothing was updated, the
         gradients are dropped).
         """
+<<<<<<< /tmp/a5/h
         loss = self._backward(batch, closing=not accumulate and self.optimizer is not None)
+=======
+        loss = self.backward(batch, local=local)
+>>>>>>> /tmp/a5/repo/fxpart/runtime/trainer.py
         if not accumulate:
             self.update()
         return loss
 
-    def backward(self, batch: Any) -> torch.Tensor:
+    def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """Add the batch's gradients to what was accumulated since the last update; the loss."""
         return self._backward(batch, closing=False)
 
@@ -62,6 +68,7 @@ class Trainer(Saving):
             )
         if self._recorder is not None:
             self._recorder.begin(self.calls)
+<<<<<<< /tmp/a5/h
         read = self._read(self._feed, batch, "last training" if closing else "training")
         if self._stale:
             self.zero_grad()
@@ -69,6 +76,14 @@ class Trainer(Saving):
             cuts = self._feed.parts(read.value)
             keys = self._keys(read.value)
             self._held.closing = closing
+=======
+        read = self._read(self._source, batch, "training", local)
+        if self._stale:
+            self.zero_grad()
+        try:
+            cuts = self._feed.parts(read.cut)
+            keys = self._keys(read.cut)
+>>>>>>> /tmp/a5/repo/fxpart/runtime/trainer.py
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
             if self._held.zero == 2 and self.spec.ties:
                 with reporting(self._transport, "sharing gradients"):
@@ -121,11 +136,11 @@ class Trainer(Saving):
         self._held.reset()
         self._stale, self._pending = False, 0
 
-    def eval_step(self, batch: Any) -> torch.Tensor:
+    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
-        feed, engine = self._evaluator()
-        read = self._read(feed, batch, "evaluation")
-        cuts, keys = feed.parts(read.value), self._keys(read.value)
+        source, engine = self._evaluator()
+        read = self._read(source, batch, "evaluation", local)
+        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
         loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
         if loss is None:
             raise error("FXP106", where="eval_step", why="the program has no loss", fix="")

@@ -1,0 +1,98 @@
+"""A step's batch on its way: read here, compared with what the other ranks were given.
+
+A rank may be given only what it needs. Then it tells the others which inputs it has, with their
+dtypes and sizes, and hears theirs; which sets of inputs go together is remembered, so that a step
+with the sizes of an earlier one costs the ranks nothing more than comparing two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fxpart.runtime.agreement import Pending, digest
+from fxpart.runtime.batch import Cut, Seen, Shape
+from fxpart.runtime.lane_batch import LaneFeed
+from fxpart.runtime.transport import Transport
+
+_FULL = 1  # the last bit of the second digest: whether the batch has all inputs
+Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
+
+
+@dataclass
+class Source:
+    """What reads the batches of one program. known: shapes by the rows that all ranks told."""
+
+    feed: LaneFeed
+    microbatches: int
+    known: Known = field(default_factory=dict)
+
+
+class Reading(Pending[Seen]):
+    """One batch; :attr:`cut` is there when all ranks are known to fit where it is given in part."""
+
+    def __init__(
+        self, transport: Transport, source: Source, batch: Any, mode: str, *, local: bool = False
+    ) -> None:
+        """mode: what is done with it, in words, which must be the same on every rank.
+
+        Raises FXP105 on every rank if any rank's batch does not fit.
+        """
+        self._source = source
+        self._mode = mode
+        self._cut: Cut | None = None
+        self._others: Mapping[str, Shape] = {}
+
+        def look() -> tuple[Seen, str]:
+            seen = source.feed.look(batch, local=local)
+            if not seen.absent or len(transport.local) == transport.ranks:
+                self._cut = source.feed.cut(seen, source.microbatches)
+            return seen, _text(mode, seen.shapes)
+
+        super().__init__(transport, "the batches", look)
+
+    @property
+    def cut(self) -> Cut:
+        """The batch in microbatches; waits for the other ranks if some of it is theirs."""
+        if self._cut is None:
+            self.confirm()
+            # Every rank has all sizes now, and so they find the same faults.
+            self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
+        return self._cut
+
+    def _digests(self) -> list[int]:
+        if not self._value:
+            return [0, 0]
+        seen = self.value
+        shapes = digest(msgspec.json.encode(seen.shapes).decode())
+        return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
+
+    def _compare(self, rows: list[list[int]]) -> None:
+        complete = all(row[2] & _FULL for row in rows)
+        if complete or any(row[1] != rows[0][1] for row in rows):
+            super()._compare(rows)
+            return
+        key = tuple((row[2],) for row in rows)
+        if key not in self._source.known:
+            self._source.known[key] = self._put_together()
+        self._others = self._source.known[key]
+
+    def _put_together(self) -> Mapping[str, Shape]:
+        """All ranks' inputs; FXP501 where two have different ones of one name."""
+        shapes = self.value.shapes
+        raws = self._transport.exchange_bytes(msgspec.json.encode(shapes))
+        told = [msgspec.json.decode(raw, type=dict[str, Shape]) for raw in raws]
+        found: dict[str, Shape] = {}
+        for mine in told:
+            for name, shape in mine.items():
+                if found.setdefault(name, shape) != shape:
+                    self._refuse(_text(self._mode, shapes))
+        return found
+
+
+def _text(mode: str, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    inputs = " ".join(f"{n}:{dtype}{tuple(sizes)}" for n, (dtype, sizes) in shapes.items())
+    return f"{mode} {inputs}"
