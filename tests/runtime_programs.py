@@ -224,3 +224,14 @@ def train_branches(schedule: str) -> tuple[list[bytes], Bits]:
     trainer = make(branches(), connect(4), schedule=schedule, clip_norm=0.1, microbatches=16)
     losses = [trainer.step(batch(20, seed=seed)).numpy().tobytes() for seed in range(3)]
     return losses, bits(trainer.state_dict())
+
+
+def train_placed(schedule: str, ranks: tuple[int, ...], microbatches: int) -> tuple[Any, Bits]:
+    """Two steps of the tied language model with its four stages on these ranks."""
+    transport = connect(max(ranks) + 1)
+    trainer = make(
+        language(), transport, schedule=schedule, ranks=ranks, microbatches=microbatches,
+        clip_norm=0.1,
+    )  # fmt: skip
+    losses = [trainer.step(batch(2 * microbatches, seed=s)).numpy().tobytes() for s in range(2)]
+    return losses, bits(trainer.state_dict())

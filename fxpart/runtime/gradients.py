@@ -43,10 +43,13 @@ def _share_tie(state: ModelState, held: Held, entry: Entry, lane: int) -> None:
         for stage in others:
             # In one process a message is the tensor itself, and copies must not share memory.
             rank = state.rank(stage, lane)
+            if rank == home:
+                held.of(copies[stage]).grad = total.clone()
+                continue
             message = total.clone() if rank in transport.local else total.contiguous()
             sends.append(transport.send(home, rank, STATE, message))
     for stage in others:
-        if stage in copies:
+        if stage in copies and state.rank(stage, lane) != home:
             copy = held.of(copies[stage])
             copy.grad = transport.wait(_post(state, home, state.rank(stage, lane), copy))
     for handle in sends:
