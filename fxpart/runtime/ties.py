@@ -28,6 +28,7 @@ from fxpart.runtime.links import Link, edges, torch_dtype
 from fxpart.runtime.stage import trains
 from fxpart.runtime.transport import STATE, Transport
 from fxpart.schedule.action import Kind, Schedule
+from fxpart.schedule.rendezvous import execute
 
 Arrival = tuple[Inbox, int, tuple[Link, ...]]
 Key = tuple[int, int, int]  # from stage, to stage, microbatch
@@ -115,8 +116,6 @@ class TieSums:
         self._waiting: list[tuple[int, int, dict[str, torch.Tensor | None]]] = []
         self._totals: dict[str, torch.Tensor | None] = {}
         self._sending: deque[object] = deque()
-        # As many microbatches as the next holder can lag behind, so that waiting is never in vain.
-        self._window = len(spec.stages) + 2
         self._late_routes = any(
             source not in self._reached[target]
             for item in self._shared
@@ -124,6 +123,7 @@ class TieSums:
         )
         self._inboxes: list[Inbox] = []
         self._arrivals = self._make_inboxes(schedule)
+        self._window = self._lag(schedule) if self._shared else 0
 
     def _make_inboxes(self, schedule: Schedule) -> dict[Key, Arrival]:
         """Per message from another rank where it arrives, in the order of the sends."""
@@ -144,6 +144,30 @@ class TieSums:
                 self._inboxes.append(inbox)
                 where |= {key: (inbox, i, links) for i, (key, links) in enumerate(mine)}
         return where
+
+    def _lag(self, schedule: Schedule) -> int:
+        """How many of this rank's messages may be on their way, so that waiting is never in vain.
+
+        In one order in which the whole schedule can be run: at most so many lie between the oldest
+        that has not been taken and the newest. More are never needed, and each holds memory.
+        """
+        into = {s: list(self._sources(s, late=False)) for s in range(schedule.stages)}
+        out = {s: self._sent(s) for s in range(schedule.stages)}
+        untaken: dict[Key, int] = {}  # in the order of the sends, with the number of the first
+        count, most = 0, 1
+        for action in execute(schedule.ranks, schedule.stage_rank).order:
+            if action.kind not in (Kind.B, Kind.I):
+                continue
+            for source in into[action.stage]:
+                untaken.pop((source, action.stage, action.microbatch), None)
+            if self._stage_rank[action.stage] != self._rank:
+                continue
+            for target, items in out[action.stage].items():
+                if self._stage_rank[target] != self._rank:
+                    untaken[action.stage, target, action.microbatch] = count
+                    count += len(items)
+                    most = max(most, count - next(iter(untaken.values())))
+        return most
 
     def _sent(self, stage: int) -> dict[int, list[Shared]]:
         """What a stage sends after a backward, by receiving stage in ascending order."""
@@ -248,7 +272,7 @@ class TieSums:
             self._local[name, key] = gradient
         else:
             if not self._late_routes:  # late sums are received at the end of the step only
-                while len(self._sending) >= self._window * len(self._shared):
+                while len(self._sending) >= self._window:
                     self._transport.wait(self._sending.popleft())
             message = gradient.contiguous()
             self._sending.append(self._transport.send(self._rank, target, STATE, message))
