@@ -20,12 +20,8 @@ from fxpart.runtime.groups import Group, Groups, assign, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
-<<<<<<< /tmp/a5/h
 from fxpart.runtime.meshes import Meshes, sum_axes
-=======
-from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.needs import Needs
->>>>>>> /tmp/a5/repo/fxpart/runtime/assembly.py
 from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
 from fxpart.runtime.reading import Reading, Source

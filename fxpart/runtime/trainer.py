@@ -47,20 +47,17 @@ class Trainer(Saving):
         was sent then), FXP503 and FXP504 for a failed transfer or stage (nothing was updated, the
         gradients are dropped).
         """
-<<<<<<< /tmp/a5/h
-        loss = self._backward(batch, closing=not accumulate and self.optimizer is not None)
-=======
-        loss = self.backward(batch, local=local)
->>>>>>> /tmp/a5/repo/fxpart/runtime/trainer.py
+        closing = not accumulate and self.optimizer is not None
+        loss = self._backward(batch, closing=closing, local=local)
         if not accumulate:
             self.update()
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """Add the batch's gradients to what was accumulated since the last update; the loss."""
-        return self._backward(batch, closing=False)
+        return self._backward(batch, closing=False, local=local)
 
-    def _backward(self, batch: Any, *, closing: bool) -> torch.Tensor:
+    def _backward(self, batch: Any, *, closing: bool, local: bool) -> torch.Tensor:
         """closing: an update follows, so that gradients which are final may be summed at once."""
         if not self.spec.loss:
             raise error(
@@ -68,22 +65,14 @@ class Trainer(Saving):
             )
         if self._recorder is not None:
             self._recorder.begin(self.calls)
-<<<<<<< /tmp/a5/h
-        read = self._read(self._feed, batch, "last training" if closing else "training")
-        if self._stale:
-            self.zero_grad()
-        try:
-            cuts = self._feed.parts(read.value)
-            keys = self._keys(read.value)
-            self._held.closing = closing
-=======
-        read = self._read(self._source, batch, "training", local)
+        mode = "last training" if closing else "training"
+        read = self._read(self._source, batch, mode, local)
         if self._stale:
             self.zero_grad()
         try:
             cuts = self._feed.parts(read.cut)
             keys = self._keys(read.cut)
->>>>>>> /tmp/a5/repo/fxpart/runtime/trainer.py
+            self._held.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
             if self._held.zero == 2 and self.spec.ties:
                 with reporting(self._transport, "sharing gradients"):
