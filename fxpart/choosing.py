@@ -98,6 +98,7 @@ def costed(
         optimizer=request.optimizer,
         schedules=schedules,
         space=allowed,
+        transfer_dtype=request.transfer_dtype,
     )
 
 

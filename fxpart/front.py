@@ -77,6 +77,7 @@ def make_front(
         microbatches=asked.microbatches if plan is None else plan.microbatches,
         request=request,
         batch_size=asked.batch_size if plan is None else plan.batch_size,
+        precision=request.precision,
         **options,
     )
     constraints = request.constraints if plan is None else plan.constraints

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fxpart.cluster import Cluster
 from fxpart.errors import error
 from fxpart.plan import Certificate, Plan, PlanModel, Stage, Tie
+from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.planned.hosts import hosts_of
 from fxpart.planned.predicted import edges, predict
 from fxpart.planned.rejected import Comparison
@@ -59,6 +60,8 @@ def make_joint_plan(
         microbatches=choice.microbatches,
         schedule=choice.schedule,
         weights="stash" if choice.schedule == "async" else "flush",
+        precision=precision_of(constraints),
+        transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=seed,
         prediction=predict(choice, found, lanes, pairs, hosts_of(cluster, used)),

@@ -48,6 +48,7 @@ def price(
     min_stages: int = 1,
     max_stages: int | None = None,
     sharing: Sharing | None = None,
+    transfer_dtype: str = "",
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """The partition problem of an annotated graph on a cluster, and where its numbers come from.
 
@@ -55,7 +56,8 @@ def price(
     microbatches: a number, or None to let the solver choose. optimizer: as
     :func:`fxpart.optimizers.choose` takes it. max_stages: None for as many as there are devices.
     sharing: where a stage is several ranks; then the graph is that of one of them, and the devices
-    of the problem are groups of consecutive devices of the cluster.
+    of the problem are groups of consecutive devices of the cluster. transfer_dtype: what float32 is
+    sent as from stage to stage, "" as it is.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
@@ -79,7 +81,9 @@ def price(
     cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
     whole = weights(graph.graph, captured, trained, choice)
     state = tuple(map(shared.divided, whole))
-    pricer = _Pricer(graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings)
+    pricer = _Pricer(
+        graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings, transfer_dtype
+    )
     sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
@@ -163,6 +167,7 @@ class _Pricer:
         blocks: int,
         mesh: Mesh,
         rings: Rings,
+        transfer_dtype: str,
     ) -> None:
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
@@ -182,7 +187,7 @@ class _Pricer:
             if op is not None and block is not None:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))
                 self._node_block.append(block)
-        self.values, self._value_bytes = crossing(graph, specs)
+        self.values, self._value_bytes = crossing(graph, specs, transfer_dtype)
         self._saved = saved_storages(graph, blocks)
         self._workspace = Workspace(graph, specs, blocks)
         self._state = tuple(state)

@@ -122,6 +122,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     symbols: per symbol the user input and dim it is read from, {"s0": ("input_ids", 0)}.
     loss: the value that holds the loss (a scalar), and outputs: the user's output values in order.
+    transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
     ties: groups of stages that hold one parameter, by its original name (owner first).
     """
 
@@ -138,6 +139,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
     model: str = ""
     sharding: ShardingSpec | None = None
+    transfer_dtype: str = ""
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -6,8 +6,9 @@ graph, torch's autograd differentiates it and one torch optimizer updates all pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +19,90 @@ from fxpart.compat import TorchDispatchMode
 from fxpart.rng import microbatch_key, mix, seeded
 
 
+@dataclass(frozen=True)
+class Sent:
+    """How a value comes to a stage that did not make it.
+
+    before: the stage that its gradient goes back to, which has the value too; None for the one that
+    made it. ahead, back: the dtype in which value and gradient travel, None where they do not.
+    """
+
+    before: int | None
+    ahead: torch.dtype | None
+    back: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What is rounded on its way between stages. stages: of each op. sent: by value and stage."""
+
+    stages: Mapping[fx.Node, int]
+    sent: Mapping[tuple[str, int], Sent]
+
+
 class WholeGraph(fx.Interpreter):
     """Runs a graph with state taken from a dictionary of tensors by original name."""
 
-    def __init__(self, graph: fx.GraphModule, state: dict[str, torch.Tensor]) -> None:
-        """Keep the graph and the state it reads (and, for buffers, writes)."""
+    def __init__(
+        self, graph: fx.GraphModule, state: dict[str, torch.Tensor], sending: Sending | None = None
+    ) -> None:
+        """Keep the graph and the state it reads (and, for buffers, writes).
+
+        sending: rounds as transfers between stages do, which this one process does not have.
+        """
         super().__init__(graph)
         self.state = state
+        self._sending = sending
+        self._arrived: dict[tuple[str, int], Any] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The graph's outputs for its inputs."""
+        self._arrived = {}
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self._arrived = {}
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        """The values of a node's arguments, as they are on its stage."""
+        sending = self._sending
+        stage = None if sending is None else sending.stages.get(n)
+        if sending is None or stage is None:
+            return super().map_nodes_to_values(args, n)
+        return fx.node.map_arg(args, lambda a: self._on_stage(a.name, self.env[a], stage, sending))
+
+    def _on_stage(self, name: str, value: Any, stage: int, sending: Sending) -> Any:
+        """A value as the stage has it: what was sent there, once."""
+        route = sending.sent.get((name, stage))
+        if route is None:
+            return value
+        if (name, stage) not in self._arrived:
+            if route.before is not None:
+                value = self._on_stage(name, value, route.before, sending)
+            self._arrived[name, stage] = _Trip.apply(value, route.ahead, route.back)
+        return self._arrived[name, stage]
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The state tensor of that name."""
         return (
             self.state[target] if target in self.state else super().get_attr(target, args, kwargs)
         )
+
+
+class _Trip(torch.autograd.Function):
+    """A value that travels as ``ahead``, and its gradient as ``back``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, ahead: Any, back: Any) -> torch.Tensor:
+        ctx.back = back
+        return value.view_as(value) if ahead is None else value.to(ahead).to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        if ctx.back is not None:
+            gradient = gradient.to(ctx.back).to(gradient.dtype)
+        return gradient, None, None
 
 
 class OneProcess:
@@ -49,11 +121,13 @@ class OneProcess:
         seed: int,
         multiple: int = 1,
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sending: Sending | None = None,
     ) -> None:
         """optimizer: callable that takes the parameter list and returns a torch optimizer.
 
         multiple: the rows of each microbatch are a multiple of it, as ranks that share them need.
         convert: what the run starts from in place of each tensor of the state, in another dtype.
+        sending: what the partitioned run rounds on its way between stages.
         """
         self.captured = captured
         self.state = clone_state(captured, convert)
@@ -61,7 +135,7 @@ class OneProcess:
         self.multiple = multiple
         self.seed = seed
         self.steps = 0
-        self._run = WholeGraph(graph, self.state)
+        self._run = WholeGraph(graph, self.state, sending)
         trained = [self.state[n] for n in captured.parameters if self.state[n].requires_grad]
         self.optimizer = optimizer(trained) if trained else None
 

@@ -1,7 +1,9 @@
 """Does the partitioned run give the numbers of one process? Train both and compare everything.
 
 Two references: the captured graph run whole on the same microbatches (equal bit for bit, except
-where a gradient is a sum over stages), and the user's own module (equal within rounding).
+where a gradient is a sum over stages), and the user's own module (equal within rounding). Both are
+under the program's autocast; where values travel in fewer bits than they have, the whole graph
+rounds them at the same places.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import msgspec
 import torch
 
 from fxpart.capture.batch import put_together, take_apart
+from fxpart.codegen.placement import stages_of
 from fxpart.optimizers import choose
-from fxpart.reference import OneProcess, draws_scalars, keyed_random, split
+from fxpart.reference import OneProcess, Sending, Sent, draws_scalars, keyed_random, split
 from fxpart.rng import microbatch_key
 from fxpart.rounding import Convert, Rounding, measures
 from fxpart.runtime.lane_batch import row_multiple
-from fxpart.runtime.links import chained
+from fxpart.runtime.links import chained, links
 from fxpart.runtime.ties import summed_in_order
 
 if TYPE_CHECKING:
@@ -206,7 +209,26 @@ def _one_process(program: Program, factory: Any, convert: Convert | None = None)
         seed=program.plan.seed,
         multiple=row_multiple(program.spec),
         convert=convert,
+        sending=sending_of(program),
     )
+
+
+def sending_of(program: Program) -> Sending | None:
+    """What the program's transfers round, for one process to do the same; None for nothing."""
+    if not program.spec.transfer_dtype:
+        return None
+    homes = [program.plan.stages[index].ranks for _, _, index in program.plan.program_stages]
+    sent = {}
+    for link in links(program.spec):
+        wire = None if link.sent == link.dtype else link.sent
+        before = None if link.back in (-1, link.source) else link.back
+        home = link.source if before is None else before
+        sent[link.name, link.target] = Sent(
+            before=before,
+            ahead=wire if homes[link.source] != homes[link.target] else None,
+            back=wire if homes[home] != homes[link.target] else None,
+        )
+    return Sending(stages_of(program.graph.graph), sent)
 
 
 def _worst(loss: float, buffers: Mapping[str, float], rows: Iterable[Difference]) -> float:

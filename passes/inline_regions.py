@@ -13,9 +13,11 @@ from torch import fx
 
 from fxpart.errors import error
 from fxpart.pipeline.annotation import KEY, Level
-from fxpart.pipeline.autocast import Autocast, conversions
+from fxpart.pipeline.autocast import WHOLE_KEY, Autocast, conversions
 from fxpart.pipeline.edit import add_call, annotation, fake_mode, place, value
 from fxpart.pipeline.effects import is_op
+
+Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
 _GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -39,10 +41,12 @@ class InlineRegions:
         """Inline until no region is left; nested regions too."""
         graph = graph_module.graph
         mode = fake_mode(graph)
+        shared: Converted = {}
+        whole = bool(graph_module.meta.get(WHOLE_KEY))
         for node in list(graph.nodes):
             if _region(node):
                 with graph.inserting_before(node):
-                    _Inliner(graph_module, node, mode).inline()
+                    _Inliner(graph_module, node, mode, shared if whole else {}).inline()
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users and _is_body(graph_module, node):
                 graph.erase_node(node)
@@ -74,15 +78,15 @@ class _Around:
 class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
-    detached: outer value -> its detached form. converted: (value, dtype) -> the shared conversion
-    of a parameter. ungraded: outer nodes made without gradient, which need no detaching.
+    converted: (parameter, dtype) -> its shared conversion; the cache of autocast, which lasts until
+    the outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes made without gradient, which need no detaching.
     """
 
     root: fx.GraphModule
     call: fx.Node
     mode: AbstractContextManager[Any]
+    converted: Converted
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    converted: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
     ungraded: set[fx.Node] = field(default_factory=set)
 
     def inline(self) -> None:

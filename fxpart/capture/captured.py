@@ -28,6 +28,7 @@ class Captured:
     loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
     microbatch_size: the only size the graph takes, None where the batch is symbolic. output_dims:
     per output the dim that grows with the batch, None where none does or it is not known.
+    precision: "bf16" where it runs under autocast.
     tried: what was tried before the method that worked, as text. again: captures the same model
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
@@ -50,6 +51,7 @@ class Captured:
     loss_kind: str
     model_name: str
     training: bool = True
+    precision: str = "fp32"
     microbatch_size: int | None = None
     output_dims: tuple[int | None, ...] = ()
     tried: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from fxpart.capture.examples import infer_examples, no_examples
 from fxpart.capture.fakes import faked
 from fxpart.capture.gradients import check_gradients, own_backwards
 from fxpart.capture.modes import prepared
+from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.request import Request, run
 from fxpart.capture.trial import Trial
 from fxpart.capture.whole import Whole
@@ -34,6 +35,7 @@ def capture(
     batch_dims: Mapping[str, int | None] | None = None,
     training: bool = True,
     microbatch_size: int | None = None,
+    precision: str = "fp32",
 ) -> Captured:
     """Capture an unmodified model as a torch.fx graph.
 
@@ -42,10 +44,12 @@ def capture(
     output and the targets; without it the output's own loss, or the mean square of its floating
     tensors. batch_size: rows of the global batch, by default those of the example. batch_dims: per
     input name the dim of the batch, None for an input that is not cut; the rest is inferred.
-    microbatch_size: the size to capture at where the batch cannot be symbolic. The model's modes,
+    microbatch_size: the size to capture at where the batch cannot be symbolic. precision: "bf16"
+    for ``torch.autocast`` in bfloat16 around model and loss, whose conversions are then operations
+    of the graph; "fp32" as the model is. The model's modes,
     configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
     """
-    model = plain_module(model)
+    model, autocast = plain_module(model), autocast_dtype(precision)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
@@ -57,7 +61,7 @@ def capture(
         raise no_examples(model)
     known = settled(batch_dims or {}, names, parts.tensors)
     with prepared(model, training), faked(model) as mode:
-        trial = Trial(Whole(model, loss, call), mode)
+        trial = Trial(Whole(model, loss, call, autocast), mode)
         inferred = infer(trial, names, parts.tensors, known)
         backwards = own_backwards(trial, parts.tensors) if inferred.ran else []
     sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
@@ -74,6 +78,7 @@ def capture(
         microbatch_size=microbatch_size,
         training=training,
         floating=trial.whole.floating,
+        precision=precision,
     )
     captured = run(request)
     if not backwards:

@@ -19,6 +19,7 @@ from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
 from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.replay import Repeats
 from fxpart.capture.state import State, loss_prefix, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
@@ -26,6 +27,7 @@ from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
 from fxpart.compat import size_hint, symbol_names
 from fxpart.errors import FxpartError
+from fxpart.pipeline.autocast import WHOLE_KEY
 from fxpart.program import InputSpec
 
 
@@ -33,7 +35,8 @@ from fxpart.program import InputSpec
 class Request:
     """One call of :func:`~fxpart.capture.capture`, its example inputs taken apart.
 
-    floating: the names of the floating outputs, where the model could be run.
+    floating: the names of the floating outputs, where the model could be run. precision: "fp32" or
+    "bf16".
     """
 
     model: nn.Module
@@ -46,6 +49,12 @@ class Request:
     microbatch_size: int | None
     training: bool
     floating: frozenset[str] | None = None
+    precision: str = "fp32"
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast around the model, None without."""
+        return autocast_dtype(self.precision)
 
     @property
     def batch_dims(self) -> tuple[int | None, ...]:
@@ -64,7 +73,7 @@ def run(request: Request) -> Captured:
     model = request.model
     prefix = loss_prefix(model)
     state = state_of(model, request.loss, prefix)
-    whole = Whole(model, request.loss, request.call)
+    whole = Whole(model, request.loss, request.call, request.autocast)
     whole.floating = request.floating
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
@@ -79,13 +88,17 @@ def run(request: Request) -> Captured:
             exported = _export(whole, tensors, request.batch_dims, way)
             return unlift(exported, request.names, state, prefix)
 
-        ways = [way for way in WAYS if _possible(way, has_rows=has_rows, has_data=mode is None)]
+        # torch.fx's way records no autocast: its graph would be another model's.
+        runs = mode is None and request.autocast is None
+        ways = [way for way in WAYS if _possible(way, has_rows=has_rows, runs=runs)]
         try:
             way, unlifted, failures = first_that_works(ways, attempt)
         except NoWayError as none:
             raise FxpartError(
                 problems_of([(way.label, failure) for way, failure in none.failures])
             ) from none
+    if request.autocast is not None:
+        unlifted.graph.meta[WHOLE_KEY] = True
     tried = tuple(f"{way.label}: {summary_of(failure)}" for way, failure in failures)
     if request.inferred.note:
         tried = (request.inferred.note, *tried)
@@ -111,9 +124,9 @@ def _export(
     return run_export(whole, tensors, batch_dims, way)
 
 
-def _possible(way: Way, *, has_rows: bool, has_data: bool) -> bool:
-    """Symbols need a batch dim; torch.fx's way runs the model on data."""
-    return (has_rows or not way.symbolic) and (has_data or way.method != "symbolic-trace")
+def _possible(way: Way, *, has_rows: bool, runs: bool) -> bool:
+    """Symbols need a batch dim; torch.fx's way runs the model on data, as it is."""
+    return (has_rows or not way.symbolic) and (runs or way.method != "symbolic-trace")
 
 
 def _assemble(
@@ -139,6 +152,7 @@ def _assemble(
         loss_kind=unlifted.loss_kind,
         model_name=type(request.model).__name__,
         training=request.training,
+        precision=request.precision,
         tried=tried,
         again=lambda training: run(replace(request, training=training)),
         eager=lambda batch: run_eagerly(request, batch),
@@ -178,7 +192,7 @@ def _example(request: Request) -> Any:
 def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
     """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
-    whole = Whole(request.model, request.loss, request.call)
+    whole = Whole(request.model, request.loss, request.call, request.autocast)
     with cache_off(request.model), training_mode(request.model, request.training):
         returned = whole(tensors)
     loss = next(v for k, v in returned.items() if k.startswith("loss/"))

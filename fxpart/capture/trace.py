@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram, export
 
 from fxpart.capture.causes import problem_of
 from fxpart.capture.whole import Whole
-from fxpart.compat import deferred_code
+from fxpart.compat import deferred_code, grad_modes_kept
 
 MAX_BATCH = 1 << 20
 
@@ -71,7 +71,7 @@ def run_export(
 ) -> ExportedProgram:
     """torch.export of the whole module in one way; raises whatever torch raises."""
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
-    with deferred_code():
+    with deferred_code(), grad_modes_kept():
         return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
 
 

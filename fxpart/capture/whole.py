@@ -23,19 +23,31 @@ class Whole(nn.Module):
 
     The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
     parameters are known by prefix. floating: names of the floating outputs once they are known,
-    for tracing on proxies, which cannot tell.
+    for tracing on proxies, which cannot tell. autocast: the dtype of ``torch.autocast`` around
+    model and loss; None for no autocast.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None, call: Call) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, call: Call, autocast: torch.dtype | None = None
+    ) -> None:
         """Keep the model as it is; nothing of it is changed."""
         super().__init__()
         self.model = model
         self.loss = loss
         self.call = call
         self.floating: frozenset[str] | None = None
+        self.autocast = autocast
+        self.kind = autocast_device(model)
 
     def forward(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Run the model, then its loss; FXP106 when the loss is no scalar tensor."""
+        if self.autocast is None:
+            return self._run(batch)
+        # torch.export switches the cache off around a trace, which regions would then say too.
+        with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=True):
+            return self._run(batch)
+
+    def _run(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         call = self.call
         args = put_together(call.args, batch)
         kwargs = put_together(call.kwargs, batch)
@@ -54,6 +66,12 @@ class Whole(nn.Module):
             else:
                 outputs = {k: t for k, t in outputs.items() if t is not value}
         return {LOSS_KEYS[kind]: _scalar(value), **outputs}
+
+
+def autocast_device(model: nn.Module) -> str:
+    """The type of device whose rules ``torch.autocast`` follows: that of the model's state."""
+    tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
+    return "cpu" if tensor is None or tensor.device.type == "meta" else tensor.device.type
 
 
 def _scalar(value: Any) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Request:
     stage: tuple[str, ...] = ()
     layout: str | None = None
     time_limit: float | None = None
+    precision: str | None = None
+    transfer_dtype: str | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
@@ -105,6 +107,8 @@ class Request:
             "cost_model": self.cost_model,
             "constraints": self.constraints,
             "seed": self.seed,
+            "precision": self.precision,
+            "transfer_dtype": self.transfer_dtype,
         }
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
@@ -161,6 +165,14 @@ def compile_options(command: Command) -> Command:
             click.option(
                 "--zero", type=click.IntRange(0, 3),
                 help="Cut optimizer state (1), gradients too (2), parameters too (3) over dp.",
+            ),
+            click.option(
+                "--precision", metavar="NAME",
+                help="bf16 for autocast in bfloat16, fp32 for the model as it is.",
+            ),
+            click.option(
+                "--transfer-dtype", metavar="NAME",
+                help="bfloat16 sends float32 between ranks as that.",
             ),
             click.option("--seed", type=int, default=0, show_default=True),
         )

@@ -2,6 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpart.compat.autocasts import grad_modes_kept, may_convert
 from fxpart.compat.modules import (
     has_module_hooks,
     mask_detection_off,
@@ -50,6 +51,7 @@ __all__ = [
     "deferred_code",
     "fake_mode",
     "floor_division",
+    "grad_modes_kept",
     "guards_off",
     "has_module_hooks",
     "has_unbacked_symbols",
@@ -58,6 +60,7 @@ __all__ = [
     "like_fake",
     "mask_detection_off",
     "operation_schema",
+    "may_convert",
     "own_backward",
     "python_dispatcher",
     "quiet_fakes",

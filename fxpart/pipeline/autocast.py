@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import watch_casts
+from fxpart.compat import may_convert, python_dispatcher, quiet_fakes, watch_casts
 from fxpart.pipeline.sizes import tensors
+
+
+# graph.meta: one autocast is around the whole graph, whose regions share its conversions.
+WHOLE_KEY = "fxpart_autocast"
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,11 @@ def conversions(
     args, kwargs: fake tensors. None if the op, inside itself, converts what is no argument, or if
     the conversions do not explain the dtype of its result.
     """
+    if not may_convert(op, region.device):
+        return {}
     inside, results = _watch(region, op, args, kwargs, mode)
-    outside, _ = _watch(None, op, args, kwargs, mode)
+    with quiet_fakes():  # without autocast the operands may not fit together
+        outside, _ = _watch(None, op, args, kwargs, mode)
     added = Counter((id(t), dtype) for t, dtype in inside)
     added.subtract((id(t), dtype) for t, dtype in outside)
     given = {id(t) for t in tensors([*args, *kwargs.values()])}
@@ -71,7 +78,7 @@ def _watch(
         around = torch.autocast(region.device, dtype=region.dtype, cache_enabled=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with mode, torch.no_grad(), around, watch_casts() as seen:
+        with mode, python_dispatcher(), torch.no_grad(), around, watch_casts() as seen:
             try:
                 result = op(*args, **kwargs)
             except RuntimeError:

@@ -51,12 +51,14 @@ def joint_problem(
     optimizer: object = "adamw",
     schedules: Sequence[ScheduleName] = ("1f1b",),
     space: Space | None = None,
+    transfer_dtype: str = "",
 ) -> tuple[JointProblem, dict[str, str]]:
     """The joint problem of an annotated graph on a cluster, and where its numbers come from.
 
     graph: with blocks and what autograd saves (level ANNOTATED), of one process: not sharded.
     batch_size: rows of one step. microbatches: a number, or None to let the solver choose.
     optimizer: as :func:`fxpart.optimizers.choose` takes it. space: what may be chosen.
+    transfer_dtype: what float32 is sent as from stage to stage, "" as it is.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument), FXP201 (no blocks) and FXP403 (no
     link).
     """
@@ -86,7 +88,7 @@ def joint_problem(
         layouts=layouts.all,
         works=works.all(options),
         options=options,
-        boundaries=_boundaries(model, rows),
+        boundaries=_boundaries(model, rows, transfer_dtype),
         ties=model.ties,
         microbatches=rows.counts,
         schedules=_schedules(schedules),
@@ -111,9 +113,9 @@ def _schedules(names: Sequence[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _boundaries(model: Model, rows: Rows) -> tuple[Boundary, ...]:
+def _boundaries(model: Model, rows: Rows, transfer_dtype: str) -> tuple[Boundary, ...]:
     """Values between blocks, as lines in rows: exact where sizes are, else from above."""
-    values, amounts = crossing(model.graph.graph, model.specs)
+    values, amounts = crossing(model.graph.graph, model.specs, transfer_dtype)
     low = rows.fixed or 1
     high = low if rows.fixed else max(rows.batch, 2)
     found = []
@@ -128,6 +130,7 @@ def _boundaries(model: Model, rows: Rows) -> tuple[Boundary, ...]:
                 fixed_bytes=max(0, small - slope * low),
                 gradient=value.gradient,
                 saved=value.saved,
+                widened=value.widened,
             )
         )
     return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,11 +12,12 @@ import sympy
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpart.costmodels.sizes import is_floating, tensor_bytes
+from fxpart.costmodels.sizes import is_floating, item_bytes, tensor_bytes
 from fxpart.costmodels.traffic import VIEWS
 from fxpart.pipeline.annotation import Saved
 from fxpart.pipeline.effects import state_written
 from fxpart.pipeline.sizes import expression, tensors
+from fxpart.plan_io.precision import wire_dtype
 from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
 from fxpart.pricing.variants import Sizes
 from fxpart.solver.problem import Value
@@ -88,8 +89,13 @@ def crossing_nodes(
             yield node, roots[node], later
 
 
-def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
-    """Values that later blocks use, and their bytes."""
+def crossing(
+    graph: fx.Graph, specs: Specs, transfer_dtype: str = ""
+) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
+    """Values that later blocks use, and their bytes as they are sent.
+
+    transfer_dtype: what float32 travels as, "" as it is; it is kept as float32 all the same.
+    """
     sources = {saved.source for node in needed(graph) for saved in annotation(node).saved}
     values: list[Value] = []
     amounts: list[Size] = []
@@ -98,8 +104,15 @@ def crossing(graph: fx.Graph, specs: Specs) -> tuple[tuple[Value, ...], tuple[Si
         assert block is not None, "only ops of blocks cross"
         gradient = annotation(node).requires_grad and any(is_floating(t.dtype) for t in tensors)
         saved = root.name in sources or root.op != "call_function"
-        values.append(Value(producer=block, consumers=later, gradient=gradient, saved=saved))
-        amounts.append(_sum(tensor_bytes(t) for t in tensors))
+        wire = [wire_dtype(t.dtype, transfer_dtype) for t in tensors]
+        widened = max(
+            item_bytes(t.dtype) // item_bytes(w) for t, w in zip(tensors, wire, strict=True)
+        )
+        values.append(Value(
+            producer=block, consumers=later, gradient=gradient, saved=saved, widened=widened,
+        ))  # fmt: skip
+        sent = [replace(t, dtype=w) for t, w in zip(tensors, wire, strict=True)]
+        amounts.append(_sum(map(tensor_bytes, sent)))
     return tuple(values), tuple(amounts)
 
 

@@ -49,7 +49,12 @@ class Inbox:
         self._device = device
         self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
         self._plan = [
-            (m.microbatch, [(shape(link.shape), link.dtype) for link in m.links]) for m in messages
+            (m.microbatch, [(shape(link.shape), link.sent) for link in m.links]) for m in messages
+        ]
+        # Where it travels as something else, what each tensor of a message was and is again.
+        self._wanted = [
+            [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
+            for m in messages
         ]
         self._handles: list[list[Any] | None] = []
         self._sizes: Sequence[Sizes] = ()
@@ -83,6 +88,9 @@ class Inbox:
         tensors = [self._transport.wait(handle) for handle in handles]
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
+        wanted = self._wanted[index]
+        if wanted is not None:
+            tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
         return tensors
 
     def settle(self, index: int) -> None:

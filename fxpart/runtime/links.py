@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpart.errors import error
+from fxpart.plan_io.precision import wire_dtype
 from fxpart.program import Dim, ProgramSpec, StageSpec, ValueSpec
 from fxpart.schedule.action import StageEdge
 
@@ -19,7 +20,8 @@ class Link:
     whether its gradient comes back. back: the stage that the gradient is sent to. That is the
     source; or, where several stages use the value, the user before this one, which adds its own
     part and sends the sum on. So the parts are added one after another, later uses first, as
-    autograd adds them in one process, and the sum is the same in every bit.
+    autograd adds them in one process, and the sum is the same in every bit. sent: in which
+    dtype value and gradient go from rank to rank.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Link:
     dtype: torch.dtype
     shape: tuple[Dim, ...]
     gradient: bool
+    sent: torch.dtype
     back: int = -1
 
 
@@ -107,7 +110,9 @@ def _link(
             why=f"it is {made.dtype} {made.shape} there and {value.dtype} {value.shape} here",
             fix="",
         )
+    sent = wire_dtype(value.dtype, spec.transfer_dtype)
     return Link(
         value.name, source, stage.index, output, position,
         torch_dtype(value.dtype), value.shape, value.requires_grad and made.requires_grad,
+        torch_dtype(sent),
     )  # fmt: skip

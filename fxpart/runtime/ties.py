@@ -54,9 +54,8 @@ def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
             if state.name in spec.ties and state.requires_grad:
                 held = names.setdefault(state.name, {})
                 held[stage.index] = state.attribute
-                link = Link(
-                    state.name, 0, 0, 0, 0, torch_dtype(state.dtype), tuple(state.shape), True
-                )
+                dtype = torch_dtype(state.dtype)  # sums are never rounded on their way
+                link = Link(state.name, 0, 0, 0, 0, dtype, tuple(state.shape), True, dtype)
                 active = [
                     s for s in sorted(held) if s == state.owner or trains(spec, spec.stages[s])
                 ]

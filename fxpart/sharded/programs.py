@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from torch import fx
 
 from fxpart.codegen import emit, split
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class Lanes:
     """The programs of all lanes of a sharded graph cut into stages, each made when asked for.
 
-    order: the blocks in the order that starts count in; empty for the graph's own.
+    order: the blocks in the order that starts count in; empty for the graph's own. transfer_dtype:
+    of the program.
     """
 
     sharded: Sharded
@@ -31,6 +33,7 @@ class Lanes:
     starts: tuple[int, ...]
     seed: int
     order: tuple[int, ...] = ()
+    transfer_dtype: str = ""
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -45,7 +48,9 @@ class Lanes:
         """The stages as data and the text of each."""
         graph = self.graph(lane)
         if id(graph) not in self._made:
-            self._made[id(graph)] = generate(graph, self.captured, self.seed, self.sharded)
+            self._made[id(graph)] = generate(
+                graph, self.captured, self.seed, self.sharded, self.transfer_dtype
+            )
         return self._made[id(graph)]
 
 
@@ -63,17 +68,32 @@ def assign(
 
 
 def generate(
-    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None = None
+    assigned: fx.GraphModule,
+    captured: Captured,
+    seed: int,
+    sharded: Sharded | None = None,
+    transfer_dtype: str = "",
 ) -> tuple[ProgramSpec, tuple[str, ...]]:
     """The program's description, and each stage's text."""
-    spec, stages = cut(assigned, captured, seed, sharded)
+    spec, stages = cut(assigned, captured, seed, sharded, transfer_dtype)
     return spec, tuple(emit(stage) for stage in stages)
 
 
 def cut(
-    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None
+    assigned: fx.GraphModule,
+    captured: Captured,
+    seed: int,
+    sharded: Sharded | None,
+    transfer_dtype: str = "",
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
     """The graph of each stage; of a lane's graph where ``sharded`` is given."""
+    spec, stages = _cut(assigned, captured, seed, sharded)
+    return replace(spec, transfer_dtype=transfer_dtype), stages
+
+
+def _cut(
+    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None
+) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
     if sharded is None:
         return split(assigned, captured, seed)
     zero, axis = (sharded.zero, sharded.zero_axis) if sharded.zero < 3 else (0, "")

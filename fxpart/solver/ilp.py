@@ -267,10 +267,12 @@ class _Programme:
             for b in self.blocks:
                 self.model.add(work >= one.workspace[b] * self._x(b, p))
             each = [one.activation[b] * self._x(b, p) for b in self.blocks]
-            each += [s * h for s, h in zip(one.value_bytes, self.received[p], strict=True)]
+            pairs = zip(one.value_bytes, problem.values, strict=True)
+            kept = [size * value.widened for size, value in pairs]
+            each += [s * h for s, h in zip(kept, self.received[p], strict=True)]
             each += [
                 size * self._sent(value, p)
-                for size, value in zip(one.value_bytes, problem.values, strict=True)
+                for size, value in zip(kept, problem.values, strict=True)
             ]
             done = 0
             for stages in range(p + 1, self.stages + 1):

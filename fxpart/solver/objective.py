@@ -197,7 +197,10 @@ class Scorer:
                 optimizer=sum(w.optimizer for w in weights),
                 activations=flying * saved + workspace,
                 buffers=sum(w.weight for w in weights if w.buffer),
-                transfers=flying * sum(variant.value_bytes[v] for v in (*received, *sent)),
+                transfers=flying
+                * sum(
+                    variant.value_bytes[v] * problem.values[v].widened for v in (*received, *sent)
+                ),
             ),
             memory_limit=device.memory,
             in_flight=flying,

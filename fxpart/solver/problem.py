@@ -35,13 +35,15 @@ class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A stage that uses it without holding its producer receives it once for each microbatch, and
     returns a gradient of the same size where ``gradient`` holds. saved: its stage keeps it for the
     backward in any case (its bytes are in ``activation``, or it is a view of an input or a weight);
-    otherwise a stage that sends it keeps it, once for each microbatch in flight.
+    otherwise a stage that sends it keeps it, once for each microbatch in flight. widened: how many
+    times the bytes that are sent are kept (2 where float32 is sent as bfloat16).
     """
 
     producer: int
     consumers: tuple[int, ...]
     gradient: bool
     saved: bool = True
+    widened: int = 1
 
 
 class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,8 +71,8 @@ class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
     [block]; what several blocks save counts where it is made. workspace: bytes live only while the
-    block runs, [block]. value_bytes: [value]. collective: of forward and backward together the
-    seconds in which the ranks of a stage talk, [block]; empty where there are none.
+    block runs, [block]. value_bytes: as sent, [value]. collective: of forward and backward
+    together the seconds in which the ranks of a stage talk, [block]; empty where there are none.
     """
 
     microbatch_size: int

@@ -151,10 +151,12 @@ class VariantTables:
             for f, b in zip(variant.forward, variant.backward, strict=True)
         ]
         self.compute = [tables.additive(row) for row in both]
-        self.received, self.moved = tables.receipts(np.array(variant.value_bytes, dtype=np.int64))
+        moved = np.array(variant.value_bytes, dtype=np.int64)
+        kept = moved * np.array([v.widened for v in tables.problem.values], dtype=np.int64)
+        self.received, self.moved = tables.receipts(kept)[0], tables.receipts(moved)[1]
         self.per_flight = (
             tables.additive(np.array(variant.activation, dtype=np.int64))
-            + tables.sent(np.array(variant.value_bytes, dtype=np.int64))
+            + tables.sent(kept)
             + self.received
         )
         workspace = np.array(variant.workspace, dtype=np.int64)

@@ -97,9 +97,11 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
 
 def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
+    widest = max((value.widened for value in problem.values), default=1)
     flying = max(
         (
-            v.microbatches * sum(map(sum, (v.activation, v.workspace, v.value_bytes)))
+            v.microbatches
+            * (sum(map(sum, (v.activation, v.workspace))) + widest * sum(v.value_bytes))
             for v in problem.variants
         ),
         default=0,

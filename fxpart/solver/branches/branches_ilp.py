@@ -280,7 +280,9 @@ class _Model:
         """Bytes, exact: each stage's memory for the microbatches that its depth lets it hold."""
         one, problem = self.one, self.problem
         state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
-        each = sum(one.activation) + 2 * sum(one.value_bytes)
+        pairs = zip(one.value_bytes, problem.values, strict=True)
+        kept = [size * value.widened for size, value in pairs]
+        each = sum(one.activation) + 2 * sum(kept)
         most = max(self.tables.flying(self.count), 1)
         least = min(d.memory for d in problem.devices[: self.count])
         if state + max(one.workspace) + most * each <= least:
@@ -289,7 +291,7 @@ class _Model:
         for p, device in enumerate(problem.devices[: self.count]):
             need = self._standing(p)
             one_more: list[Expression] = [one.activation[b] * self.x[b][p] for b in range(self.n)]
-            for v, size in enumerate(one.value_bytes):
+            for v, size in enumerate(kept):
                 one_more += [size * self.got[p][v], size * self._sent(v, p)]
             if self.tables.schedule == "gpipe":
                 self.model.add(need + self.tables.m * sum(one_more) <= device.memory)

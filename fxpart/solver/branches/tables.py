@@ -93,7 +93,7 @@ class Tables:
             if weights[w].gradient and self._span[w] & ~blocks
         )
         state = sum(weights[w].weight + weights[w].gradient + weights[w].optimizer for w in held)
-        crossing = sum(one.value_bytes[v] for v in received) + sum(one.value_bytes[v] for v in sent)
+        crossing = sum(one.value_bytes[v] * values[v].widened for v in (*received, *sent))
         return Parts(
             seconds,
             once,

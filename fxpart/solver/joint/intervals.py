@@ -188,12 +188,12 @@ class IntervalTables:
                 if each:
                     count[0] += got
                     size += each * got
-                    kept += each * got
+                    kept += each * value.widened * got
                     if value.gradient:
                         count[1] += got
                         back += each * got
                     if sent is not None:
-                        kept += each * sent
+                        kept += each * value.widened * sent
             self._moved[rows] = count, size, back, kept
         return self._moved[rows]
 

@@ -215,8 +215,11 @@ class JointScorer:
             for v in sorted(received):
                 size = values[v].row_bytes * rows + values[v].fixed_bytes
                 moved.append((size, 2 if values[v].gradient else 1))
-                held += size
-            held += sum(values[v].row_bytes * rows + values[v].fixed_bytes for v in sorted(sent))
+                held += size * values[v].widened
+            held += sum(
+                (values[v].row_bytes * rows + values[v].fixed_bytes) * values[v].widened
+                for v in sorted(sent)
+            )
         return moved, held
 
 

@@ -129,7 +129,8 @@ class Boundary(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A stage that uses it without holding its producer receives it once for each microbatch
     (``row_bytes`` for each row of the replica's share, and ``fixed_bytes``), and where ``gradient``
     holds returns as much. saved: its stage keeps it for the backward in any case; otherwise a stage
-    that sends it keeps it for each microbatch in flight.
+    that sends it keeps it for each microbatch in flight. widened: how many times the bytes that
+    are sent are kept (2 where float32 is sent as bfloat16).
     """
 
     producer: int
@@ -138,6 +139,7 @@ class Boundary(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fixed_bytes: int = 0
     gradient: bool = True
     saved: bool = True
+    widened: int = 1
 
 
 class Tie(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

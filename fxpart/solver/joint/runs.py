@@ -114,8 +114,8 @@ class Runs:
             band(arrived, [v.row_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
             band(arrived, [v.fixed_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
             band(arrived, [k * s for k, s in zip(times, some, strict=True)]),
-            band(both, [v.row_bytes for _, v in both]),
-            band(both, [v.fixed_bytes for _, v in both]),
+            band(both, [v.row_bytes * v.widened for _, v in both]),
+            band(both, [v.fixed_bytes * v.widened for _, v in both]),
         ]
 
     def _ties(self) -> list[tuple[Ints, Ints]]:

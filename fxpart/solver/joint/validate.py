@@ -160,7 +160,7 @@ def _sizes(problem: JointProblem) -> Iterator[_Fault]:
     repeats = max(Counter(problem.kinds).values())
     work = max((sum(w.activation) + max(w.workspace) for w in problem.works), default=0)
     rows = max((w.rows for w in problem.works), default=1)
-    values = 2 * sum(v.row_bytes * rows + v.fixed_bytes for v in problem.boundaries)
+    values = 2 * sum((v.row_bytes * rows + v.fixed_bytes) * v.widened for v in problem.boundaries)
     if (flying + 1) * (repeats * (state + work) + values) > LARGEST:
         yield "bytes", "the sizes add up to more than 2**60 bytes"
 

@@ -1,0 +1,65 @@
+"""Autocast: what it acts on, and gradient modes inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def may_convert(operation: Any, device: str) -> bool:
+    """Whether autocast on the type of device may convert operands of the op, or inside of it.
+
+    It may where the op has a kernel of its own for autocast, or is made of other ops. Uses
+    ``torch._C._dispatch_has_kernel_for_dispatch_key``; true where that cannot tell.
+    """
+    known = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    schema = getattr(operation, "_schema", None)
+    if known is None or schema is None:
+        return True
+    name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    try:
+        return any(
+            known(name, key) for key in (f"Autocast{device.upper()}", "CompositeImplicitAutograd")
+        )
+    except RuntimeError:  # a kind of device without a key of its own
+        return True
+
+
+@contextmanager
+def grad_modes_kept() -> Iterator[None]:
+    """torch.export keeps ``torch.no_grad`` that stands inside of ``torch.autocast``.
+
+    Its pass cuts the graph where the mode of gradients changes, begins each piece with the autocast
+    around it, and then knows a piece only by its first node: the mode is forgotten, and what was
+    computed without gradients gets some. Patches the private ``_is_set_grad_enabled_sub_mod`` of
+    ``torch._export.passes.replace_set_grad_with_hop_pass`` to look behind that first node; does
+    nothing where it is gone.
+    """
+    try:
+        from torch._export.passes import replace_set_grad_with_hop_pass as changing
+    except ImportError:
+        yield
+        return
+    original = getattr(changing, "_is_set_grad_enabled_sub_mod", None)
+    if original is None:
+        yield
+        return
+
+    def known(node: Any, omit_if_same_with_ambient: bool = False) -> Any:
+        if node.op != "call_module":
+            return False
+        inside = getattr(node.graph.owning_module, str(node.target)).graph.nodes
+        ours = (torch.amp.autocast_mode._enter_autocast,)
+        first = next((n for n in inside if n.op != "placeholder" and n.target not in ours), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return first.args[0] != torch.is_grad_enabled() if omit_if_same_with_ambient else True
+
+    changing._is_set_grad_enabled_sub_mod = known
+    try:
+        yield
+    finally:
+        changing._is_set_grad_enabled_sub_mod = original
