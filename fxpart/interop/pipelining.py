@@ -24,6 +24,7 @@ from torch import nn
 from fxpart.codegen import constants_of, load_stage, materialise
 from fxpart.errors import error
 from fxpart.interop.chain import FEED, MICROBATCH, ChainStage, Feed, boundaries, meta
+from fxpart.planned.scheduled import stage_of
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch import Cut, Reader
@@ -203,7 +204,8 @@ def pipeline_stages(
     """What :meth:`fxpart.api.Program.to_pipeline_stages` gives."""
     plan, spec = program.plan, program.spec
     boundaries(spec)
-    placed = tuple(stage.ranks[0] for stage in plan.stages) if ranks is None else tuple(ranks)
+    plans = (plan.stages[stage].ranks[0] for stage in stage_of(plan))
+    placed = tuple(plans if ranks is None else ranks)
     world = len(set(placed))
     if len(placed) != len(spec.stages) or set(placed) != set(range(world)):
         raise error(
