@@ -19,10 +19,11 @@ class Cell:
 
     inputs: as received, leaves of autograd where their gradient is sent back. outputs: of the
     stage module. relayed: values of this stage's own, at which gradients of later users of the
-    same input enter. gradients: by input position, after :meth:`backward`.
+    same input enter. gradients: by input position, after :meth:`backward`. outlasts: whether a
+    stage of this rank reads outputs after the backward, as one may that gives no gradient back.
     """
 
-    __slots__ = ("_edges", "gradients", "inputs", "outputs", "relayed", "table")
+    __slots__ = ("_edges", "gradients", "inputs", "outlasts", "outputs", "relayed", "table")
 
     def __init__(self, table: StageTable) -> None:
         """table: the stage."""
@@ -31,6 +32,7 @@ class Cell:
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.relayed: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
+        self.outlasts = False
         self._edges: tuple[GradientEdge | None, ...] | None = None
 
     def forward(self, key: int, *, train: bool) -> None:
@@ -90,7 +92,8 @@ class Cell:
         for position in self.table.gradient_inputs:
             leaf = self.inputs[position]
             self.gradients[position] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        self.inputs, self.outputs, self.relayed, self._edges = [], (), {}, None
+        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlasts else ()
+        self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
 
 
 class Roots:

@@ -38,6 +38,7 @@ from fxpart.schedule.action import Action, Kind, Schedule
 # Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
 _WINDOW = 4
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)  # what adds to a stage's gradients
+_ENDS = (Kind.B, Kind.I)  # what gives a microbatch's tensors up
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Executor:
         for index, action in enumerate(actions):
             final = [cell for cell in self._touches(action) if last[cell] == index]
             if action.kind is Kind.F:
-                instruction = self._prepare_forward(action)
+                instruction = self._prepare_forward(action, self._outlasts(action, actions))
             elif action.kind in (Kind.B, Kind.I):
                 instruction = self._prepare_backward(action)
             elif action.kind is Kind.W:
@@ -250,15 +251,24 @@ class Executor:
             done.append(self._dropping(instruction, final) if final else instruction)
         return done
 
+    def _outlasts(self, forward: Action, actions: Sequence[Action]) -> bool:
+        """Whether a stage of this rank takes a forward's values after the backward only."""
+        if not self._train:
+            return False
+        own = [(a.stage, a.kind) for a in actions if a.microbatch == forward.microbatch]
+        ends = [at for at, (k, kind) in enumerate(own) if k == forward.stage and kind in _ENDS]
+        users = {k for k, table in self._tables.items() if forward.stage in table.producers}
+        return bool(ends) and any(k in users and kind is Kind.F for k, kind in own[ends[0] :])
+
     def _touches(self, action: Action) -> list[tuple[int, int]]:
         """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
         if action.kind is Kind.W:  # what it needs is kept apart
             return []
         table, found = self._tables[action.stage], [action.stage]
         if action.kind is Kind.F:
-            found += [p for p in table.producers if self._stage_rank[p] == self.rank]
+            found += [p for p in table.producers if self._here(p, action.microbatch)]
         elif action.kind in (Kind.B, Kind.I):
-            found += [c for c in table.consumers if self._stage_rank[c] == self.rank]
+            found += [c for c in table.consumers if self._here(c, action.microbatch)]
         return [(stage, action.microbatch) for stage in found]
 
     def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
@@ -277,7 +287,7 @@ class Executor:
         post = self._routes.posting(action) or _nothing
         return Instruction(action, (), post, post)
 
-    def _prepare_forward(self, action: Action) -> Instruction:
+    def _prepare_forward(self, action: Action, outlasts: bool) -> Instruction:
         table, microbatch = self._tables[action.stage], action.microbatch
         arrivals = self._routes.arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
         own = [
@@ -289,6 +299,7 @@ class Executor:
 
         def do() -> None:
             feed, cell = self._feed, Cell(table)
+            cell.outlasts = outlasts
             for position, name in table.user:
                 cell.inputs[position] = feed.inputs[microbatch][name]
             for inbox, place, carried in arrivals:
