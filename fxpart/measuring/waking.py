@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpart.runtime.connect import connect
+from fxpart.runtime.transport import FORWARD, Transport
+
 _WIDTH = 256  # of a product that is small beside the caches
 _PIECE = 8e-3  # seconds of a computation, about
 _ROUNDS = 24  # computations of each rank in a ring
@@ -42,10 +45,12 @@ def waking(rank: int, world: int) -> tuple[float, ...]:
     length = torch.tensor([float(piece())])
     dist.broadcast(length, 0)
     work = Work(int(length))
+    transport = connect(world)
     rows = torch.zeros(2, world - 1)
     for tokens in range(1, world):
         rows[0, tokens - 1] = _together(rank, tokens, work)
-        rows[1, tokens - 1] = _ring(rank, world, tokens, work)
+        rows[1, tokens - 1] = _ring(rank, world, tokens, work, transport)
+    transport.close()
     gathered = [torch.zeros_like(rows) for _ in range(world)]
     dist.all_gather(gathered, rows)
     alone = [
@@ -94,20 +99,26 @@ def _together(rank: int, count: int, work: Work) -> float:
     return statistics.fmean(taken) if taken else 0.0
 
 
-def _ring(rank: int, world: int, tokens: int, work: Work) -> float:
-    """Seconds of a hop: the time of one turn of all tokens over the hops in it."""
+def _ring(rank: int, world: int, tokens: int, work: Work, transport: Transport) -> float:
+    """Seconds of a hop, as the runtime sends: the time of a turn of all tokens over its hops."""
     token, sent = torch.zeros(_CARRIED), list[Any]()
+    before, after = (rank - 1) % world, (rank + 1) % world
+
+    def receive() -> None:
+        shape, dtype, device = token.shape, token.dtype, token.device
+        transport.wait(transport.post(before, rank, FORWARD, shape, dtype, device))
+
     dist.barrier()
     start = time.perf_counter()
     for turn in range(_ROUNDS):
         if turn or rank >= tokens:
-            dist.recv(token, (rank - 1) % world)
+            receive()
         work()
-        sent.append(dist.isend(token.clone(), (rank + 1) % world))
+        sent.append(transport.send(rank, after, FORWARD, token.clone()))
     taken = time.perf_counter() - start
     if rank < tokens:
-        dist.recv(token, (rank - 1) % world)
+        receive()
     for one in sent:
-        one.wait()
+        transport.wait(one)
     dist.barrier()
     return taken * tokens / (_ROUNDS * world)
