@@ -66,7 +66,8 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
 # Verbs and subjects that must work without the heavy packages, and quickly.
 LIGHT = [["--help"], ["explain", "PLAN"], ["explain", "FXP204"], ["validate", "PLAN"],
          ["simulate", "PLAN"], ["diff", "PLAN", "PLAN"], ["report", "PLAN", "-o", "OUT"],
-         ["explain", "PLAN", "--json"]]  # fmt: skip
+         ["explain", "PLAN", "--json"], ["schedule", "simulate", "zb-v", "-s", "4", "-m", "4"],
+         ["schedule", "validate", "1f1b", "-s", "4", "-m", "4"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)

@@ -29,6 +29,7 @@ VERBS = {
     "train": "Train a target by a plan, in this process or on several.",
     "verify": "Compare partitioned training with one process, number by number.",
     "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
+    "schedule": "Show, prove, time and convert schedules: built ones, and files.",
     "report": "Draw a plan as one HTML file.",
     "whatif": "Ask what a plan would be with other devices, links or decisions.",
     "diff": "Show what differs between two plans.",

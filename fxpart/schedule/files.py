@@ -26,17 +26,21 @@ def load(path: str | Path, name: str | None = None) -> Schedule:
     Raises FXP301 where the file cannot be read, FXP303 with every fault of what is in it, FXP109
     for a name that is none.
     """
+    return read(contents(path), name)
+
+
+def contents(path: str | Path) -> str:
+    """The text of a schedule's file; raises FXP301 where it cannot be read."""
     try:
         size = Path(path).stat().st_size
         if size > MAX_BYTES:
             why = f"it has {size} bytes, more than {MAX_BYTES}"
             raise error("FXP301", where=str(path), why=why, fix="give a schedule's text or CSV")
-        text = Path(path).read_bytes().decode("utf-8")
+        return Path(path).read_bytes().decode("utf-8")
     except OSError as why:
         raise error("FXP301", where=str(path), why=why.strerror or str(why), fix="") from why
     except UnicodeDecodeError as why:
         raise error("FXP301", where=str(path), why="it is not UTF-8 text", fix="") from why
-    return read(text, name)
 
 
 def read(text: str, name: str | None = None) -> Schedule:

@@ -72,6 +72,15 @@ def check(
     )
 
 
+def incomplete(schedule: Schedule, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
+    """The computations that are missing, or there too often; also before there are transfers.
+
+    Raises FXP901 on edges that are no stage graph; numbers that do not fit together are
+    :func:`fxpart.schedule.shape.shape_problems`' question.
+    """
+    return tuple(_complete(schedule, Dependence.of(schedule, edges)))
+
+
 def _listed(numbers: Iterable[int]) -> str:
     shown = [str(n) for n in sorted(numbers)]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
