@@ -123,7 +123,9 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     symbols: per symbol the user input and dim it is read from, {"s0": ("input_ids", 0)}.
     loss: the value that holds the loss (a scalar), and outputs: the user's output values in order.
     transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
-    ties: groups of stages that hold one parameter, by its original name (owner first).
+    ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
+    groups of stages that are copies of one another, of which each takes its turn of the microbatches
+    (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -139,6 +141,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
     model: str = ""
     sharding: ShardingSpec | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
     transfer_dtype: str = ""
 
 

@@ -17,6 +17,7 @@ from fxpart.runtime.executor import Around, Executor, Failure, Feed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.recompute import Mode
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 from fxpart.schedule.action import Schedule
@@ -53,11 +54,12 @@ class Engine:
         meshes: Meshes | None = None,
         crew: Crew | None = None,
         around: Callable[[int], Around | None] | None = None,
+        recompute: Mapping[int, Mode] | None = None,
     ) -> None:
         """lanes: those of this process. ranks: of each stage and lane.
 
         meshes: what connects the lanes. crew: their threads. around: per lane, what is done around
-        backwards.
+        backwards. recompute: stages that do not keep their activations.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
@@ -68,6 +70,7 @@ class Engine:
         self._meshes = meshes
         self._crew = crew or Crew([lane.index for lane in lanes], self._leave)
         self._around = around
+        self._recompute = dict(recompute or {})
         self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
             stage.index
@@ -180,6 +183,7 @@ class Engine:
                 on_failure=partial(self._leave, lane.index),
                 threads=self._meshes is not None and self._meshes.threads,
                 around=around,
+                recompute=self._recompute,
             )
             for rank in self._transport.local
             if rank in ranks
@@ -222,27 +226,30 @@ class Engine:
         failures = [f for f in failures if not isinstance(f.cause, PeerLostError)] or failures
         loss = None if failures else self._weighted_loss(executors, cut)
         bits = 0
-        if loss is not None and loss.device.type == "cpu":
+        if loss is not None and (loss.device.type == "cpu" or self.spec.replicas):
             bits = struct.unpack("<q", struct.pack("<d", loss.item()))[0]
         rows = self._exchange([len(failures), bits])
         for executor in executors:
             executor.finish()
         if any(row[0] for row in rows):
             self._raise(failures)
-        outputs = {name: found for e in executors for name, found in e.outputs.items()}
+        outputs: dict[str, dict[int, torch.Tensor]] = {}
+        for name, found in ((n, f) for e in executors for n, f in e.outputs.items()):
+            outputs[name] = {**outputs.get(name, {}), **found}
         if not self._losses:
             return Result(None, outputs)
         return Result(self._spread(loss, rows), outputs)
 
     def _weighted_loss(self, executors: list[Executor], cut: Cut) -> torch.Tensor | None:
+        """The sum over the microbatches whose losses are here; the first lane's."""
+        total: torch.Tensor | None = None
         for executor in executors:
-            if executor.losses:
-                total: torch.Tensor | None = None
-                for index, weight in enumerate(cut.weights):
-                    part = executor.losses[index] * weight
-                    total = part if total is None else total + part
-                return total
-        return None
+            for index, loss in sorted(executor.losses.items()):
+                part = loss * cut.weights[index]
+                total = part if total is None else total + part
+            if total is not None and not self.spec.replicas:
+                break
+        return total
 
     def _spread(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:
         """The loss on every process: as bits of a float64 on CPUs, by a broadcast on GPUs."""
@@ -253,9 +260,11 @@ class Engine:
         value = next(v for v in stage.outputs if v.name == self.spec.loss)
         dtype = torch_dtype(value.dtype)
         device = self._devices[self._transport.local[0]]
-        if device.type == "cpu":
-            number = struct.unpack("<d", struct.pack("<q", rows[root][1]))[0]
-            return torch.tensor(number, dtype=dtype)
+        if device.type == "cpu" or self.spec.replicas:
+            # Of copies each has the losses of its own microbatches.
+            roots = dict.fromkeys(self._ranks[stage][0] for stage in self._losses)
+            numbers = [struct.unpack("<d", struct.pack("<q", rows[r][1]))[0] for r in roots]
+            return torch.tensor(sum(numbers), dtype=dtype, device=device)
         tensor = torch.empty((), dtype=dtype, device=device) if loss is None else loss
         return self._transport.broadcast(tensor, root)
 
@@ -300,7 +309,7 @@ def place(
             fix="",
         )
     given = seated(name, ranks, world) if isinstance(name, Schedule) else name
-    return make(given, ranks, microbatches, edges(spec), world=world)
+    return make(given, ranks, microbatches, edges(spec), world=world, replicas=spec.replicas)
 
 
 def _problem(failure: Failure) -> Problem:

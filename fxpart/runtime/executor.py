@@ -21,6 +21,7 @@ from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.links import Link
+from fxpart.runtime.recompute import Mode
 from fxpart.runtime.routes import Arrival, Routes
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.split_backward import Halves, Rest
@@ -108,12 +109,13 @@ class Executor:
         on_failure: Callable[[BaseException], None] | None = None,
         around: Around | None = None,
         threads: bool = False,
+        recompute: Mapping[int, Mode] | None = None,
     ) -> None:
         """modules: the rank's own stage modules by stage index.
 
         on_failure: called when a stage has raised. around: called around backwards.
         threads: the stage's other lanes are in this process: one that is missed has failed there,
-        and no connection is lost.
+        and no connection is lost. recompute: stages that do not keep their activations.
         """
         self.rank = rank
         self._on_failure = on_failure
@@ -123,10 +125,13 @@ class Executor:
         self._device = device
         self._train = train
         self._stage_rank = schedule.stage_rank
+        self._takes = schedule.takes
         self._routes = Routes(spec, schedule, rank, transport, device)
-        found = self._routes.found
+        found, again = self._routes.found, (recompute or {}) if train else {}
         self._tables = {
-            index: StageTable.of(spec, spec.stages[index], module, found, keep_outputs)
+            index: StageTable.of(
+                spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none")
+            )
             for index, module in modules.items()
         }
         self._cells: dict[tuple[int, int], Cell] = {}
@@ -141,7 +146,8 @@ class Executor:
         self._ties = TieSums(spec, modules, schedule, rank, transport, device)
         self._late: list[Arrival] = []
         self.halves = {
-            index: Halves(module, self._ties.copies(index)) for index, module in modules.items()
+            index: Halves(module, self._ties.copies(index), self._tables[index].keeping.recompute)
+            for index, module in modules.items()
         }
         self._prepared = self._prepare(schedule.ranks[rank])
         self._instructions = self._prepared
@@ -231,6 +237,7 @@ class Executor:
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
+        spent = self._spent(actions)
         ends_of = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARDS}
         done: list[Instruction] = []
         for index, action in enumerate(actions):
@@ -248,6 +255,8 @@ class Executor:
             if self._around is not None and action.kind in _BACKWARDS:
                 ends = ends_of[action.stage] == index
                 instruction = _surrounded(instruction, self._around, ends=ends)
+            if index in spent:
+                instruction = self._shedding(instruction, spent[index])
             done.append(self._dropping(instruction, final) if final else instruction)
         return done
 
@@ -259,6 +268,10 @@ class Executor:
         ends = [at for at, (k, kind) in enumerate(own) if k == forward.stage and kind in _ENDS]
         users = {k for k, table in self._tables.items() if forward.stage in table.producers}
         return bool(ends) and any(k in users and kind is Kind.F for k, kind in own[ends[0] :])
+
+    def _here(self, stage: int, microbatch: int) -> bool:
+        """Whether this rank runs a microbatch on a stage."""
+        return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
 
     def _touches(self, action: Action) -> list[tuple[int, int]]:
         """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
@@ -282,6 +295,31 @@ class Executor:
 
         return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
 
+    def _spent(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
+        """By position the cells whose outputs nothing reads after it; where stages recompute."""
+        last: dict[tuple[int, int], int] = {}
+        for index, action in enumerate(actions):
+            if action.kind is Kind.F:
+                last |= dict.fromkeys(self._touches(action), index)
+            elif action.kind is Kind.SEND_F:
+                last[action.stage, action.microbatch] = index
+        found: dict[int, list[tuple[int, int]]] = {}
+        for cell, index in last.items():
+            if self._tables[cell[0]].keeping.recompute is not None:
+                found.setdefault(index, []).append(cell)
+        return found
+
+    def _shedding(self, instruction: Instruction, spent: list[tuple[int, int]]) -> Instruction:
+        """The same, and outputs that nothing reads after it are dropped."""
+        inner, cells = instruction.do, self._cells
+
+        def do() -> None:
+            inner()
+            for key in spent:
+                cells[key].shed()
+
+        return replace(instruction, do=do)
+
     def _prepare_receive(self, action: Action) -> Instruction:
         """A receive is posted here at the latest; the computation that needs it waits for it."""
         post = self._routes.posting(action) or _nothing
@@ -293,7 +331,7 @@ class Executor:
         own = [
             (producer, self._routes.values[producer, action.stage])
             for producer in table.producers
-            if self._stage_rank[producer] == self.rank
+            if self._here(producer, microbatch)
         ]
         cells = self._cells
 
@@ -328,7 +366,7 @@ class Executor:
         own = [
             (consumer, self._routes.returns[consumer, stage])
             for consumer in table.consumers
-            if self._stage_rank[consumer] == self.rank
+            if self._here(consumer, microbatch)
         ]
         self._late += ties.arrivals(stage, microbatch, late=True)
         halves = self.halves[stage] if action.kind is Kind.I else None

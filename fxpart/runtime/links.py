@@ -39,11 +39,14 @@ class Link:
 def links(spec: ProgramSpec) -> tuple[Link, ...]:
     """All links, ordered by source, target and output; FXP900 where two stages disagree."""
     found: list[Link] = []
+    copies = {group[0]: group for group in spec.replicas}
     for stage in spec.stages:
         for position, (value, source) in enumerate(zip(stage.inputs, stage.sources, strict=True)):
-            if source >= 0:
-                found.append(_link(spec, stage, position, value, source))
-    return _returned(sorted(found, key=lambda link: (link.source, link.target, link.output)))
+            for copy in copies.get(source, (source,)) if source >= 0 else ():
+                found.append(_link(spec, stage, position, value, copy))
+    found.sort(key=lambda link: (link.source, link.target, link.output))
+    # Copies take different microbatches: a gradient cannot be sent on from one to the other.
+    return tuple(replace(f, back=f.source) for f in found) if spec.replicas else _returned(found)
 
 
 def _returned(found: list[Link]) -> tuple[Link, ...]:
@@ -64,6 +67,8 @@ def _returned(found: list[Link]) -> tuple[Link, ...]:
 
 def chained(spec: ProgramSpec) -> bool:
     """Whether no gradient is a sum that is added up in another order than in one process."""
+    if spec.replicas:
+        return False
     found = [link for link in links(spec) if link.gradient]
     direct: dict[tuple[int, int], int] = {}
     for link in found:

@@ -45,7 +45,13 @@ class Shared:
 
 
 def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
-    """The trainable parameters that several training stages hold, sorted by name."""
+    """The trainable parameters that several training stages hold, sorted by name.
+
+    None where stages have copies: then all holders are summed at the end of a step
+    (:mod:`fxpart.runtime.replicas`).
+    """
+    if spec.replicas:
+        return ()
     names: dict[str, dict[int, str]] = {}
     found: dict[str, Shared] = {}
     reached = flows_from(spec)
@@ -78,6 +84,8 @@ def flows_from(spec: ProgramSpec) -> dict[int, set[int]]:
 
 def summed_in_order(spec: ProgramSpec) -> bool:
     """Whether every shared gradient is added up in the order of one process."""
+    if spec.replicas:
+        return False
     reached = flows_from(spec)
     return all(
         source in reached[target] and list(item.routes.values()).count(target) == 1

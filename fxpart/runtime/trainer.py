@@ -13,6 +13,7 @@ from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.gradients import share_ties
 from fxpart.runtime.recorder import Recorder
+from fxpart.runtime.replicas import sum_copies
 from fxpart.runtime.saving import Saving
 from fxpart.schedule.recording import CLIP, OPTIMIZER, SPREAD, SUMS, TIES
 
@@ -168,11 +169,15 @@ class Trainer(Saving):
     def _update_phases(self) -> tuple[Phase, ...]:
         return (
             (SUMS, lambda: self._gradients(lambda: self._each_lane(self._held.finish))),
-            (TIES, lambda: self._gradients(lambda: share_ties(self._state, self._held))),
+            (TIES, lambda: self._gradients(self._share)),
             (CLIP, self._clip),
             (OPTIMIZER, self._optimize),
             (SPREAD, self._spread),
         )
+
+    def _share(self) -> None:
+        sum_copies(self._state, self._held)
+        share_ties(self._state, self._held)
 
     def _gradients(self, do: Callable[[], object]) -> None:
         with reporting(self._transport, "sharing gradients"):

@@ -1,0 +1,149 @@
+"""Stages of several copies: microbatches in turn, the gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from ranks import Pool
+from torch import nn
+
+import fxpart
+from fxpart.codegen import load_stage
+from fxpart.codegen.materialise import materialise
+from fxpart.errors import FxpartError
+from fxpart.program import ProgramSpec
+from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.links import edges, links
+from fxpart.runtime.replicas import original, replicated
+from fxpart.schedule.make import make
+
+
+class Tied(nn.Module):
+    """An embedding that the head shares, a skip, and a few layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x + first)
+
+
+def batch(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(torch.randint(0, 11, (rows,), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+@cache
+def program(stages: int) -> fxpart.api.Program:
+    torch.manual_seed(0)
+    return fxpart.compile(
+        Tied(), f"local:{stages}", example_inputs=batch(), loss=nn.functional.cross_entropy,
+        microbatches=6, constraints={"mesh": "none", "stages": stages, "granularity": "op"},
+    )  # fmt: skip
+
+
+def copied(
+    compiled: fxpart.api.Program, counts: Sequence[int], transport: object, name: str, clip: float
+) -> Trainer:
+    """A trainer of so many copies of each stage, one a rank."""
+    spec = replicated(compiled.spec, counts)
+    here = [k for k in range(len(spec.stages)) if k in transport.local]  # type: ignore[attr-defined]
+    of = {k: original(spec, k) for k in here}
+    modules = {k: load_stage(compiled.sources[j], compiled.spec.stages[j]) for k, j in of.items()}
+    for module in modules.values():
+        materialise(module, spec, compiled.captured.state)
+    return Trainer(
+        spec, modules, ranks=range(len(spec.stages)), transport=transport,  # type: ignore[arg-type]
+        microbatches=6, schedule=name, clip_norm=clip,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    )  # fmt: skip
+
+
+def trained(counts: Sequence[int], name: str, transport: object, steps: int = 4) -> tuple:  # type: ignore[type-arg]
+    """Losses and parameters after some steps, the last of a smaller batch."""
+    trainer = copied(program(len(counts)), counts, transport, name, clip=0.7)
+    rows = [12] * (steps - 1) + [4]
+    losses = [float(trainer.step(batch(n))) for n in rows]
+    norm = float(trainer.last_grad_norm)  # type: ignore[arg-type]
+    state = trainer.state_dict()
+    trainer.close()
+    return losses, norm, {k: v.numpy() for k, v in state.items()}
+
+
+@cache
+def alone(steps: int = 4) -> tuple:  # type: ignore[type-arg]
+    """The same in one process, without fxpart."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses, norm = [], 0.0
+    for rows in [12] * (steps - 1) + [4]:
+        x, y = batch(rows)
+        loss = nn.functional.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.7))
+        optimizer.step()
+    return losses, norm, {k: v.detach().numpy() for k, v in model.state_dict().items()}
+
+
+def check(found: tuple, wanted: tuple) -> None:  # type: ignore[type-arg]
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-4)
+    assert found[2].keys() == wanted[2].keys()
+    for name, value in wanted[2].items():
+        assert found[2][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("counts", [(2, 3), (1, 2), (3, 1), (2, 1, 2)])
+def test_the_numbers_of_one_process(counts: tuple[int, ...], name: str) -> None:
+    check(trained(counts, name, InProcess(sum(counts))), alone())
+
+
+def _over_gloo(counts: tuple[int, ...]) -> tuple:  # type: ignore[type-arg]
+    from fxpart.runtime import connect
+
+    return trained(counts, "1f1b", connect(sum(counts)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(1, 2), (3, 1)])
+def test_over_gloo(pool: Pool, counts: tuple[int, ...]) -> None:
+    for found in pool.run(_over_gloo, counts, ranks=sum(counts)):
+        check(found, alone())
+
+
+def test_every_copy_is_fed_by_every_copy() -> None:
+    spec = replicated(program(2).spec, (2, 3))
+    assert spec.replicas == ((0, 1), (2, 3, 4))
+    pairs = {(e.source, e.target) for e in edges(spec)}
+    assert pairs == {(a, b) for a in (0, 1) for b in (2, 3, 4)}
+    assert all(link.back == link.source for link in links(spec))
+    schedule = make("1f1b", range(5), 6, edges(spec), replicas=spec.replicas)
+    assert [schedule.takes(3, m) for m in range(6)] == [False, True, False] * 2
+    assert [original(spec, k) for k in range(5)] == [0, 0, 1, 1, 1]
+
+
+def test_one_copy_each_changes_nothing() -> None:
+    spec = program(2).spec
+    assert replicated(spec, (1, 1)) is spec
+
+
+@pytest.mark.parametrize("counts", [(2,), (0, 1), (1, 2, 3), ()])
+def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
+    spec: ProgramSpec = program(2).spec
+    with pytest.raises(FxpartError) as caught:
+        replicated(spec, counts)
+    assert caught.value.code == "FXP109"
