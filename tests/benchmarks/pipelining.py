@@ -1,0 +1,366 @@
+"""fxpart's trainer against torch.distributed.pipelining: same stages, schedule, microbatches, group.
+
+    python tests/benchmarks/pipelining.py            (starts itself under torchrun, 2 and 4 ranks)
+    python tests/benchmarks/pipelining.py --quick    (fewer rounds, 2 ranks)
+
+Ranks are processes of one thread over gloo on CPUs. GPT-like and ResNet-like models are cut by
+fxpart; both runtimes run the very same stage modules in the same processes, in turn, without an
+optimizer, and medians over the rounds are compared. Beside that: how far a step is above the
+schedule's ideal (fxpart's simulator with the stage times measured in the run, transfers free), what
+an action takes beside its computation where stages are tiny, and the module that fxpart emits for
+one rank against the user's own in eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelining_models import FAMILIES, TINY, Case, batch_of, model_of
+from record import parser, write
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+TINY_MICROBATCHES = 32
+
+
+def timed(step: Callable[[], object], steps: int) -> float:
+    """Seconds per step until all ranks are done."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
+
+
+def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in every round, in turn, the order reversed every other round."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds):
+        for name in list(runs) if index % 2 == 0 else list(reversed(runs)):
+            taken[name].append(runs[name]())
+    return taken
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """The median over the rounds of slow / fast."""
+    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 3)
+
+
+class Pair:
+    """One case on all ranks: fxpart's trainers and torch's schedules on the same modules."""
+
+    def __init__(self, case: Case, ranks: int, microbatches: int) -> None:
+        import torch
+        import torch.distributed.pipelining as pipelining
+
+        import fxpart
+        from fxpart.interop import PipelineStages
+        from fxpart.runtime import Trainer, connect
+
+        torch.manual_seed(0)
+        self.batch = batch_of(case, microbatches)
+        self.program = fxpart.compile(
+            model_of(case, ranks), f"local:{ranks}", example_kwargs=self.batch,
+            microbatches=microbatches, constraints={"mesh": "none", "stages": ranks},
+        )  # fmt: skip
+        transport = connect(ranks)
+        self.rank = transport.local[0]
+        # One set of modules for both runtimes and all schedules, not copies.
+        modules = self.program.trainer()._lanes[0].modules
+        spec = self.program.spec
+        self.trainers = {
+            name: Trainer(
+                spec, modules, ranks=range(ranks), transport=transport,
+                microbatches=microbatches, schedule=name,
+            )
+            for name in SCHEDULES
+        }  # fmt: skip
+        self.stages = PipelineStages(
+            spec, modules, ranks=range(ranks), microbatches=microbatches, batch=self.batch,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        self.schedules = {
+            name: getattr(pipelining, kind)(self.stages[0], **self.stages.options)
+            for name, kind in SCHEDULES.items()
+        }
+        self.parameters = [p for module in modules.values() for p in module.parameters()]
+
+    def fxpart(self, name: str) -> Callable[[], None]:
+        """A step of fxpart's trainer."""
+        trainer = self.trainers[name]
+
+        def step() -> None:
+            trainer.backward(self.batch)
+            trainer.zero_grad()
+
+        return step
+
+    def torch(self, name: str) -> Callable[[], None]:
+        """A step of torch's schedule."""
+        schedule, stages = self.schedules[name], self.stages
+
+        def step() -> None:
+            schedule.step(**stages.feed(self.batch), return_outputs=False)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+        return step
+
+    def stage_seconds(self, name: str, steps: int) -> tuple[list[float], list[float]]:
+        """Per stage, the median seconds of a forward and of a backward while all ranks work."""
+        from fxpart.schedule.action import Kind, parse
+
+        step = self.fxpart(name)
+        with self.trainers[name].record() as recorder:
+            for _ in range(steps):
+                step()
+        found: dict[tuple[int, Kind], list[float]] = {}
+        for span in recorder.recording.spans:
+            if span.lane == "compute":
+                action = parse(span.name)
+                found.setdefault((action.stage, action.kind), []).append(span.end - span.start)
+        count = len(self.program.spec.stages)
+        return (
+            [statistics.median(found[stage, Kind.F]) for stage in range(count)],
+            [statistics.median(found[stage, Kind.B]) for stage in range(count)],
+        )
+
+    def ideal(self, name: str, seconds: tuple[list[float], list[float]]) -> float:
+        """The schedule's step with these stage times and free transfers."""
+        from fxpart.schedule.simulate import simulate
+
+        schedule, edges = self.schedule(name)
+        return simulate(schedule, edges, *seconds).step_seconds
+
+    def schedule(self, name: str) -> tuple[Any, Any]:
+        """The actions that the trainer runs, and the edges between stages."""
+        from fxpart.runtime.links import edges
+        from fxpart.schedule.make import make
+
+        spec, count = self.program.spec, len(self.program.spec.stages)
+        found = edges(spec)
+        return make(name, range(count), self.trainers[name].microbatches, found), found
+
+    def crossing(self) -> list[float]:
+        """MB that a microbatch carries over each boundary."""
+        from fxpart.interop.chain import meta
+
+        sizes = []
+        symbols = self.stages._read(self.batch).sizes[0]
+        for stage in self.stages.spec.stages[:-1]:
+            taken = self.stages.spec.stages[stage.index + 1]
+            values = [v for v, s in zip(taken.inputs, taken.sources, strict=True) if s >= 0]
+            sizes.append(sum(t.numel() * t.element_size() for t in meta(values, symbols)) / 1e6)
+        return [round(size, 3) for size in sizes]
+
+
+def measure(case: Case, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One case: throughput of both, and fxpart's distance from the ideal."""
+    pair = Pair(case, ranks, 2 * ranks)
+    found: dict[str, Any] = {"boundary_mb": max(pair.crossing())}
+    for name in SCHEDULES:
+        steps = {"fxpart": pair.fxpart(name), "torch": pair.torch(name)}
+        for step in steps.values():
+            timed(step, 2)
+        count = repeats(timed(steps["fxpart"], 1), options.seconds)
+        runs = {n: (lambda step=step: timed(step, count)) for n, step in steps.items()}
+        taken = alternate(runs, options.rounds)
+        seconds = pair.stage_seconds(name, max(2, min(count, 5)))
+        ideal = pair.ideal(name, seconds)
+        own = statistics.median(taken["fxpart"])
+        found[name] = {
+            "step_ms": {n: round(1e3 * statistics.median(t), 2) for n, t in taken.items()},
+            "throughput_over_torch": ratio(taken["torch"], taken["fxpart"]),
+            "ideal_ms": round(1e3 * ideal, 2),
+            "above_ideal": round(own / ideal - 1, 4),
+            "torch_above_ideal": round(statistics.median(taken["torch"]) / ideal - 1, 4),
+            "stage_ms": [round(1e3 * (f + b), 2) for f, b in zip(*seconds, strict=True)],
+        }
+    return found
+
+
+def overhead(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Tiny stages: microseconds that an action takes beside the computations of its rank."""
+    pair = Pair(TINY, ranks, TINY_MICROBATCHES)
+    found: dict[str, Any] = {}
+    for name in SCHEDULES:
+        steps = {"fxpart": pair.fxpart(name), "torch": pair.torch(name)}
+        for step in steps.values():
+            timed(step, 3)
+        count = repeats(timed(steps["fxpart"], 3), options.seconds / 2)
+        runs = {n: (lambda step=step: timed(step, count)) for n, step in steps.items()}
+        taken = alternate(runs, options.rounds)
+        forward, backward = pair.stage_seconds(name, 5)
+        schedule, _ = pair.schedule(name)
+        # The rank with most to do: what others wait for it is theirs, not overhead.
+        busiest = max(range(ranks), key=lambda rank: len(schedule.ranks[rank]))
+        busy = TINY_MICROBATCHES * (forward[busiest] + backward[busiest])
+        actions = len(schedule.ranks[busiest])
+        found[name] = {
+            "step_us": {n: round(1e6 * statistics.median(t)) for n, t in taken.items()},
+            "actions": actions,
+            "us_per_action": {
+                n: round(1e6 * (statistics.median(t) - busy) / actions, 1) for n, t in taken.items()
+            },
+            "throughput_over_torch": ratio(taken["torch"], taken["fxpart"]),
+        }
+    return found
+
+
+def repeats(step: float, seconds: float) -> int:
+    """How many steps of the slowest rank's time fill the seconds; the same on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    slowest = torch.tensor([step])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(1, min(200, round(seconds / slowest.item())))
+
+
+def emitted(case: Case, options: argparse.Namespace) -> dict[str, float]:
+    """The module that fxpart emits for one rank over the user's own, forward and backward."""
+    import torch
+
+    import fxpart
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batch = model_of(case, 2).train(), batch_of(case, 1)
+    program = fxpart.compile(
+        model, "local:1", example_kwargs=batch, microbatches=1, constraints={"mesh": "none"}
+    )
+    trainer = program.trainer()
+    module = trainer._lanes[0].modules[0]
+    inputs = [batch[value.name] for value in program.spec.stages[0].inputs]
+
+    def run(step: Callable[[], torch.Tensor], own: torch.nn.Module, count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            step().backward()
+            for parameter in own.parameters():
+                parameter.grad = None
+        return (time.perf_counter() - start) / count
+
+    def eager() -> float:
+        return run(lambda: model(**batch)["loss"], model, count)
+
+    def ours() -> float:
+        return run(lambda: module(0, *inputs)[0], module, count)
+
+    count = 2
+    eager(), ours()
+    count = max(1, min(200, round(options.seconds / 2 / eager())))
+    taken = alternate({"emitted": ours, "eager": eager}, 2 * options.rounds)
+    trainer.close()
+    return {
+        "emitted_ms": round(1e3 * statistics.median(taken["emitted"]), 2),
+        "eager_ms": round(1e3 * statistics.median(taken["eager"]), 2),
+        "emitted_over_eager": ratio(taken["emitted"], taken["eager"]),
+    }
+
+
+def summary(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What must hold, over all cases."""
+    cases = [
+        {"boundary": case["boundary_mb"], **case[schedule]}
+        for world in figures["ranks"].values()
+        for family in world["cases"].values()
+        for case in family.values()
+        for schedule in SCHEDULES
+    ]
+    over = [case["throughput_over_torch"] for case in cases]
+    large = [c["throughput_over_torch"] for c in cases if c["boundary"] >= 8]
+    slow = [case["above_ideal"] for case in cases if min(case["stage_ms"]) >= 20]
+    worlds = figures["ranks"].values()
+    tiny = [world["tiny"][s]["us_per_action"]["fxpart"] for world in worlds for s in SCHEDULES]
+    eager = [c["emitted_over_eager"] for f in figures["emitted"].values() for c in f.values()]
+    return {
+        "throughput_over_torch": {"least": min(over), "geometric_mean": mean(over)},
+        "throughput_over_torch_8mb": {"least": min(large), "geometric_mean": mean(large)}
+        if large else None,
+        "above_ideal_20ms_most": max(slow, default=None),
+        "us_per_action_most": max(tiny),
+        "emitted_over_eager_most": max(eager, default=None),
+    }  # fmt: skip
+
+
+def mean(values: list[float]) -> float:
+    """The geometric mean."""
+    return round(math.exp(statistics.fmean(map(math.log, values))), 3)
+
+
+def on_ranks(options: argparse.Namespace) -> None:
+    """Under torchrun: all cases; rank 0 writes them to the file given."""
+    import torch
+    import torch.distributed as dist
+
+    from fxpart.runtime import connect
+
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    connect(ranks)
+    cases: dict[str, Any] = {}
+    for family, sizes in FAMILIES.items():
+        for size, case in sizes.items():
+            if options.only in ("", family, size):
+                cases.setdefault(family, {})[size] = measure(case, ranks, options)
+    found = {"cases": cases, "tiny": overhead(ranks, options)}
+    if dist.get_rank() == 0:
+        Path(options.output).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+def main() -> None:
+    """Start the ranks, then compare the emitted module in this process."""
+    own = parser(__doc__)
+    own.add_argument("--quick", action="store_true", help="fewer and shorter rounds, 2 ranks")
+    own.add_argument("--rounds", type=int, default=7)
+    own.add_argument("--seconds", type=float, default=3.0, help="of each round, about")
+    own.add_argument("--only", default="", help="one family or one size")
+    own.add_argument("--output", default="", help=argparse.SUPPRESS)
+    options = own.parse_args()
+    if "RANK" in os.environ:
+        on_ranks(options)
+        return
+    if options.quick:
+        options.rounds, options.seconds = 3, 0.5
+    figures: dict[str, Any] = {"ranks": {}}
+    for ranks in (2,) if options.quick else (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "figures.json"
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(ranks), __file__, "--output", str(output)]
+            command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
+            command += ["--only", options.only]
+            found = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            if found.returncode:
+                raise SystemExit(found.returncode)
+            figures["ranks"][str(ranks)] = json.loads(output.read_text(encoding="utf-8"))
+    figures["emitted"] = {
+        family: {
+            size: emitted(case, options)
+            for size, case in sizes.items()
+            if options.only in ("", family, size)
+        }
+        for family, sizes in FAMILIES.items()
+    }
+    figures["summary"] = summary(figures)
+    del options.output
+    write("pipelining", figures, options)
+
+
+if __name__ == "__main__":
+    main()
