@@ -74,7 +74,9 @@ class Footprint:
                 reserved=torch.cuda.max_memory_reserved(self._device),
                 live=live,
             )
-        return Peaks(baseline=self._baseline, peak=highest(), live=live, exact=self._exact)
+        # Linux counts resident pages in batches: just after start() its peak may be a little less.
+        peak = max(highest(), self._baseline)
+        return Peaks(baseline=self._baseline, peak=peak, live=live, exact=self._exact)
 
     def stop(self) -> None:
         """End the count of live tensors, if any. Of several footprints the last one first."""

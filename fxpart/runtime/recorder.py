@@ -151,10 +151,12 @@ class Recorder:
 
     def _memory(self) -> list[MeasuredMemory]:
         found, local = self._footprint.peaks(), self._transport.local
+        # What was resident before the model may have been given back since.
+        given = found.baseline if self._baseline is None else self._baseline
         return [
             MeasuredMemory(
                 rank=rank,
-                baseline=found.baseline if self._baseline is None else self._baseline,
+                baseline=min(given, found.peak),
                 peak=found.peak,
                 live=found.live,
                 exact=found.exact,
