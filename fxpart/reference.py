@@ -79,7 +79,8 @@ class WholeGraph(fx.Interpreter):
         if (name, stage) not in self._arrived:
             if route.before is not None:
                 value = self._on_stage(name, value, route.before, sending)
-            self._arrived[name, stage] = _Trip.apply(value, route.ahead, route.back)
+            send: Any = _Trip.apply  # torch has no types for it
+            self._arrived[name, stage] = send(value, route.ahead, route.back)
         return self._arrived[name, stage]
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

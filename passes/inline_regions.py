@@ -238,6 +238,6 @@ def _refuse(call: fx.Node, why: str) -> Exception:
         "FXP108",
         where=where,
         why=why,
-        fix="take it out of the model's forward and use it around the whole model instead, "
-        "or cast the tensors there yourself with .to(dtype)",
+        fix="put it under torch.autocast(device, enabled=False), or cast the tensors there yourself "
+        "with .to(dtype)",
     )

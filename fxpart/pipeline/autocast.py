@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import may_convert, python_dispatcher, quiet_fakes, watch_casts
+from fxpart.compat import may_convert, quiet_fakes, watch_casts
 from fxpart.pipeline.sizes import tensors
 
 
@@ -38,19 +38,20 @@ def conversions(
     """By ``id`` of the tensors among the arguments: the dtype that autocast converts them to.
 
     args, kwargs: fake tensors. None if the op, inside itself, converts what is no argument, or if
-    the conversions do not explain the dtype of its result.
+    the conversions do not explain the dtype of its result, or if it does not run on fakes.
     """
     if not may_convert(op, region.device):
         return {}
-    inside, results = _watch(region, op, args, kwargs, mode)
+    try:
+        inside, results = _watch(region, op, args, kwargs, mode)
+    except RuntimeError:  # an op that is made of others, and looks at sizes in between
+        return None
     with quiet_fakes():  # without autocast the operands may not fit together
         outside, _ = _watch(None, op, args, kwargs, mode)
     added = Counter((id(t), dtype) for t, dtype in inside)
     added.subtract((id(t), dtype) for t, dtype in outside)
     given = {id(t) for t in tensors([*args, *kwargs.values()])}
-    found = {key: dtype for (key, dtype), count in added.items() if count > 0}
-    if not set(found) <= given:
-        return None
+    found = {key: dtype for (key, dtype), count in added.items() if count > 0 and key in given}
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -60,9 +61,18 @@ def conversions(
         return item
 
     with mode, torch.no_grad():
-        plain = op(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()})
-    same = [t.dtype for t in tensors(plain)] == [t.dtype for t in tensors(results)]
-    return found if same else None
+        mine, named = tuple(map(convert, args)), {k: convert(v) for k, v in kwargs.items()}
+    plain, alone = _watch(None, op, mine, named, mode)
+    known = given | {id(t) for t in tensors([*mine, *named.values()])}
+    same = [t.dtype for t in tensors(alone)] == [t.dtype for t in tensors(results)]
+    return found if same and _inner(plain, known) == _inner(inside, given) else None
+
+
+def _inner(
+    seen: list[tuple[torch.Tensor, torch.dtype]], given: set[int]
+) -> Counter[tuple[str, str, str]]:
+    """Conversions of what an op makes inside itself: shape, from which dtype to which."""
+    return Counter((str(t.shape), str(t.dtype), str(d)) for t, d in seen if id(t) not in given)
 
 
 def _watch(
@@ -78,7 +88,7 @@ def _watch(
         around = torch.autocast(region.device, dtype=region.dtype, cache_enabled=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with mode, python_dispatcher(), torch.no_grad(), around, watch_casts() as seen:
+        with mode, torch.no_grad(), around, watch_casts() as seen:
             try:
                 result = op(*args, **kwargs)
             except RuntimeError:
