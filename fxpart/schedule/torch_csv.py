@@ -90,7 +90,8 @@ def _inferred(name: str, ranks: list[tuple[Action, ...]], problems: list[Problem
     if (not problems and sorted(where) != list(range(len(where)))) or not where:
         problems.append(Problem("FXP303", "schedule CSV", "not every stage from 0 on occurs", ""))
     microbatches = {a.microbatch for actions in ranks for a in actions if a.kind is Kind.F}
-    if not problems and sorted(microbatches) != list(range(len(microbatches))):
+    known = bool(microbatches) and sorted(microbatches) == list(range(len(microbatches)))
+    if not problems and not known:
         problems.append(
             Problem("FXP303", "schedule CSV", "not every microbatch from 0 on has a forward", "")
         )

@@ -11,10 +11,11 @@ from random_schedules import Case, cases, mutated
 
 import fxpart.schedule.text as text_module
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, parse
+from fxpart.schedule.action import Action, Kind, StageEdge, parse
 from fxpart.schedule.builders import BUILDERS, one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
+from fxpart.schedule.make import make
 from fxpart.schedule.text import from_text, to_text
 from fxpart.schedule.verify import check
 
@@ -102,13 +103,15 @@ def test_no_text_crashes_the_reader() -> None:
     """3,000 damaged texts: each reads, or is refused with FXP303; then it is checked at once."""
     source = random.Random(0)
     texts = [to_text(lower(BUILDERS[name](4, 3), chain(4))) for name in BUILDERS]
+    copies = (StageEdge(0, 2), StageEdge(0, 3), StageEdge(1, 2), StageEdge(1, 3))
+    texts += [to_text(make("1f1b", range(4), 3, copies, replicas=((0, 1), (2, 3))))] * 2
     refused = 0
     for _ in range(3000):
         text = source.choice(texts)
         for _ in range(source.randint(1, 2)):
             at = source.randrange(len(text))
             junk = source.choice(
-                ["", "0", "1", "9", ":", " ", "\n", "\x00", ",", "F", "=", "999999999", "é"]
+                ["", "0", "1", "9", ":", " ", "\n", "\x00", ",", "F", "=", "|", "999999999", "é"]
             )
             text = text[:at] + junk + text[at + source.randint(0, 3) :]
         try:
@@ -119,6 +122,10 @@ def test_no_text_crashes_the_reader() -> None:
     assert 100 < refused < 2900  # many are refused, and many read
 
 
+TWO = "fxpart-schedule x stages=2 microbatches=2 stage_rank=0,1 "
+LISTS = "\n0: 0F0 0B0\n1: 1F1 1B1"
+
+
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
@@ -127,11 +134,54 @@ def test_no_text_crashes_the_reader() -> None:
         ("fxpart-schedule x stages=1 microbatches=1 stage_rank=3\n0: 0F0", "only 1 are listed"),
         ("fxpart-schedule x stages=1 microbatches=1000000 stage_rank=0\n0: 0F0", "too few"),
         ("fxpart-schedule x stages=1 microbatches=1 stage_rank=0\n1: 0F0", "'0: ...' is expected"),
+        (TWO + "replicas=0,1,1" + LISTS, "stand in replicas once"),
+        (TWO + "replicas=0|0,1" + LISTS, "stand in replicas once"),
+        (TWO + "replicas=1,2" + LISTS, "of stages 0..1 may stand"),
+        (TWO + "replicas=" + LISTS, "head line"),
+        (TWO + "replicas=0,1|" + LISTS, "head line"),
+        (TWO.replace("s=2 st", "s=9 st") + "replicas=0,1" + LISTS, "4 actions are too few"),
     ],
 )
 def test_faults_of_the_text(text: str, finding: str) -> None:
     with pytest.raises(FxpartError, match=finding):
         from_text(text)
+
+
+def test_copies_round_trip() -> None:
+    """Two that feed three; and the smallest: a group does each microbatch once."""
+    edges = tuple(StageEdge(a, b) for a in (0, 1) for b in (2, 3, 4))
+    made = make("1f1b", range(5), 7, edges, replicas=((0, 1), (2, 3, 4)))
+    text = to_text(made)
+    assert text.startswith(
+        "fxpart-schedule 1f1b stages=5 microbatches=7 stage_rank=0,1,2,3,4 replicas=0,1|2,3,4\n"
+    )
+    assert from_text(text) == made
+    assert from_text(TWO + "replicas=0,1" + LISTS).replicas == ((0, 1),)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=3),
+    st.integers(1, 4), st.integers(1, 9),
+)  # fmt: skip
+@settings(max_examples=50)
+def test_any_groups(groups: list[list[int]], stages: int, microbatches: int) -> None:
+    """What the head says of copies is read as it is, or refused; and it is checked at once."""
+    head = f"fxpart-schedule x stages={stages} microbatches={microbatches}"
+    ranks = ",".join("0" for _ in range(stages))
+    copies = "|".join(",".join(map(str, group)) for group in groups)
+    actions = " ".join(f"{k}F{m}" for k in range(stages) for m in range(microbatches))
+    text = f"{head} stage_rank={ranks} replicas={copies}\n0: {actions}\n"
+    members = [stage for group in groups for stage in group]
+    good = groups and all(groups) and len(set(members)) == len(members)
+    try:
+        found = from_text(text)
+    except FxpartError as failure:
+        assert {problem.code for problem in failure.problems} == {"FXP303"}
+        assert not good or max(members) >= stages
+    else:
+        assert good and found.replicas == tuple(map(tuple, groups))
+        assert to_text(found) == text
+        check(found, ())
 
 
 def test_all_faults_at_once() -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_draws import broken, drawn
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Schedule, StageEdge, parse
-from fxpart.schedule.builders import gpipe, one_f_one_b
+from fxpart.schedule.action import Kind, Schedule, StageEdge, parse
+from fxpart.schedule.builders import BUILDERS, gpipe, in_a_loop, in_a_v, one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
+from fxpart.schedule.make import make
 from fxpart.schedule.place import place
 from fxpart.schedule.simulate import Sends, simulate
+from fxpart.schedule.text import from_text, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
 from fxpart.schedule.verify import check
 
@@ -32,8 +38,11 @@ def neighbours_only(stages: int, ranks: list[int]) -> Schedule:
 @pytest.mark.parametrize(
     "schedule",
     [gpipe(4, 6), one_f_one_b(4, 6), one_f_one_b(5, 2), neighbours_only(4, [0, 1, 0, 1]),
-     neighbours_only(6, [0, 1, 2, 0, 1, 2]), neighbours_only(4, [0, 0, 1, 1])],
-    ids=["gpipe", "1f1b", "short", "two-by-two", "two-by-three", "neighbours"],
+     neighbours_only(6, [0, 1, 2, 0, 1, 2]), neighbours_only(4, [0, 0, 1, 1]),
+     BUILDERS["interleaved"](in_a_loop(8, 4), 8), BUILDERS["breadth-first"](in_a_loop(6, 2), 5),
+     BUILDERS["zb-h1"](4, 6), BUILDERS["zb-v"](in_a_v(6), 8), BUILDERS["forward"](3, 4)],
+    ids=["gpipe", "1f1b", "short", "two-by-two", "two-by-three", "neighbours", "interleaved",
+         "breadth-first", "zb-h1", "zb-v", "forward"],
 )  # fmt: skip
 def test_torch_accepts_what_we_write(torch_schedules: Any, schedule: Schedule) -> None:
     """Its parser, its validator and its simulator of transfers; then back again, unchanged."""
@@ -44,15 +53,52 @@ def test_torch_accepts_what_we_write(torch_schedules: Any, schedule: Schedule) -
         rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
         for rank, line in enumerate(text.splitlines())
     }
-    placed = torch_schedules._validate_schedule(
-        rows, len(lowered.ranks), lowered.stages, lowered.microbatches
-    )
-    assert tuple(placed[stage] for stage in range(lowered.stages)) == lowered.stage_rank
+    placed = dict(enumerate(lowered.stage_rank))
+    if lowered.trains:  # evaluation is no schedule in its validator's eyes
+        assert placed == torch_schedules._validate_schedule(
+            rows, len(lowered.ranks), lowered.stages, lowered.microbatches
+        )
     ran = torch_schedules._simulate_comms_compute(rows, lambda s: placed[s], lowered.stages)
     for rank, actions in enumerate(lowered.ranks):
         assert [str(a) for a in ran[rank] if a is not None] == [str(a) for a in actions]
     assert from_torch_csv(text, lowered.name) == lowered
     assert from_torch_csv(to_torch_csv(schedule), schedule.name) == schedule
+
+
+@pytest.mark.slow
+def test_torch_judges_random_schedules_alike(torch_schedules: Any) -> None:
+    """Chains of any order, placement and split: it accepts them; where one lacks an action, not."""
+    source, seen, split, virtual = Random(3), 0, 0, 0
+    while seen < 30:
+        case = drawn(source)
+        one = case.lowered
+        if case.edges != chain(one.stages) or case.stash or one.replicas or not one.trains:
+            continue
+        seen += 1
+        split += any(a.kind is Kind.I for actions in one.ranks for a in actions)
+        virtual += len(one.ranks) < one.stages
+        assert torch_accepts(torch_schedules, one)
+        bare = computations_of(one)
+        less = broken(source, bare, "drop")
+        assert less is not None and not torch_accepts(torch_schedules, less)
+    assert min(split, virtual) > 5
+
+
+def torch_accepts(torch_schedules: Any, schedule: Schedule) -> bool:
+    """Its validator and, where there are transfers, its simulator of them."""
+    rows = {
+        rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        for rank, line in enumerate(to_torch_csv(schedule).splitlines())
+    }
+    try:
+        placed = torch_schedules._validate_schedule(
+            rows, len(schedule.ranks), schedule.stages, schedule.microbatches
+        )
+    except (AssertionError, IndexError):  # the second where it draws what it refuses
+        return False
+    if schedule.is_lowered:
+        torch_schedules._simulate_comms_compute(rows, lambda s: placed[s], schedule.stages)
+    return placed == dict(enumerate(schedule.stage_rank))
 
 
 @pytest.mark.slow
@@ -158,12 +204,39 @@ def test_csv_that_is_no_schedule(text: str) -> None:
         from_torch_csv(text, "x")
 
 
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=100)
+def test_no_csv_crashes_the_reader(data: st.DataObject) -> None:
+    """Any text, and cells of the grammar in any disorder: it reads, or FXP303 says every fault."""
+    cell = st.from_regex(r"[0-3](F|B|I|W|SEND_F|RECV_B|RESHARD)[0-3](>[0-3])?", fullmatch=True)
+    junk = st.sampled_from(["", "x", '"', "\r", "\x00", "(0F0;1B0)OVERLAP_F_B", "9" * 30])
+    rows = st.lists(st.lists(cell | cell | cell | junk, max_size=6).map(",".join), max_size=3)
+    text = data.draw(rows.map("\n".join) | st.text(max_size=60))
+    try:
+        found = from_torch_csv(text, "x")
+    except FxpartError as failure:
+        assert {problem.code for problem in failure.problems} == {"FXP303"}
+    else:
+        check(found, chain(found.stages))
+        if sum(map(len, found.ranks)) >= found.stages * found.microbatches:
+            assert from_text(to_text(found)) == found
+
+
+def test_a_cell_without_end() -> None:
+    with pytest.raises(FxpartError, match="FXP303"):
+        from_torch_csv('"' + "0F0," * 100_000, "x")
+
+
 def test_what_the_csv_cannot_say() -> None:
     edges = (*chain(3), StageEdge(0, 2))
     with pytest.raises(FxpartError) as caught:
         to_torch_csv(lower(gpipe(3, 2), edges))
     assert len(caught.value.problems) == 8
     assert caught.value.code == "FXP109"
+    copies = make("gpipe", (0, 1), 2, (), replicas=((0, 1),))
+    with pytest.raises(FxpartError, match="copies of stages"):
+        to_torch_csv(copies)
     versions = replace(gpipe(1, 1), ranks=((parse("0F0@1"), parse("0B0@1")),))
     with pytest.raises(FxpartError, match="weight versions"):
         to_torch_csv(versions)
