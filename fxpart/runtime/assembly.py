@@ -184,6 +184,7 @@ class Assembly:
             meshes=self._meshes,
             crew=self._crew,
             around=around,
+            recompute=self.options.recomputes(len(self.spec.stages)),
         )
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:

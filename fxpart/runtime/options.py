@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast, get_args
 
 from fxpart.errors import error
+from fxpart.runtime.recompute import Mode
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.text import to_text
 
@@ -19,7 +20,9 @@ class Options:
     or computations for stages on these ranks (or on others that share stages alike).
     clip_norm: largest global gradient norm. clip_value: largest absolute value of any gradient's
     numbers; one of the two at most. log_grad_norm: compute the global norm at every update, also
-    where nothing is clipped by it. seed: of random ops, by default the program's.
+    where nothing is clipped by it. seed: of random ops, by default the program's. recompute: which
+    activations a backward makes again ("none", "selective", "full"), of all stages or by stage: see
+    :mod:`fxpart.runtime.recompute`.
     """
 
     microbatches: int
@@ -28,6 +31,7 @@ class Options:
     clip_value: float | None = None
     log_grad_norm: bool = False
     seed: int | None = None
+    recompute: str | Mapping[int, str] = "none"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -43,7 +47,18 @@ class Options:
                 raise _wrong(f"{name}={largest}", "it is not above zero", "leave it out")
         if made.clip_norm is not None and made.clip_value is not None:
             raise _wrong("clip_norm, clip_value", "both are given", "give one of them")
+        made.recomputes(0)
         return made
+
+    def recomputes(self, stages: int) -> dict[int, Mode]:
+        """The mode of each stage that does not keep all activations."""
+        given = self.recompute
+        wanted = dict(given) if isinstance(given, Mapping) else dict.fromkeys(range(stages), given)
+        for mode in (*wanted.values(), given) if isinstance(given, str) else wanted.values():
+            if mode not in get_args(Mode):
+                modes = ", ".join(get_args(Mode))
+                raise _wrong(f"recompute={mode!r}", "there is no such mode", f"one of {modes}")
+        return {k: cast(Mode, mode) for k, mode in wanted.items() if mode != "none"}
 
     def describe(self) -> str:
         """All of them in text, for ranks to compare."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpart.compat import own_backward, release_saved, saved_slots
+from fxpart.runtime.recompute import Recompute, Slot
 
 # Autograd's names of ops with two independent products as gradients, without their "Backward0".
 PRODUCTS = frozenset(
@@ -85,8 +86,17 @@ class Halves:
     early: the attribute (or number) of each parameter whose gradient the first half makes, and why.
     """
 
-    def __init__(self, module: nn.Module, tied: Sequence[torch.Tensor] = ()) -> None:
-        """tied: parameters whose gradients others wait for: the first half makes them."""
+    def __init__(
+        self,
+        module: nn.Module,
+        tied: Sequence[torch.Tensor] = (),
+        recompute: Recompute | None = None,
+    ) -> None:
+        """tied: parameters whose gradients others wait for: the first half makes them.
+
+        recompute: what has called the module, if it does not keep all; that runs in the first half.
+        """
+        self._recompute = recompute
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._tied = {id(p) for p in tied}
         self._shape: list[Any] = []
@@ -115,7 +125,14 @@ class Halves:
         if not plan.late:
             torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
             return None
-        return _first(plan, nodes, roots, gradients, (*leaves, *plan.early))
+        goals = (*leaves, *plan.early)
+        if self._recompute is None:
+            return _first(plan, nodes, roots, gradients, goals)
+        self._recompute.unpacked = []
+        try:
+            return _first(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
+        finally:
+            self._recompute.unpacked = None
 
     def _look(self, nodes: list[Any], shape: Walk) -> _Plan:
         """Decide for a graph of this shape."""
@@ -170,16 +187,20 @@ def _first(
     roots: Sequence[GradientEdge],
     gradients: Sequence[torch.Tensor],
     goals: tuple[torch.Tensor, ...],
+    unpacked: list[Slot] | None = None,
 ) -> Rest:
-    """Run the first half towards ``goals``."""
+    """Run the first half towards ``goals``. unpacked: what nodes ask for, if it was recomputed."""
     arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
     hooks = []
     if goals:
         for late in plan.late:
             if late.node is not None:
                 hooks.append(nodes[late.node].register_prehook(_keeper(arrived, late.node)))
+                if unpacked is not None:
+                    hooks.append(nodes[late.node].register_hook(_forgetter(unpacked)))
         for place, slots in plan.released:
-            hooks.append(nodes[place].register_hook(_releaser(nodes[place], slots)))
+            release = _releaser(nodes[place], slots) if unpacked is None else _emptier(unpacked)
+            hooks.append(nodes[place].register_hook(release))
         try:
             torch.autograd.backward(roots, gradients, retain_graph=True, inputs=goals)
         finally:
@@ -213,6 +234,22 @@ def _releaser(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
         release_saved(node, slots)
 
     return release
+
+
+def _emptier(unpacked: list[Slot]) -> Callable[..., None]:
+    def empty(inputs: object, outputs: object) -> None:
+        for slot in unpacked:
+            slot.value = None
+        unpacked.clear()
+
+    return empty
+
+
+def _forgetter(unpacked: list[Slot]) -> Callable[..., None]:
+    def forget(inputs: object, outputs: object) -> None:
+        unpacked.clear()
+
+    return forget
 
 
 class _Analysis:

@@ -12,13 +12,23 @@ from torch import nn
 from fxpart.collectives.again import Regather
 from fxpart.program import ProgramSpec, StageSpec
 from fxpart.runtime.links import Link
+from fxpart.runtime.recompute import Mode, Recompute
 
 
 class Keeping:
-    """What autograd keeps of a stage's forward: not the parameters that are gathered for it."""
+    """What autograd keeps of a stage's forward: not the parameters that are gathered for it.
 
-    def __init__(self, spec: ProgramSpec, stage: StageSpec) -> None:
+    recompute: what calls the stage where it does not keep its activations either.
+    """
+
+    def __init__(
+        self, spec: ProgramSpec, stage: StageSpec, module: nn.Module, recompute: Mode = "none"
+    ) -> None:
         """Only a stage that holds a part of a parameter can gather one."""
+        self.recompute: Recompute | None = None
+        if recompute != "none":
+            self.recompute = Recompute(module, recompute)
+            self._in_blocks = hasattr(module, "call")  # its code says where blocks begin
         held = {} if spec.sharding is None else spec.sharding.state
         cut = any("S(" in held[s.name].placements for s in stage.state if s.name in held)
         self.regather = Regather() if cut else None
@@ -27,9 +37,16 @@ class Keeping:
         self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
     ) -> tuple[torch.Tensor, ...]:
         """The stage's outputs."""
+        found: tuple[torch.Tensor, ...]
+        if self.recompute is not None and train:
+            if not self._in_blocks:
+                return self.recompute.call(module, key, *inputs)
+            vars(module)["call"] = self.recompute.call
+            found = module(key, *inputs)
+            return found
         again = self.regather
         if again is None or not train:
-            found: tuple[torch.Tensor, ...] = module(key, *inputs)
+            found = module(key, *inputs)
             return found
         before = again.dropped
         with again.hooks():
@@ -73,6 +90,7 @@ class StageTable:
         module: nn.Module,
         found: Sequence[Link],
         keep_outputs: bool,
+        recompute: Mode = "none",
     ) -> StageTable:
         """The table of one stage; ``found``: all links of the program."""
         names = [output.name for output in stage.outputs]
@@ -100,7 +118,7 @@ class StageTable:
             tuple((name, names.index(name)) for name in kept if name in names),
             trains(spec, stage),
             {link.name: link.input for link in into},
-            Keeping(spec, stage),
+            Keeping(spec, stage, module, recompute),
         )
 
 

@@ -1,0 +1,174 @@
+"""Activations that are made again: the same bits, buffers written once, less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hand_stages import ADAMW, Whole, batch, branches, language
+from live_bytes import live
+from runtime_programs import bits, make
+from split_models import MODELS, Attention, Scale, gradients, inputs, leaf, made
+from torch import nn
+
+from fxpart.errors import FxpartError
+from fxpart.runtime import InProcess
+from fxpart.runtime.recompute import Recompute
+from fxpart.runtime.split_backward import Halves
+
+MODES = ("selective", "full")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+def test_bits_of_one_that_keeps_all(name: str, mode: Any, split: bool) -> None:
+    """Two microbatches in flight, their gradients added up; each piece runs again once."""
+    plain, thrifty = made(name), made(name)
+    again = Recompute(thrifty, mode)
+    halves = Halves(thrifty, (), again)
+    for step in range(2):
+        given = [(inputs(name, 2 * step + i), inputs(name, 2 * step + i)) for i in range(2)]
+        outs = [(plain(x), again.call(as_stage(thrifty), 0, y)[0]) for x, y in given]
+        assert all(torch.equal(a, b) for a, b in outs)
+        rests = []
+        for (a, b), (x, y) in zip(outs, given, strict=True):
+            torch.autograd.backward([a], [torch.cos(a.detach())])
+            if split:
+                rests.append(halves.first([b], [torch.cos(b.detach())], [y]))
+            else:
+                torch.autograd.backward([b], [torch.cos(b.detach())])
+            assert gradients(thrifty, [y])[0] == gradients(plain, [x])[0]
+        for rest in rests:
+            assert rest is not None
+            rest.run()
+        assert gradients(thrifty, []) == gradients(plain, [])
+        assert again.times == 2 * (step + 1)
+    assert bits(dict(plain.named_buffers())) == bits(dict(thrifty.named_buffers()))
+
+
+def as_stage(module: nn.Module) -> Any:
+    """The module as a piece of a stage: a key first, and a tuple of results."""
+    return lambda key, *given: (module(*given),)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved"])
+@pytest.mark.parametrize("mode", [*MODES, {0: "full", 2: "selective"}], ids=["sel", "full", "mix"])
+def test_trained_bits_are_those_of_one_process(schedule: str, mode: Any) -> None:
+    """Dropout, batch statistics, a skip, a tie, smaller batches, several microbatch counts."""
+    shapes = ((8, 5), (2, 7), (8, 5))
+    whole = Whole(language(), ADAMW, 0.1)
+    ranks = (0, 1, 1, 0) if schedule == "zb-v" else (0, 1, 0, 1)
+    parts = make(
+        language(), InProcess(2), schedule=schedule, ranks=ranks, clip_norm=0.1, recompute=mode
+    )
+    for seed, shape in enumerate(shapes):
+        assert float(parts.step(batch(*shape, seed))) == float(whole.step(batch(*shape, seed), 4))
+    assert bits(whole.state()).items() <= bits(parts.state_dict()).items()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches(mode: str) -> None:
+    whole = Whole(branches(), ADAMW, 0.1)
+    parts = make(branches(), InProcess(4), clip_norm=0.1, recompute=mode)
+    for seed in range(2):
+        assert float(parts.step(batch(seed=seed))) == float(whole.step(batch(seed=seed), 4))
+    assert bits(whole.state()).items() <= bits(parts.state_dict()).items()
+
+
+def test_user_functions_run_again_forward_only() -> None:
+    module, x = made("own"), inputs("own", 0)
+    again, before = Recompute(module, "full"), Scale.calls
+    (out,) = again.call(as_stage(module), 0, x)
+    out.sum().backward()
+    assert Scale.calls == before + 1
+
+
+class Kept(nn.Module):
+    """Writes its input in place, and reads a buffer that it then writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(leaf(6, 6, seed=1))
+        self.register_buffer("turn", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x.add_(1.0) @ self.w) * self.turn.clone()
+        self.turn.mul_(1.5)
+        return y
+
+
+def test_inputs_and_buffers_that_are_written() -> None:
+    """They are as they were while the piece runs again, and afterwards as if it had not."""
+    plain, thrifty = Kept(), Kept()
+    again = Recompute(thrifty, "full")
+    for step in range(2):
+        pairs = [(leaf(4, 6, seed=i), leaf(4, 6, seed=i)) for i in range(3)]
+        outs = [(plain(x * 1.0), again.call(as_stage(thrifty), 0, y * 1.0)[0]) for x, y in pairs]
+        for (a, b), (x, y) in zip(outs, pairs, strict=True):
+            a.sum().backward()
+            b.sum().backward()
+            assert torch.equal(x.grad, y.grad), step  # type: ignore[arg-type]
+        assert gradients(plain, []) == gradients(thrifty, [])
+        assert torch.equal(plain.turn, thrifty.turn)
+
+
+def test_an_input_that_is_changed_later_is_refused() -> None:
+    module = made("twice")
+    again = Recompute(module, "full")
+    for _ in range(2):
+        x = leaf(4, 6) * 1.0
+        (out,) = again.call(as_stage(module), 0, x)
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(FxpartError, match="changed in place"):
+        out.sum().backward()
+
+
+def test_memory_between_forward_and_backward() -> None:
+    """Full keeps the input alone; selective more than that, and less than everything."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Attention(32), Attention(32))
+    held = {}
+    for mode in ("none", "selective", "full"):
+        again = Recompute(module, mode)  # type: ignore[arg-type]
+        for _ in range(3):
+            x = leaf(2, 256, 32)
+            start = live()
+            out = again.call(as_stage(module), 0, x)[0] if mode != "none" else module(x)
+            held[mode] = live() - start
+            out.sum().backward()
+            del out
+    size = x.nbytes
+    assert held["full"] < 1.6 * size  # the result, and what stands for what was not kept
+    assert held["full"] < held["selective"] < 0.8 * held["none"]
+
+
+def test_selective_keeps_long_products_only() -> None:
+    """Products of linear layers are not made again; attention scores are."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    module = Attention(64)
+    again = Recompute(module, "selective")
+    for _ in range(2):
+        (out,) = again.call(as_stage(module), 0, leaf(2, 256, 64))
+        with Watch():
+            seen.clear()
+            out.backward(torch.ones_like(out))
+    assert "aten::addmm" not in seen and "aten::_softmax" in seen
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(FxpartError, match="no such mode"):
+        make(language(), InProcess(4), recompute="some")
