@@ -19,6 +19,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.folding import Folded
 from fxpart.plan import Plan
 from fxpart.planned.rearranged import overfull, predicted, rescheduled
+from fxpart.planned.searched import searched
 from fxpart.planning import Shared
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import lowered
@@ -37,6 +38,7 @@ SAME_STAGES = ("zb-h1", "found")
 PIECES = ("interleaved", "breadth-first", "zb-v")
 
 _SECONDS = 2.0  # for cutting one number of pieces
+_SEARCH = 5.0  # for an order of computations
 
 # A plan of a solver's answer and its program's parts; the parts of a choice alone.
 Make = Callable[[Staged, Solution], tuple["Plan", "Parts"]]
@@ -103,6 +105,9 @@ class Arranging:
         bound = work_bound(self.problem)
         if "zb-h1" in names:
             yield rescheduled(plan, "zb-h1", bound), parts
+        if "found" in names:
+            limit = min(self.time_limit, _SEARCH)
+            yield searched(plan, bound, limit, self.request.seed), parts
 
     def _pieces(self, names: tuple[str, ...]) -> Iterator[tuple[Plan, Parts]]:
         """For each wished schedule and number of ranks the best cut into pieces."""
