@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 from schedule_draws import BREAKS, Drawn, broken, drawn
-from schedule_oracle import judge, reached, times
+from schedule_oracle import Verdict, judge, reached, size, times
 
 from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.causes import Sends
-from fxpart.schedule.flight import in_flight
+from fxpart.schedule.flight import activation_peak, in_flight
 from fxpart.schedule.lower import lower
 from fxpart.schedule.rendezvous import execute
 from fxpart.schedule.simulate import simulate
@@ -33,8 +33,9 @@ def seen(source: Random, tally: Counter[str], most: int = 60) -> None:
     for how in source.sample(BREAKS, 2):
         damaged = broken(source, lowered, how)
         if damaged is not None:
-            right = judged(damaged, case)
-            tally[f"{how}: {'right' if right else 'wrong'}"] += 1
+            verdict = judged(damaged, case)
+            tally[f"{how}: {'right' if verdict.right else 'wrong'}"] += 1
+            tally["deadlock"] += verdict.why == "deadlock"
             if how != "rank":  # there two ranks may both have an end of one transfer
                 done = execute(damaged.ranks, damaged.stage_rank).done
                 assert done == reached(damaged), to_text(damaged)
@@ -44,13 +45,13 @@ def weights(case: Drawn) -> Weights:
     return "stash" if case.stash else "flush"
 
 
-def judged(schedule: Schedule, case: Drawn) -> bool:
+def judged(schedule: Schedule, case: Drawn) -> Verdict:
     """Whether it is right, in the oracle's view and in the verifier's, which agree."""
     verdict = judge(schedule, case.edges, stash=case.stash)
     memory = [4 * schedule.microbatches] * schedule.stages
     problems = check(schedule, case.edges, memory=memory, weights=weights(case))
     assert verdict.right == (not problems), (verdict.why, problems, case.edges, to_text(schedule))
-    return verdict.right
+    return verdict
 
 
 def agreed(schedule: Schedule, case: Drawn, tally: Counter[str]) -> None:
@@ -58,6 +59,7 @@ def agreed(schedule: Schedule, case: Drawn, tally: Counter[str]) -> None:
     verdict = judge(schedule, case.edges, stash=case.stash)
     assert verdict.right, (verdict.why, case.edges, to_text(schedule))
     assert in_flight(schedule) == verdict.peaks
+    assert activation_peak(schedule, [size(k) for k in range(schedule.stages)]) == verdict.held
     peaks = list(verdict.peaks)
     assert not check(schedule, case.edges, memory=peaks, weights=weights(case)), to_text(schedule)
     busiest = max(range(schedule.stages), key=peaks.__getitem__)

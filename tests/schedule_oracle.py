@@ -92,6 +92,7 @@ class Machine:
     done: set[Action] = field(default_factory=set)
     kept: dict[int, int] = field(default_factory=dict)
     peak: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
     stash: bool = False
 
     def take(self, rank: int, what: str, source: int, target: int, m: int) -> int:
@@ -146,6 +147,9 @@ class Machine:
         if self.schedule.trains:
             self.kept[stage] = self.kept.get(stage, 0) + 1
             self.peak[stage] = max(self.peak.get(stage, 0), self.kept[stage])
+            here = [k for k, at in enumerate(self.schedule.stage_rank) if at == rank]
+            total = sum(self.kept.get(k, 0) * size(k) for k in here)
+            self.held[rank] = max(self.held.get(rank, 0), total)
 
     def inputs(self, rank: int, stage: int, m: int) -> None:
         """Gradients of a stage's inputs, from its forward and what comes back."""
@@ -194,11 +198,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a schedule is right, why not, and the most microbatches each stage keeps."""
+    """Whether a schedule is right, and why not.
+
+    peaks: the most microbatches that each stage keeps. held: the most bytes that each rank keeps.
+    """
 
     right: bool
-    why: str
-    peaks: tuple[int, ...]
+    why: str = ""
+    peaks: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+
+def size(stage: int) -> int:
+    """Bytes that a stage keeps of a microbatch."""
+    return 5 + stage % 3
 
 
 def judge(schedule: Schedule, edges: Sequence[StageEdge], *, stash: bool = False) -> Verdict:
@@ -218,9 +231,10 @@ def judge(schedule: Schedule, edges: Sequence[StageEdge], *, stash: bool = False
         if machine.sums != _one_process(schedule):
             raise Wrong("other sums")
     except Wrong as cause:
-        return Verdict(False, str(cause), ())
+        return Verdict(False, str(cause))
     peaks = tuple(machine.peak.get(stage, 0) for stage in range(schedule.stages))
-    return Verdict(True, "", peaks)
+    held = tuple(machine.held.get(rank, 0) for rank in range(len(schedule.ranks)))
+    return Verdict(True, "", peaks, held)
 
 
 def _go(machine: Machine, rank: int, position: list[int]) -> bool:

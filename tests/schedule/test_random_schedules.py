@@ -10,16 +10,17 @@ from schedule_draws import BREAKS
 
 
 def test_some() -> None:
-    many(8, seed=1)
+    many(5, seed=1)
 
 
 @pytest.mark.slow
 def test_many() -> None:
     """Every sort of damage is seen to be wrong; what does no harm is seen to be right."""
-    tally = many(200, seed=0)
+    tally = many(150, seed=0)
     for how in BREAKS:
-        assert tally[f"{how}: wrong"] > 3, (how, tally)
+        assert tally[f"{how}: wrong"] > 0, (how, tally)
     harmless = {how for how in BREAKS if tally[f"{how}: right"]}
     assert {"neighbours", "rank", "halve", "microbatch"} <= harmless
     assert not harmless & {"drop", "double", "peer", "kind"}
-    assert min(tally["copies"], tally["virtual"], tally["split"]) > 50
+    assert tally["deadlock"] > 0
+    assert min(tally["copies"], tally["virtual"], tally["split"]) > 30
