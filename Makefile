@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test quick search lint format typecheck demo bench clean
+.PHONY: help test quick search lint format typecheck demo bench chaos clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -73,6 +73,10 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 BENCHMARKS := overhead tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup communication accuracy choice memory compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
+
+chaos: $(STAMP)  ## long runs: random schedules over gloo, 20,000 steps that leave nothing behind
+	for name in transfers soak; do echo "== $$name"; \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 clean:  ## remove what the targets made, the environment too
