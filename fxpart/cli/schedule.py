@@ -132,15 +132,16 @@ def simulate(
     ahead = schedules.numbers("--forward", forward, count)
     back = schedules.numbers("--backward", backward, count)
     late = [b / 2 for b in back] if weight is None else schedules.numbers("--weight", weight, count)
+    halves = [(b - w, w) for b, w in zip(back, late, strict=True)]
     moved = schedules.numbers("--transfer", transfer, count)
     with schedules.theirs(as_json):
         schedule, edges = source.load(ahead, back)
-        made = schedules.ready(schedule, edges, ahead, back)
+        made = schedules.ready(schedule, edges, ahead, back, halves)
         verify(made, edges, memory=[made.microbatches] * count, weights=schedules.weights(made))
     found = simulated(
         made, edges, ahead, back,
         (lambda stage, peer, kind: moved[stage]) if any(moved) else None,
-        split=[(b - w, w) for b, w in zip(back, late, strict=True)], sends=sends,
+        split=halves, sends=sends,
     )  # fmt: skip
     if trace is not None:
         from fxpart.cli.report import write

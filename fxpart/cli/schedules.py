@@ -165,6 +165,7 @@ def ready(
     edges: Sequence[StageEdge],
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    split: Sequence[tuple[float, float]] | None = None,
 ) -> Schedule:
     """The schedule with transfers: its own, or added; FXP901 where it cannot be run at all."""
     from fxpart.schedule.lower import lower
@@ -176,7 +177,7 @@ def ready(
     problems = incomplete(schedule, edges)
     if problems:  # all of them: what follows would stop at the first
         raise FxpartError(problems)
-    return lower(schedule, edges, forward=forward, backward=backward)
+    return lower(schedule, edges, forward=forward, backward=backward, split=split)
 
 
 def shaped(schedule: Schedule, edges: Sequence[StageEdge]) -> None:

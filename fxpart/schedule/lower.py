@@ -16,6 +16,7 @@ from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.order import earliest
 
+Split = Sequence[tuple[float, float]]  # seconds of I and of W, by stage
 Times = dict[Action, tuple[int, int]]  # start and end of each computation, in ticks
 
 
@@ -40,13 +41,14 @@ def lower(
     *,
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    split: Split | None = None,
 ) -> Schedule:
     """The schedule with a SEND and a RECV for each value or gradient that changes rank.
 
     schedule: computations only. edges: the stage graph; an edge without backward gets no gradient
     transfers, and stages of one rank exchange without any. forward, backward: seconds of each
-    stage (1 and 2 if not given), from which the global order is taken; any figures are safe,
-    good ones wait less.
+    stage (1 and 2 if not given), and split those of I and W (half of backward each), from which
+    the global order is taken; any figures are safe, good ones wait less.
 
     A transfer's moment lies between the end of its producer and the next start on the sender, so
     the send follows its producer at once; within that, it is as late as the receiver can take it
@@ -59,7 +61,7 @@ def lower(
     if schedule.is_lowered:
         raise error("FXP109", where="lower", why="the schedule has transfers already", fix="")
     dependence = Dependence.of(schedule, edges)
-    times = compute_times(schedule, dependence, forward, backward)
+    times = compute_times(schedule, dependence, forward, backward, split)
     events = [
         _Event(times[action.plain][0], True, (rank,), (action,))
         for rank, actions in enumerate(schedule.ranks)
@@ -78,13 +80,14 @@ def compute_times(
     dependence: Dependence,
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    split: Split | None = None,
 ) -> Times:
     """Start and end of each computation when transfers are free, in whole ticks of at least 1.
 
     Whole numbers, because the global order is read off these times: no two that should be equal
     may differ in the last bit, and no computation may take no time.
     """
-    ticks = duration_ticks(schedule.stages, forward, backward)
+    ticks = duration_ticks(schedule.stages, forward, backward, split)
     lanes = [[a.plain for a in actions] for actions in schedule.ranks]
     after = {a: dependence.computes(a) for lane in lanes for a in lane}
     found = earliest(lanes, after, lambda a: ticks[a.kind][a.stage])
@@ -92,19 +95,25 @@ def compute_times(
 
 
 def duration_ticks(
-    stages: int, forward: Sequence[float] | None = None, backward: Sequence[float] | None = None
+    stages: int,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    split: Split | None = None,
 ) -> dict[Kind, list[int]]:
     """How many ticks each kind of computation takes on each stage: 1 and 2 if no seconds are given.
 
-    With seconds, the longest computation takes 10,000 ticks; half a backward is rounded up.
+    With seconds, the longest whole computation takes 10,000 ticks; half a backward is rounded up.
     """
     first, second = forward or [1.0] * stages, backward or [2.0] * stages
     longest = max(max(first), max(second)) or 1.0
     scale = 2 if forward is None and backward is None else 10_000
     forward_ticks = [max(1, round(cost / longest * scale)) for cost in first]
     backward_ticks = [max(1, round(cost / longest * scale)) for cost in second]
-    half = [-(-ticks // 2) for ticks in backward_ticks]
-    return {Kind.F: forward_ticks, Kind.B: backward_ticks, Kind.I: half, Kind.W: half}
+    early = late = [-(-ticks // 2) for ticks in backward_ticks]
+    if split is not None:
+        early = [max(1, round(cost / longest * scale)) for cost, _ in split]
+        late = [max(1, round(cost / longest * scale)) for _, cost in split]
+    return {Kind.F: forward_ticks, Kind.B: backward_ticks, Kind.I: early, Kind.W: late}
 
 
 def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -> list[_Event]:

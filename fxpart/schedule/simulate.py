@@ -18,6 +18,7 @@ from fxpart.schedule.crowded import Segment, Work
 from fxpart.schedule.dependence import Dependence, partner
 from fxpart.schedule.events import Event, Times, Update, is_send, receives
 from fxpart.schedule.flight import in_flight
+from fxpart.schedule.lower import Split
 from fxpart.schedule.order import earliest
 from fxpart.schedule.sharing import shared
 from fxpart.schedule.timeline import Once, Span, Timeline
@@ -34,7 +35,7 @@ def simulate(
     backward: Sequence[float],
     transfer: Transfer | None = None,
     *,
-    split: Sequence[tuple[float, float]] | None = None,
+    split: Split | None = None,
     sends: Sends = "overlapped",
     crowd: Crowd | None = None,
     places: Sequence[Sequence[int]] | None = None,
@@ -81,7 +82,7 @@ def simulated(
     backward: Sequence[float],
     transfer: Transfer | None,
     *,
-    split: Sequence[tuple[float, float]] | None,
+    split: Split | None,
     sends: Sends,
     crowd: Crowd | None,
     places: Sequence[Sequence[int]] | None,

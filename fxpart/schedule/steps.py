@@ -11,7 +11,7 @@ from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.crowded import Segment
-from fxpart.schedule.lower import lower
+from fxpart.schedule.lower import Split, lower
 from fxpart.schedule.simulate import Transfer, simulated
 from fxpart.schedule.timeline import Timeline
 
@@ -45,7 +45,7 @@ def simulate_steps(
     transfer: Transfer | None = None,
     *,
     flush: bool = True,
-    split: Sequence[tuple[float, float]] | None = None,
+    split: Split | None = None,
     once: Sequence[float] | None = None,
     join: bool = False,
     sends: Sends = "overlapped",

@@ -30,7 +30,11 @@ def test_any_costs_give_a_safe_order(case: Case, data: st.DataObject) -> None:
     stages = case.schedule.stages
     cost = st.sampled_from([0.0, 1e-9, 1e-3, 0.5, 1.0, 3.0, 1e6])
     some = st.lists(cost, min_size=stages, max_size=stages)
-    lowered = lower(case.schedule, case.edges, forward=data.draw(some), backward=data.draw(some))
+    halves = st.none() | st.lists(st.tuples(cost, cost), min_size=stages, max_size=stages)
+    lowered = lower(
+        case.schedule, case.edges, forward=data.draw(some), backward=data.draw(some),
+        split=data.draw(halves),
+    )  # fmt: skip
     assert not check(lowered, case.edges)
     computations = tuple(
         tuple(a for a in actions if a.kind.is_compute) for actions in lowered.ranks
