@@ -217,8 +217,13 @@ def trainer(
     )
 
 
-def data_parallel(make: Callable[[], Hand], size: int, zero: int, **options: Any) -> Trainer:
-    """Any program of ``hand_stages`` on lanes that share its rows, all in this process."""
+def data_parallel(
+    make: Callable[[], Hand], size: int, zero: int, seats: Sequence[int] = (), **options: Any
+) -> Trainer:
+    """Any program of ``hand_stages`` on lanes that share its rows, all in this process.
+
+    seats: of each stage, the place in a pipeline; by default one after another.
+    """
     lanes = []
     for index in range(size):
         hand = make()
@@ -236,8 +241,8 @@ def data_parallel(make: Callable[[], Hand], size: int, zero: int, **options: Any
         last.forward = partial(_averaged, last, last.forward)  # type: ignore[method-assign]
         modules = dict(enumerate(hand.stages))
         lanes.append(Lane(index, msgspec.structs.replace(spec, sharding=given), modules))
-    ranks = [size * stage for stage in range(len(lanes[0].modules))]
-    transport = InProcess(size * len(ranks))
+    ranks = [size * seat for seat in seats or range(len(lanes[0].modules))]
+    transport = InProcess(size * len(set(ranks)))
     given_options = {"microbatches": 4, "optimizer": torch.optim.AdamW, **options}
     return Trainer(
         lanes[0].spec, {}, ranks=ranks, transport=transport, lanes=lanes, **given_options
