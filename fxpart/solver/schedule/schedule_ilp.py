@@ -66,6 +66,8 @@ def solve_cp_sat(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
+    # A linear relaxation says nothing of machines that do one thing at a time, and costs the most.
+    solver.parameters.linearization_level = 0
     solver.parameters.max_time_in_seconds = left
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(programme.model)
