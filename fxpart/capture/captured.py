@@ -32,7 +32,7 @@ class Captured:
     tried: what was tried before the method that worked, as text. again: captures the same model
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
-    inputs as one global batch of ``batch_size`` rows.
+    inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
     """
 
     graph: fx.GraphModule
@@ -59,6 +59,7 @@ class Captured:
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
+    config: str = field(default="", repr=False)
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

@@ -20,6 +20,7 @@ from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
 from fxpart.capture.modes import cache_off, prepared, training_mode
 from fxpart.capture.precision import autocast_dtype
+from fxpart.capture.pretrained import config_text
 from fxpart.capture.replay import Repeats
 from fxpart.capture.state import State, loss_prefix, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
@@ -157,6 +158,7 @@ def _assemble(
         again=lambda training: run(replace(request, training=training)),
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
+        config=config_text(request.model),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpart.codegen.stored_names import stored_names
 from fxpart.codegen.tensor_files import TensorFiles
 from fxpart.compat import is_fake
 from fxpart.errors import FxpartError, Problem
 from fxpart.program import ProgramSpec, StageSpec, StateSpec
+from fxpart.rng import mix
 
 Init = Callable[[str, torch.Tensor], torch.Tensor]
 Source = Mapping[str, torch.Tensor] | str | Path | Init
@@ -35,6 +38,7 @@ class _Tensors(Protocol):
     def names(self) -> Collection[str]: ...
     def read(self, name: str) -> torch.Tensor: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
     def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor: ...
 
 
@@ -51,6 +55,9 @@ class _Live:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
     def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         return self.tensors[name][slices]
 
@@ -66,38 +73,159 @@ def materialise(
 ) -> None:
     """Fill the state of a stage module, on the module's device; every tensor is a copy.
 
-    source: tensors by original name; or a safetensors file or folder, of which only this rank's
-    part of this stage's tensors is read; or a function ``(name, meta tensor) -> tensor``, which
-    must return the same numbers for one name whenever it is called, as ties are filled on several
-    stages. constants: tensors that no checkpoint holds (lifted constants, buffers that are not
-    persistent). strict: names that the model does not know are a fault. part: what takes this
-    rank's part out of a whole tensor, where a stage is several ranks. Floating tensors are
+    source: tensors by original name; or a safetensors file or folder (also of a sharded Hugging
+    Face checkpoint), of which only this rank's part of this stage's tensors is read; or a function
+    ``(name, meta tensor) -> tensor``, whose random numbers are seeded by the program's seed and the
+    name, so that they depend on no plan. Beside what is filled, one whole tensor at most is in
+    memory at a time. constants: tensors that no checkpoint holds (lifted constants, buffers that
+    are not persistent). strict: names that the model does not know are a fault. part: what takes
+    this rank's part out of a whole tensor, where a stage is several ranks. Floating tensors are
     converted to the stage's dtype. Raises FXP110 with all faults at once, and then changes nothing.
     """
     index = module.INDEX
     assert isinstance(index, int)
     stage = spec.stages[index]
-    constants = constants or {}
-    shapes = {state.name: _whole(spec, state) for state in stage.state}
+    work = _Work(module, spec, stage, constants or {}, part)
     if callable(source) and not isinstance(source, Mapping):
-        found, problems = _called(stage, source, constants, shapes)
-        cut: set[str] = set()
+        made = work.called(source)
     else:
-        tensors: _Tensors = _Live(source) if isinstance(source, Mapping) else TensorFiles(source)
-        found, problems, cut = _read(stage, spec, tensors, constants, _Wanted(shapes, part))
+        made = work.read(_open(source), strict)
+    for attribute, value in made.items():
+        setattr(module, attribute, value)
+
+
+def unused_state(
+    source: Source, spec: ProgramSpec, wanted: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """State that no stage needs and a whole checkpoint holds, as far as the source has it.
+
+    wanted: by main name, tensors of its shape and dtype (meta).
+    """
+    if callable(source) and not isinstance(source, Mapping):
+        return {name: _seeded(source, spec, name, like.to("meta")) for name, like in wanted.items()}
+    tensors = _open(source)
+    stored = stored_names(spec, tensors.names())
+    found = {name: tensors.read(stored[name]) for name in wanted if name in stored}
+    return {n: t.detach().clone() for n, t in found.items() if t.shape == wanted[n].shape}
+
+
+def _open(source: Mapping[str, torch.Tensor] | str | Path) -> _Tensors:
+    return _Live(source) if isinstance(source, Mapping) else TensorFiles(source)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One stage to fill."""
+
+    module: torch.nn.Module
+    spec: ProgramSpec
+    stage: StageSpec
+    constants: Mapping[str, torch.Tensor]
+    part: Part | None
+
+    def read(self, tensors: _Tensors, strict: bool) -> dict[str, torch.Tensor]:
+        """Values by attribute, out of tensors by name; everything is checked before any is read."""
+        stored = stored_names(self.spec, tensors.names())
+        problems: list[Problem] = []
+        missing: list[str] = []
+        for state in self.stage.state:
+            if state.name in stored:
+                shape, dtype = tensors.shape(stored[state.name]), tensors.dtype(stored[state.name])
+                problems += self._faults(state, shape, dtype)
+            elif state.name not in self.constants:
+                missing.append(state.name)
+        if missing:
+            fix = "give a checkpoint of this model, with the names of model.state_dict()"
+            what = f"{len(missing)} missing"
+            problems.append(_problem(self.stage, what, _list(missing), fix))
         if strict:
-            problems.extend(_unknown(stage, spec, tensors.names()))
-    for state in stage.state:
-        if state.name in found:
-            shape = state.shape if state.name in cut else shapes[state.name]
-            problems.extend(_faults(stage, state, found[state.name], shape))
-    if problems:
-        raise FxpartError(problems)
-    for state in stage.state:
-        tensor = found[state.name]
-        if part is not None and state.name not in cut:
-            tensor = part(state.name, tensor)
-        _fill(module, state, tensor)
+            problems += _unknown(self.stage, self.spec, set(stored.values()), tensors.names())
+        made: dict[str, torch.Tensor] = {}
+        for state in () if problems else self.stage.state:
+            if state.name not in stored:
+                made[state.attribute] = self._value(state, self.constants[state.name])
+                continue
+            name, shape = stored[state.name], _whole(self.spec, state)
+            slices = None if self.part is None else self.part.slices(state.name, shape)
+            cut = slices is not None
+            tensor = tensors.read_part(name, slices) if slices is not None else tensors.read(name)
+            if is_fake(tensor):
+                problems += self._empty(state)
+            else:
+                own = not isinstance(tensors, _Live)
+                made[state.attribute] = self._value(state, tensor, cut=cut, own=own)
+        if problems:
+            raise FxpartError(problems)
+        return made
+
+    def called(self, init: Init) -> dict[str, torch.Tensor]:
+        """Values by attribute, from a function."""
+        made: dict[str, torch.Tensor] = {}
+        problems: list[Problem] = []
+        for state in self.stage.state:
+            if state.name in self.constants:
+                made[state.attribute] = self._value(state, self.constants[state.name])
+                continue
+            shape, dtype = _whole(self.spec, state), getattr(torch, state.dtype)
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            value: Any = _seeded(init, self.spec, state.name, meta)
+            if not isinstance(value, torch.Tensor):
+                why = f"the init function returned {type(value).__name__}"
+                fix = "return a tensor for every name"
+                problems.append(_problem(self.stage, state.name, why, fix))
+                continue
+            found = self._empty(state) if is_fake(value) else []
+            found = found or self._faults(state, tuple(value.shape), value.dtype)
+            problems += found
+            if not found:
+                made[state.attribute] = self._value(state, value)
+        if problems:
+            raise FxpartError(problems)
+        return made
+
+    def _value(
+        self, state: StateSpec, tensor: torch.Tensor, *, cut: bool = False, own: bool = False
+    ) -> torch.Tensor:
+        """What takes the place of the empty tensor. cut: it is a part already. own: no copy of it
+        is needed, nobody else has it."""
+        if self.part is not None and not cut:
+            part = self.part(state.name, tensor)
+            # A view of the whole would keep it in memory.
+            own = own and part.untyped_storage().nbytes() == part.nbytes
+            tensor = part
+        dtype: torch.dtype = getattr(torch, state.dtype)
+        device: Any = self.module.device
+        value = tensor.detach().to(device=device, dtype=dtype, copy=not own)
+        if state.kind == "parameter":
+            return torch.nn.Parameter(value, requires_grad=state.requires_grad)
+        return value
+
+    def _faults(
+        self, state: StateSpec, found: tuple[int, ...], dtype: torch.dtype
+    ) -> list[Problem]:
+        whys = []
+        shape = _whole(self.spec, state)
+        if found != shape:
+            whys.append(f"its shape is {list(found)}, the model's is {list(shape)}")
+        wanted: torch.dtype = getattr(torch, state.dtype)
+        if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
+            whys.append(f"its dtype is {dtype}, the model's is {wanted}")
+        return [_problem(self.stage, state.name, why, "load weights of this model") for why in whys]
+
+    def _empty(self, state: StateSpec) -> list[Problem]:
+        why = "it has no data (a meta tensor)"
+        return [_problem(self.stage, state.name, why, "load real weights")]
+
+
+def _seeded(init: Init, spec: ProgramSpec, name: str, meta: torch.Tensor) -> torch.Tensor:
+    """The init function's tensor, its random numbers those of this name in every plan."""
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    generator, before = torch.default_generator, torch.default_generator.get_state()
+    generator.manual_seed(mix(spec.seed, int.from_bytes(digest, "little")))
+    try:
+        return init(name, meta)
+    finally:
+        generator.set_state(before)
 
 
 def _whole(spec: ProgramSpec, state: StateSpec) -> tuple[int, ...]:
@@ -112,101 +240,16 @@ def constants_of(spec: ProgramSpec, state: Mapping[str, torch.Tensor]) -> dict[s
     return {n: state[n] for n in sorted(names) if n in state and not is_fake(state[n])}
 
 
-def _called(
-    stage: StageSpec,
-    init: Init,
-    constants: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, torch.Tensor], list[Problem]]:
-    found: dict[str, torch.Tensor] = {}
-    problems: list[Problem] = []
-    for state in stage.state:
-        if state.name in constants:
-            found[state.name] = constants[state.name]
-            continue
-        meta = torch.empty(shapes[state.name], dtype=getattr(torch, state.dtype), device="meta")
-        value: Any = init(state.name, meta)
-        if isinstance(value, torch.Tensor):
-            found[state.name] = value
-        else:
-            why = f"the init function returned {type(value).__name__}"
-            problems.append(_problem(stage, state.name, why, "return a tensor for every name"))
-    return found, problems
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The shapes of whole tensors by name, and what takes this rank's part of them."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    part: Part | None
-
-    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-        """What to read of a stored tensor; None for all of it (also where its shape is wrong)."""
-        if self.part is None or shape != self.shapes[name]:
-            return None
-        return self.part.slices(name, shape)
-
-
-def _read(
-    stage: StageSpec,
-    spec: ProgramSpec,
-    tensors: _Tensors,
-    constants: Mapping[str, torch.Tensor],
-    wanted: _Wanted,
-) -> tuple[dict[str, torch.Tensor], list[Problem], set[str]]:
-    """The stage's tensors by main name, and of which only a part was read.
-
-    A tie may be stored under any of its names.
-    """
-    others: dict[str, list[str]] = {}
-    for alias, main in spec.aliases.items():
-        others.setdefault(main, []).append(alias)
-    names = tensors.names()
-    found: dict[str, torch.Tensor] = {}
-    missing: list[str] = []
-    cut: set[str] = set()
-    for state in stage.state:
-        stored = next((n for n in (state.name, *others.get(state.name, ())) if n in names), None)
-        if stored is not None:
-            slices = wanted.slices(state.name, tensors.shape(stored))
-            if slices is None:
-                found[state.name] = tensors.read(stored)
-            else:
-                found[state.name] = tensors.read_part(stored, slices)
-                cut.add(state.name)
-        elif state.name in constants:
-            found[state.name] = constants[state.name]
-        else:
-            missing.append(state.name)
-    if not missing:
-        return found, [], cut
-    fix = "give a checkpoint of this model, with the names of model.state_dict()"
-    return found, [_problem(stage, f"{len(missing)} missing", _list(missing), fix)], cut
-
-
-def _unknown(stage: StageSpec, spec: ProgramSpec, names: Iterable[str]) -> list[Problem]:
+def _unknown(
+    stage: StageSpec, spec: ProgramSpec, used: set[str], names: Iterable[str]
+) -> list[Problem]:
     known = {s.name for part in spec.stages for s in part.state}
-    known |= {*spec.unused, *spec.aliases}
+    known |= {*spec.unused, *spec.aliases, *used}
     extra = [name for name in names if name not in known]
     if not extra:
         return []
     fix = "give a checkpoint of this model, or strict=False to leave them out"
     return [_problem(stage, f"{len(extra)} that the model does not have", _list(extra), fix)]
-
-
-def _faults(
-    stage: StageSpec, state: StateSpec, tensor: torch.Tensor, shape: tuple[int, ...]
-) -> list[Problem]:
-    if is_fake(tensor):
-        return [_problem(stage, state.name, "it has no data (a meta tensor)", "load real weights")]
-    whys = []
-    if tuple(tensor.shape) != shape:
-        whys.append(f"its shape is {list(tensor.shape)}, the model's is {list(shape)}")
-    wanted: torch.dtype = getattr(torch, state.dtype)
-    if tensor.dtype != wanted and not (tensor.is_floating_point() and wanted.is_floating_point):
-        whys.append(f"its dtype is {tensor.dtype}, the model's is {wanted}")
-    return [_problem(stage, state.name, why, "load weights of this model") for why in whys]
 
 
 def _problem(stage: StageSpec, what: str, why: str, fix: str) -> Problem:
@@ -216,13 +259,3 @@ def _problem(stage: StageSpec, what: str, why: str, fix: str) -> Problem:
 def _list(names: list[str]) -> str:
     shown = "\n".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown}\nand {len(names) - _SHOWN} more"
-
-
-def _fill(module: torch.nn.Module, state: StateSpec, tensor: torch.Tensor) -> None:
-    """Put a copy of the tensor in place of the empty one."""
-    dtype: torch.dtype = getattr(torch, state.dtype)
-    device: Any = module.device
-    value = tensor.detach().to(device=device, dtype=dtype, copy=True)
-    if state.kind == "parameter":
-        value = torch.nn.Parameter(value, requires_grad=state.requires_grad)
-    setattr(module, state.attribute, value)

@@ -1,65 +1,194 @@
-"""Tensors in safetensors files, read one by one."""
+"""Tensors in safetensors files, read one by one into memory of their own.
+
+The files are read, not mapped: pages of a mapped file count as the process's memory for as long as
+the file is open, and a rank that has read its part would hold it twice.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fxpart.errors import FxpartError, Problem
 
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+_LARGEST = 100_000_000  # bytes of a header, the format's own limit
+_CHUNK = 1 << 22  # bytes read at once of a tensor that is cut along an inner dim
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where one tensor lies. start: its first byte in the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
 
 class TensorFiles:
-    """The tensors of one ``.safetensors`` file, or of all that lie in a folder.
+    """The tensors of one ``.safetensors`` file, or of a folder.
 
+    Of a folder, the files that its ``model.safetensors.index.json`` lists, or all that lie there.
     Only headers are read until a tensor is asked for. Raises FXP110 when there is no such file,
-    when one is damaged, or when two files have a tensor of the same name.
+    when one is damaged, when two have a tensor of the same name, or when one lacks a tensor that
+    the index says is there.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Read the headers."""
         path = Path(path)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        problems: list[Problem] = []
+        index = _index(path / INDEX) if path.is_dir() else {}
+        files = [path]
+        if path.is_dir():
+            listed = sorted({path / name for name in index.values()})
+            files = listed or sorted(path.glob("*.safetensors"))
         if not files:
             raise _fault(path, "the folder has no .safetensors file")
-        self._files: dict[str, Any] = {}
-        problems: list[Problem] = []
+        self._entries: dict[str, _Entry] = {}
+        self._open: dict[Path, BinaryIO] = {}
         for file in files:
             try:
-                opened = safe_open(str(file), framework="pt", device="cpu")
-                names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as cause:
+                found = _header(file)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
                 problems.extend(_fault(file, f"it cannot be read: {cause}").problems)
                 continue
-            for name in names:
-                if name in self._files:
+            for name, entry in found.items():
+                if name in self._entries:
                     problems.extend(_fault(file, f"{name} is in another file too").problems)
-                self._files[name] = opened
+                self._entries[name] = entry
+        lost = [name for name in index if name not in self._entries]
+        if lost and not problems:
+            why = f"it lists {len(lost)} tensors that are in no file, {lost[0]} for one"
+            problems.extend(_fault(path / INDEX, why).problems)
         if problems:
             raise FxpartError(problems)
 
     def names(self) -> Collection[str]:
         """All names in all files."""
-        return self._files.keys()
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, from the header."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of one tensor, from the header."""
+        return self._entries[name].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU; nobody else has it."""
+        entry = self._entries[name]
+        return self._rows(entry, 0, math.prod(entry.shape), entry.shape)
 
     def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """A range of each dim of one tensor, on the CPU; nothing else of it is read."""
-        if not slices:
+        """A range of each dim of one tensor, on the CPU; never more in memory than a little more.
+
+        Along the first dim nothing else is read; along others the rows that hold the part are.
+        """
+        entry = self._entries[name]
+        if not slices or not all(entry.shape):
             return self.read(name)
-        tensor: torch.Tensor = self._files[name].get_slice(name)[slices]
+        bounds = [part.indices(size)[:2] for part, size in zip(slices, entry.shape, strict=True)]
+        first, last = bounds[0]
+        row = math.prod(entry.shape[1:])
+        shape = tuple(max(stop - start, 0) for start, stop in bounds)
+        if shape[1:] == entry.shape[1:]:
+            return self._rows(entry, first * row, shape[0] * row, shape)
+        result = torch.empty(shape, dtype=entry.dtype)
+        step = max(1, _CHUNK // (row * entry.dtype.itemsize))
+        for at in range(first, last, step):
+            count = min(step, last - at)
+            rows = self._rows(entry, at * row, count * row, (count, *entry.shape[1:]))
+            result[at - first : at - first + count] = rows[(slice(None), *slices[1:])]
+        return result
+
+    def _rows(self, entry: _Entry, start: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """``count`` elements from the element ``start`` on."""
+        tensor = torch.empty(shape, dtype=entry.dtype)
+        if not count:
+            return tensor
+        size = entry.dtype.itemsize
+        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        buffer = memoryview(raw)
+        file = self._open.get(entry.file)
+        try:
+            if file is None:
+                file = self._open[entry.file] = open(entry.file, "rb", buffering=0)
+            file.seek(entry.start + start * size)
+            done = 0
+            while done < len(buffer):
+                got = file.readinto(buffer[done:])  # type: ignore[attr-defined]
+                if not got:
+                    raise _fault(entry.file, "it has become shorter while it was read")
+                done += got
+        except OSError as cause:
+            raise _fault(entry.file, f"it cannot be read: {cause}") from cause
         return tensor
+
+
+def _index(path: Path) -> dict[str, str]:
+    """File names by tensor name; empty without an index."""
+    if not path.exists():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        wrong = [file for file in found.values() if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise _fault(path, f"it is no index of a checkpoint: {cause!r}") from cause
+    if wrong:
+        raise _fault(path, f"{wrong[0]!r} is not the name of a file beside it")
+    return found
+
+
+def _header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a file; ValueError where it is not as the format says."""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_LARGEST, size - 8):
+            raise ValueError("the file is shorter than its header says")
+        header: dict[str, Any] = json.loads(file.read(length))
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
+        shape = tuple(int(n) for n in entry["shape"])
+        start, stop = (int(n) for n in entry["data_offsets"])
+        if min((*shape, start), default=0) < 0 or stop > size - 8 - length:
+            raise ValueError(f"{name} lies outside of the file")
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} has {stop - start} bytes, not those of {list(shape)}")
+        found[name] = _Entry(path, dtype, shape, 8 + length + start)
+    return found
 
 
 def _fault(path: Path, why: str) -> FxpartError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,17 @@ from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.gradients import gather_gradients
 from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
+from fxpart.runtime.pretrained import save_pretrained
 from fxpart.runtime.sharded_state import has_parts
 
 
 class Saving(Assembly):
-    """What is read and written by original names; every rank must make each call."""
+    """What is read and written by original names; every rank must make each call.
+
+    model_config: the text of a transformers model's config.json, for ``save_pretrained``.
+    """
+
+    model_config = ""
 
     def state_dict(
         self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
@@ -42,6 +49,22 @@ class Saving(Assembly):
                 found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
         return found
+
+    def save_pretrained(
+        self, directory: str | Path, *, shard_bytes: int = 5_000_000_000
+    ) -> tuple[Path, ...]:
+        """Write the weights as a Hugging Face safetensors checkpoint; the files written.
+
+        ``from_pretrained`` of the model's class reads the folder: names are the model's own, a tie
+        is stored once, under its main name. shard_bytes: most bytes of a file, above which there
+        are several and an index. Tensors come to rank 0 one at a time, so that no rank holds the
+        model. The folder appears whole or not at all; weights that it held are replaced, what else
+        it held stays. Every rank must call it. FXP603 on every rank if it cannot be written.
+        """
+        self._together("save_pretrained")
+        return save_pretrained(
+            self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
+        )
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.

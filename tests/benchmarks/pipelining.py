@@ -1,4 +1,4 @@
-"""fxpart's trainer against torch.distributed.pipelining: same stages, schedule, microbatches, group.
+"""fxpart's trainer against torch.distributed.pipelining: same stages, schedule, microbatches.
 
     python tests/benchmarks/pipelining.py            (starts itself under torchrun, 2 and 4 ranks)
     python tests/benchmarks/pipelining.py --quick    (fewer rounds, 2 ranks)
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def measure(case: Case, ranks: int, options: argparse.Namespace) -> dict[str, An
         for step in steps.values():
             timed(step, 2)
         count = repeats(timed(steps["fxpart"], 1), options.seconds)
-        runs = {n: (lambda step=step: timed(step, count)) for n, step in steps.items()}
+        runs = {n: partial(timed, step, count) for n, step in steps.items()}
         taken = alternate(runs, options.rounds)
         seconds = pair.stage_seconds(name, max(2, min(count, 5)))
         ideal = pair.ideal(name, seconds)
@@ -201,7 +202,7 @@ def overhead(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
         for step in steps.values():
             timed(step, 3)
         count = repeats(timed(steps["fxpart"], 3), options.seconds / 2)
-        runs = {n: (lambda step=step: timed(step, count)) for n, step in steps.items()}
+        runs = {n: partial(timed, step, count) for n, step in steps.items()}
         taken = alternate(runs, options.rounds)
         forward, backward = pair.stage_seconds(name, 5)
         schedule, _ = pair.schedule(name)
