@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpart.codegen import emit, load_stage
 from fxpart.codegen.evaluation import assign_like
 from fxpart.codegen.export import load_exported
 from fxpart.codegen.materialise import Part, constants_of, materialise
 from fxpart.codegen.split import StageGraph
-from fxpart.errors import error
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
@@ -24,6 +24,7 @@ from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import LanePart
 from fxpart.sharded.programs import cut
 
@@ -37,6 +38,7 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own."""
     plan, spec = program.plan, program.spec
+    _check_frozen(program)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -57,9 +59,28 @@ def make_trainer(
         lanes,
         optimizer=program.optimizer if optimizer is None else optimizer,
         evaluation=lambda: evaluation(program, lanes),
+        prediction=lambda loss: prediction(program, lanes, loss),
         unused=_unused(program) if weights is None else None,
         **options,
     )
+
+
+def _check_frozen(program: Program) -> None:
+    """FXP109 for every parameter that was frozen, or set free, since the program was compiled."""
+    stages = program.spec.stages
+    compiled = {s.name: s.requires_grad for g in stages for s in g.state if s.kind == "parameter"}
+    problems = [
+        Problem(
+            "FXP109",
+            f"parameter {name}",
+            f"requires_grad was {trained} when the program was compiled, and is {not trained} now",
+            "compile again: what flows back between the stages depends on it",
+        )
+        for name, trained in compiled.items()
+        if program.captured.state[name].requires_grad != trained
+    ]
+    if problems:
+        raise FxpartError(problems)
 
 
 @dataclass(frozen=True)
@@ -174,17 +195,52 @@ def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
     lanes: of the training program, with the modules of this process.
     """
     assert program.captured.again is not None
+    return _in_evaluation(program, program.captured.again(False), lanes, keep_outputs=False)
+
+
+def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[list[Lane], Outputs]:
+    """The same with the user's outputs; loss: and with the loss."""
+    assert program.captured.again is not None
     captured = program.captured.again(False)
-    graph = PassManager().run(PREPARE, captured.graph)
+    (node,) = captured.graph.graph.find_nodes(op="output")
+    _, *others = node.args[0]
+    kept = [
+        (name, dim)
+        for name, dim, value in zip(captured.outputs, captured.output_dims, others, strict=True)
+        if isinstance(value, fx.Node)
+    ]
+    if not kept:
+        raise error(
+            "FXP109", where="the model's output", why="it has no tensor but the loss",
+            fix="eval_step gives the loss",
+        )  # fmt: skip
+    if not loss or captured.loss_kind == "mean-square":
+        node.args = ((None, *others),)
+        captured.graph.recompile()
+    found = _in_evaluation(program, captured, lanes, keep_outputs=True)
+    values = found[0].spec.outputs
+    specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
+    return found, Outputs(tuple(specs), captured.form)
+
+
+def _in_evaluation(
+    program: Program, captured: Captured, lanes: Sequence[Lane], *, keep_outputs: bool
+) -> list[Lane]:
+    """A model that was captured in evaluation mode, on the stages and lanes of training."""
+    graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
     if program.lanes is None:
-        assigned, plan = assign_like(program.graph, graph), program.plan
-        made = cut(assigned, captured, plan.seed, None, plan.transfer_dtype)
+        assigned = assign_like(program.graph, graph)
+        made = cut(
+            assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
+        )
         return [_evaluated(captured, *made, lane) for lane in lanes]
-    sharded = program.lanes.sharded.like(graph, captured)
+    sharded = replace(program.lanes.sharded.like(graph, captured), whole_outputs=keep_outputs)
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
-        made = cut(own, captured, program.plan.seed, sharded, program.plan.transfer_dtype)
+        made = cut(
+            own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
+        )
         found.append(_evaluated(captured, *made, lane))
     return found
 

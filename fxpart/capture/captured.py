@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ class Captured:
     parameters, buffers and lifted constants. persistent: names of buffers saved with the model.
     loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
     microbatch_size: the only size the graph takes, None where the batch is symbolic. output_dims:
-    per output the dim that grows with the batch, None where none does or it is not known.
+    per output the dim that grows with the batch, None where none does or it is not known. form:
+    puts outputs by name into the structure that the model returns.
     precision: "bf16" where it runs under autocast.
     tried: what was tried before the method that worked, as text. again: captures the same model
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
@@ -54,6 +55,7 @@ class Captured:
     precision: str = "fp32"
     microbatch_size: int | None = None
     output_dims: tuple[int | None, ...] = ()
+    form: Callable[[Mapping[str, Any]], Any] | None = field(default=None, repr=False)
     tried: tuple[str, ...] = ()
     seconds: float = 0.0
     again: Callable[[bool], Captured] | None = field(default=None, repr=False)

@@ -78,6 +78,7 @@ def capture(
         microbatch_size=microbatch_size,
         training=training,
         floating=trial.whole.floating,
+        form=trial.whole.form,
         precision=precision,
     )
     captured = run(request)

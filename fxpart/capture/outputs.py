@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,55 @@ def named_tensors(output: Any) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _walk(output, ""):
-        unique, count = name, 1
-        while unique in found:
-            unique, count = f"{name}_{count}", count + 1
-        found[unique] = tensor
+        found[_unique(name, found)] = tensor
     return found
+
+
+Form = Callable[[Mapping[str, Any]], Any]
+
+
+def form_of(output: Any) -> Form:
+    """What puts tensors by name, as :func:`named_tensors` names them, into the output's structure.
+
+    A tensor that is not given is None. Of the output itself only types and plain values are kept;
+    a cache object is None.
+    """
+    return _form(output, "", {})
+
+
+def _form(value: Any, name: str, taken: dict[str, None]) -> Form:
+    """In the order of :func:`_walk`, so that names come out alike."""
+    if isinstance(value, (torch.Tensor, fx.Proxy)):
+        own = _unique(name or "output", taken)
+        taken[own] = None
+        return lambda found: found.get(own)
+    parts = list(_parts(value, name))
+    if parts:
+        made = [(key, _form(item, inner, taken)) for key, item, inner in parts]
+        kind = type(value)
+        return lambda found: _rebuilt(kind, [(key, part(found)) for key, part in made])
+    plain = isinstance(value, (bool, int, float, str, type(None), tuple, list, dict))
+    return lambda found: value if plain else None
+
+
+def _rebuilt(kind: type, items: list[tuple[Any, Any]]) -> Any:
+    """An object of the type with these items; a plain dict where the type cannot be made so."""
+    if issubclass(kind, (tuple, list)):
+        values = [value for _, value in items]
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    if kind is dict:
+        return dict(items)
+    try:
+        return kind(**dict(items))
+    except TypeError:
+        return dict(items)
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    unique, count = name, 1
+    while unique in taken:
+        unique, count = f"{name}_{count}", count + 1
+    return unique
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
@@ -66,17 +110,25 @@ def mean_square(
 def _walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, (torch.Tensor, fx.Proxy)):
         yield name or "output", value  # type: ignore[misc]
-    elif isinstance(value, Mapping):
+    for _, item, inner in _parts(value, name):
+        yield from _walk(item, inner)
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
+    """Key, value and name of each item of a container; nothing for anything else."""
+    if isinstance(value, (torch.Tensor, fx.Proxy)):
+        return
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, _join(name, str(key)))
+            yield key, item, _join(name, str(key))
     elif isinstance(value, (tuple, list)):
         fields = getattr(value, "_fields", None)
         for i, item in enumerate(value):
             key = fields[i] if fields else f"{i}" if name else f"output_{i}"
-            yield from _walk(item, _join(name, key))
+            yield i, item, _join(name, key)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):
-            yield from _walk(getattr(value, part.name), _join(name, part.name))
+            yield part.name, getattr(value, part.name), _join(name, part.name)
 
 
 def _join(prefix: str, key: str) -> str:

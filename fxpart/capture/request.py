@@ -19,6 +19,7 @@ from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
 from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
 from fxpart.capture.replay import Repeats
@@ -36,7 +37,8 @@ from fxpart.program import InputSpec
 class Request:
     """One call of :func:`~fxpart.capture.capture`, its example inputs taken apart.
 
-    floating: the names of the floating outputs, where the model could be run. precision: "fp32" or
+    floating: the names of the floating outputs, and form: the structure that the model returns,
+    where it could be run. precision: "fp32" or
     "bf16".
     """
 
@@ -50,6 +52,7 @@ class Request:
     microbatch_size: int | None
     training: bool
     floating: frozenset[str] | None = None
+    form: Form | None = None
     precision: str = "fp32"
 
     @property
@@ -140,6 +143,7 @@ def _assemble(
         constants=request.parts.constants,
         outputs=unlifted.outputs,
         output_dims=tuple(request.inferred.outputs.get(name) for name in unlifted.outputs),
+        form=request.form,
         microbatch_size=None if way.symbolic else request.microbatch_size or request.batch_size,
         symbols=symbols,
         hints=hints,

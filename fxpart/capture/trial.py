@@ -60,6 +60,13 @@ class Trial:
             return self._call(tensors)
 
     def _call(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.whole.noting = True
+        try:
+            return self._called(tensors)
+        finally:
+            self.whole.noting = False
+
+    def _called(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.real:
             with kept_buffers(self.whole), torch.random.fork_rng():
                 return self.whole(tuple(t.clone() for t in tensors))  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxpart.capture.batch import put_together
 from fxpart.capture.calling import Call
-from fxpart.capture.outputs import mean_square, named_tensors, own_loss
+from fxpart.capture.outputs import Form, form_of, mean_square, named_tensors, own_loss
 from fxpart.errors import error
 
 LOSS_KEYS = {"given": "loss/given", "output": "loss/output", "mean-square": "loss/mean-square"}
@@ -36,6 +36,8 @@ class Whole(nn.Module):
         self.loss = loss
         self.call = call
         self.floating: frozenset[str] | None = None
+        self.form: Form | None = None
+        self.noting = False
         self.autocast = autocast
         self.kind = autocast_device(model)
 
@@ -53,6 +55,8 @@ class Whole(nn.Module):
         kwargs = put_together(call.kwargs, batch)
         output = self.model(*args, **kwargs)
         outputs = named_tensors(output)
+        if self.noting:
+            self.form = form_of(output)
         if self.loss is not None:
             targets = put_together(call.targets, batch)
             named = put_together(call.named_targets, batch)

@@ -22,6 +22,10 @@ def digest(text: str) -> int:
     return int.from_bytes(raw, "little") >> (64 - _BITS)
 
 
+class AgreedError(FxpartError):
+    """One that every rank raises at this point: nobody is left to tell of it."""
+
+
 class Pending(Generic[T]):
     """What this process has to say, on its way to the others; :meth:`confirm` hears theirs.
 
@@ -73,7 +77,7 @@ class Pending(Generic[T]):
             rows = self._transport.end_exchange(handle)
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
-                raise FxpartError(merge(self._transport.exchange_bytes(problems)))
+                raise AgreedError(merge(self._transport.exchange_bytes(problems)))
             self._compare(rows)
             self.confirmed = True
 
@@ -89,7 +93,7 @@ class Pending(Generic[T]):
     def _refuse(self, text: str) -> NoReturn:
         """Raise FXP501 with what each process has to say, which all do."""
         raws = self._transport.exchange_bytes(text.encode())
-        raise FxpartError(_difference(self._what, [raw.decode(errors="replace") for raw in raws]))
+        raise AgreedError(_difference(self._what, [raw.decode(errors="replace") for raw in raws]))
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:

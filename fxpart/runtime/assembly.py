@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
@@ -24,6 +24,7 @@ from fxpart.runtime.meshes import Meshes, sum_axes
 from fxpart.runtime.needs import Needs
 from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
+from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.reading import Reading, Source
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
@@ -31,6 +32,7 @@ from fxpart.runtime.transport import Transport
 from fxpart.schedule.action import Schedule
 
 T = TypeVar("T")
+Prediction = Callable[[bool], tuple[Sequence[Lane], Outputs]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
@@ -51,6 +53,7 @@ class Assembly:
         optimizer: Any = None,
         groups: Groups | None = None,
         evaluation: Evaluation | None = None,
+        prediction: Prediction | None = None,
         devices: Mapping[int, torch.device] | None = None,
         unused: Mapping[str, torch.Tensor] | None = None,
         lanes: Sequence[Lane] | None = None,
@@ -65,9 +68,10 @@ class Assembly:
         optimizer: see :func:`~fxpart.runtime.optimizer.make_optimizer`; None to compute gradients
         only. groups: its parameter groups by name, see :func:`~fxpart.runtime.groups.assign`.
         evaluation: gives the program and modules (or the lanes) for ``eval_step`` when it is
-        first called; they share the state of ``modules``. devices: per local rank, by default where
-        its parameters are. unused: state that no stage needs, for ``state_dict``. options: the
-        fields of :class:`~fxpart.runtime.options.Options`.
+        first called; they share the state of ``modules``. prediction: gives the lanes for
+        ``predict`` and what they return; its argument says whether with the loss, too. devices: per
+        local rank, by default where its parameters are. unused: state that no stage needs, for
+        ``state_dict``. options: the fields of :class:`~fxpart.runtime.options.Options`.
 
         Raises FXP501 on every rank where they were not given the same.
         """
@@ -77,6 +81,7 @@ class Assembly:
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self._evaluation = evaluation
+        self._prediction = prediction
         self._unused = dict(unused or {})
         self._lanes = (Lane(0, spec, modules),) if lanes is None else tuple(lanes)
         self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
@@ -101,6 +106,7 @@ class Assembly:
             around=self._held.around,
         )
         self._eval: tuple[Source, Engine] | None = None
+        self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
         self._pending = 0  # batches accumulated since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
@@ -194,17 +200,25 @@ class Assembly:
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:
             if self._evaluation is None:
-                raise error(
-                    "FXP109", where="eval_step", why="the trainer has no evaluation program", fix=""
-                )
+                raise _no_evaluation("eval_step")
             made = self._evaluation()
-            lanes = [Lane(0, *made)] if isinstance(made, tuple) else list(made)
-            if self._meshes is not None:
-                for lane in lanes:
-                    self._meshes.attach(lane.index, lane.modules)
-            source = Source(LaneFeed(lanes), self.microbatches)
-            self._eval = (source, self._make_engine(lanes, "forward"))
+            self._eval = self._forward_only([Lane(0, *made)] if isinstance(made, tuple) else made)
         return self._eval
+
+    def _predictor(self, loss: bool) -> tuple[Source, Engine, Outputs]:
+        if loss not in self._predictors:
+            if self._prediction is None:
+                raise _no_evaluation("predict")
+            lanes, outputs = self._prediction(loss)
+            self._predictors[loss] = (*self._forward_only(lanes), outputs)
+        return self._predictors[loss]
+
+    def _forward_only(self, lanes: Sequence[Lane]) -> tuple[Source, Engine]:
+        if self._meshes is not None:
+            for lane in lanes:
+                self._meshes.attach(lane.index, lane.modules)
+        source = Source(LaneFeed(lanes), self.microbatches)
+        return source, self._make_engine(lanes, "forward")
 
     def _describe(self, optimizer: Any) -> str:
         kind = getattr(optimizer, "func", optimizer)
@@ -213,6 +227,13 @@ class Assembly:
             f"ranks {self._ranks} seed {self.seed} {self.options.describe()} optimizer {name} "
             f"program {shared_text(self.spec)}"
         )
+
+
+def _no_evaluation(call: str) -> FxpartError:
+    return error(
+        "FXP109", where=call, why="the trainer has no evaluation program",
+        fix="a trainer of the model itself has one; one of an exported program has not",
+    )  # fmt: skip
 
 
 def _nobody(lane: int, cause: BaseException | str) -> None:

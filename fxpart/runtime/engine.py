@@ -11,7 +11,7 @@ import torch
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import ProgramSpec
-from fxpart.runtime.agreement import lost, merge, problems_of
+from fxpart.runtime.agreement import AgreedError, lost, merge, problems_of
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.executor import Around, Executor, Failure, Feed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
@@ -272,7 +272,7 @@ class Engine:
         """One error on every process, naming each stage that failed."""
         mine = [_problem(failure) for failure in failures]
         problems = merge(self._transport.exchange_bytes(problems_of(mine)))
-        raise FxpartError(problems) from (failures[0].cause if failures else None)
+        raise AgreedError(problems) from (failures[0].cause if failures else None)
 
 
 def used_inputs(lanes: Sequence[Lane], ranks: Ranks, rank: int) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,25 +12,28 @@ import torch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.fit import Fit, Fitted, Run
 from fxpart.runtime.gradients import share_ties
+from fxpart.runtime.inference import Inference
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.replicas import sum_copies
-from fxpart.runtime.saving import Saving
 from fxpart.schedule.recording import CLIP, OPTIMIZER, SPREAD, SUMS, TIES
 
 Phase = tuple[str, Callable[[], None]]
 
 
-class Trainer(Saving):
+class Trainer(Inference):
     """Trains a program's stages; every rank makes one and gives it the same global batches.
 
-    last_grad_norm: the global norm before clipping, after an update with ``clip_norm`` or
-    ``log_grad_norm``; last_group_norms: that of each parameter group, by its name or number.
+    last_rows: rows of the last global batch. last_grad_norm: the global norm before clipping,
+    after an update with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each
+    parameter group, by its name or number.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments: see :class:`~fxpart.runtime.assembly.Assembly`."""
         super().__init__(*args, **kwargs)
+        self.last_rows = 0
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
@@ -86,6 +90,7 @@ class Trainer(Saving):
         finally:
             self._held.closing = False
         self.calls += 1
+        self.last_rows = sum(read.cut.rows)
         self._pending += 1
         if self._recorder is not None:
             self._recorder.end()
@@ -126,15 +131,28 @@ class Trainer(Saving):
         self._held.reset()
         self._stale, self._pending = False, 0
 
-    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
-        source, engine = self._evaluator()
-        read = self._read(source, batch, "evaluation", local)
-        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
-        loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
-        if loss is None:
-            raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
-        return loss
+    def fit(self, batches: Any, **run: Any) -> Fitted:
+        """Train over batches, with evaluations, a scheduler, callbacks and early stopping.
+
+        batches: an iterable of global batches, gone through again for each epoch; or a function
+        that returns one; an iterator is one epoch. Keywords (:class:`~fxpart.runtime.fit.Run`):
+        steps and epochs: how many updates and passes at most (one pass if neither is given);
+        accumulate: batches to an update; evaluate: batches, evaluated on after each epoch or after
+        ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch learning-rate
+        scheduler of :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
+        each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
+        (ReduceLROnPlateau); callbacks: :class:`~fxpart.runtime.callbacks.Callback` objects, or
+        functions of a StepInfo; early_stopping: an EarlyStopping; local: as for :meth:`step`.
+
+        Every rank ends after the same step. What raises on one rank, be it data, a metric or a
+        callback, raises the same error on all.
+        """
+        try:
+            given = Run(**run)
+        except TypeError as cause:
+            known = ", ".join(field.name for field in fields(Run))
+            raise error("FXP109", where="fit", why=str(cause), fix=f"one of {known}") from cause
+        return Fit(self, batches, given.check()).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
         """Measure the training steps within: what each rank does when, and its memory.

@@ -37,6 +37,7 @@ class Sharded:
 
     whole: the graph; what is open in it is replicated. zero: 0 to 3, over ``zero_axis``; with 3 the
     placements of parameters say it. certificate: of the choice of what annotations left open.
+    whole_outputs: every lane returns the user's outputs whole, not as they lie.
     """
 
     whole: fx.GraphModule
@@ -44,6 +45,7 @@ class Sharded:
     zero: int = 0
     zero_axis: str = ""
     certificate: Certificate | None = None
+    whole_outputs: bool = False
     _locals: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)
 
     @property
@@ -67,7 +69,8 @@ class Sharded:
         """The graph that one lane runs; lanes with equal shapes share one."""
         shapes = self._shapes(lane)
         if shapes not in self._locals:
-            self._locals[shapes] = PassManager().run(f'lower{{lane="{lane}"}}', self.whole)
+            whole = ",whole_outputs=true" if self.whole_outputs else ""
+            self._locals[shapes] = PassManager().run(f'lower{{lane="{lane}"{whole}}}', self.whole)
         return self._locals[shapes]
 
     def inputs(self) -> dict[str, Placements]:

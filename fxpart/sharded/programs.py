@@ -85,17 +85,27 @@ def cut(
     seed: int,
     sharded: Sharded | None,
     transfer_dtype: str = "",
+    *,
+    keep_outputs: bool = False,
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
-    """The graph of each stage; of a lane's graph where ``sharded`` is given."""
-    spec, stages = _cut(assigned, captured, seed, sharded)
+    """The graph of each stage; of a lane's graph where ``sharded`` is given.
+
+    keep_outputs: the stages give the user's outputs, too.
+    """
+    spec, stages = _cut(assigned, captured, seed, sharded, keep_outputs)
     return replace(spec, transfer_dtype=transfer_dtype), stages
 
 
 def _cut(
-    assigned: fx.GraphModule, captured: Captured, seed: int, sharded: Sharded | None
+    assigned: fx.GraphModule,
+    captured: Captured,
+    seed: int,
+    sharded: Sharded | None,
+    keep_outputs: bool,
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
     if sharded is None:
-        return split(assigned, captured, seed)
+        return split(assigned, captured, seed, keep_outputs=keep_outputs)
     zero, axis = (sharded.zero, sharded.zero_axis) if sharded.zero < 3 else (0, "")
     held = sharding_spec(captured, assigned, zero, axis)
-    return split(assigned, local_captured(captured, assigned), seed, sharding=held)
+    local = local_captured(captured, assigned)
+    return split(assigned, local, seed, keep_outputs=keep_outputs, sharding=held)

@@ -1,0 +1,222 @@
+"""A training run: steps, evaluations, schedulers, callbacks; all ranks go on and end together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.agreement import agree
+from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
+from fxpart.runtime.loader import each, guarded
+
+if TYPE_CHECKING:
+    from fxpart.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The keyword arguments of :meth:`~fxpart.runtime.trainer.Trainer.fit`."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    accumulate: int = 1
+    evaluate: Iterable[Any] | None = None
+    every: int | None = None
+    metrics: Mapping[str, Any] | None = None
+    scheduler: Any = None
+    scheduler_every: str = "step"
+    callbacks: Sequence[Told] = ()
+    early_stopping: EarlyStopping | None = None
+    local: bool = False
+
+    def check(self) -> Run:
+        """FXP109 for what cannot be."""
+        wrong = ""
+        if any(n is not None and n < 1 for n in (self.steps, self.epochs, self.every)):
+            wrong = "steps, epochs and every are at least 1"
+        elif self.accumulate < 1:
+            wrong = "accumulate is at least 1"
+        elif self.evaluate is None and (self.every or self.early_stopping or self.metrics):
+            wrong = "every, metrics and early_stopping need evaluate=, the batches to evaluate on"
+        elif self.scheduler_every not in ("step", "epoch"):
+            wrong = 'scheduler_every is "step" or "epoch"'
+        elif iter_once(self.evaluate):
+            wrong = "evaluate is an iterator, which ends after one evaluation: give a list, a "
+            wrong += "DataLoader, or a function that returns the batches"
+        if wrong:
+            raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
+        return self
+
+    def describe(self) -> str:
+        """What ranks have to be given alike."""
+        return (
+            f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
+            f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
+            f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
+            f"early {self.early_stopping is not None} local {self.local}"
+        )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a run went. steps: updates; epochs: whole passes; why it ended; values: the last ones."""
+
+    steps: int
+    epochs: int
+    why: str
+    loss: float
+    values: Mapping[str, float]
+
+
+class Fit:
+    """One run of a trainer."""
+
+    def __init__(self, trainer: Trainer, batches: Any, run: Run) -> None:
+        """batches: an iterable, or a function that returns one for each epoch."""
+        self._trainer, self._batches, self._run = trainer, batches, run
+        self._transport = trainer.transport
+        self._optimizer = trainer.optimizer
+        self._scheduler = run.scheduler
+        self.step = self.epoch = 0
+        self.loss = float("nan")
+        self.values: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def go(self) -> Fitted:
+        """To the end; a failure is told to the callbacks and raised on every rank."""
+        try:
+            agree(self._transport, "the arguments of fit", lambda: (True, self._run.describe()))
+            self._scheduler = self._made(self._run.scheduler)
+            self._tell("start")
+            self._last = time.perf_counter()
+            why = self._loop()
+            self._tell("end", why=why)
+            # A callback that failed on another rank is heard of here.
+            agree(self._transport, "the end of fit", lambda: (True, why))
+        except BaseException as cause:
+            self._report(cause)
+            raise
+        return Fitted(self.step, self.epoch, why, self.loss, self.values)
+
+    def _loop(self) -> str:
+        run = self._run
+        while True:
+            before = self.step
+            for group in self._groups(each(self._transport, self._data(self._batches))):
+                self._update(group)
+                if run.every and self.step % run.every == 0 and self._evaluate():
+                    return "early stopping"
+                if self.step == run.steps:
+                    return "steps"
+            if self.step == before:
+                return "data"
+            self.epoch += 1
+            if run.scheduler_every == "epoch":
+                self._schedule()
+            if run.evaluate is not None and not run.every and self._evaluate():
+                return "early stopping"
+            self._tell("epoch")
+            if self.epoch == run.epochs:
+                return "epochs"
+            if (run.steps is None and run.epochs is None) or iter_once(self._batches):
+                return "data"
+
+    def _data(self, given: Any) -> Iterable[Any]:
+        if not callable(given) or hasattr(given, "__iter__"):
+            return given  # type: ignore[no-any-return]
+        made: Iterable[Any] = guarded(self._transport, "the batches", given)
+        return made
+
+    def _groups(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        """The batches of each update; the last update of an epoch may have fewer."""
+        group: list[Any] = []
+        for batch in batches:
+            group.append(batch)
+            if len(group) == self._run.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _update(self, group: list[Any]) -> None:
+        trainer, total, rows = self._trainer, 0.0, 0
+        for index, batch in enumerate(group):
+            last = index + 1 == len(group)
+            loss = trainer.step(batch, accumulate=not last, local=self._run.local)
+            total, rows = total + float(loss) * trainer.last_rows, rows + trainer.last_rows
+        self.loss, self.step = total / rows, self.step + 1
+        lr = self._rates()
+        if self._run.scheduler_every == "step":
+            self._schedule()
+        now = time.perf_counter()
+        norm = trainer.last_grad_norm
+        info = StepInfo(
+            self.step, self.epoch, self.loss, lr, None if norm is None else float(norm),
+            rows, now - self._last, trainer.rank,
+        )  # fmt: skip
+        self._last = now
+        for callback in self._run.callbacks:
+            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
+            what = f"callback {_name(callback)}.on_step after step {self.step}"
+            guarded(self._transport, what, partial(tell, info))
+
+    def _evaluate(self) -> bool:
+        """Evaluate, tell of it, and say whether to stop."""
+        run = self._run
+        self.values = self._trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(next(iter(self.values.values())))
+        self._tell("evaluation", values=self.values)
+        self._last = time.perf_counter()
+        return run.early_stopping is not None and run.early_stopping.stop(self.values)
+
+    def _made(self, given: Any) -> Any:
+        """The scheduler, or what a function of the optimizer makes of it."""
+        if given is None or hasattr(given, "step"):
+            return given
+        return guarded(self._transport, "the scheduler", lambda: given(self._optimizer))
+
+    def _schedule(self) -> None:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if self._scheduler is not None and not isinstance(self._scheduler, plateau):
+            guarded(self._transport, "the scheduler", self._scheduler.step)
+
+    def _rates(self) -> tuple[float, ...]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+    def _tell(self, kind: Kind, **more: Any) -> None:
+        event = Event(kind, self.step, self.epoch, self._trainer.rank, **more)
+        for callback in self._run.callbacks:
+            tell = getattr(callback, "on_event", None)
+            if tell is not None:
+                what = f"callback {_name(callback)}.on_event({kind})"
+                guarded(self._transport, what, partial(tell, event))
+
+    def _report(self, cause: BaseException) -> None:
+        """Tell the callbacks of a failure; what they raise now is noted, and hides nothing."""
+        event = Event("failure", self.step, self.epoch, self._trainer.rank, error=cause)
+        for callback in self._run.callbacks:
+            try:
+                getattr(callback, "on_event", _ignore)(event)
+            except Exception as other:
+                cause.add_note(f"callback {_name(callback)}.on_event(failure) raised {other!r}")
+
+
+def iter_once(batches: Any) -> bool:
+    """Whether it can be gone through only once."""
+    return isinstance(batches, Iterator)
+
+
+def _ignore(event: Event) -> None:
+    """Of a callback that is told of steps only."""
+
+
+def _name(callback: object) -> str:
+    return getattr(callback, "__name__", type(callback).__name__)

@@ -1,0 +1,158 @@
+"""Evaluation and prediction: forward only, pipelined, in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.agreement import reporting
+from fxpart.runtime.engine import Result
+from fxpart.runtime.loader import each, guarded
+from fxpart.runtime.outputs import Outputs, collect
+from fxpart.runtime.reading import Reading
+from fxpart.runtime.saving import Saving
+
+Metric = Callable[[Any, Any], Any]
+
+
+class Inference(Saving):
+    """What needs no gradients; every rank must make each call."""
+
+    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
+        return self._eval_loss(batch, local)[0]
+
+    def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
+        """What the model returns for a batch in evaluation mode, in the model's own structure.
+
+        Microbatches go through the stages as in training; outputs are put together along their
+        rows (a number is the mean weighted by rows). The batch needs no more than the outputs do:
+        no labels where only a loss reads them. Where the model returns its loss, None stands in
+        its place. first_only: rank 0 alone gets them, the others None. local: as for ``step``.
+        FXP104 for an output without rows that differs between microbatches.
+        """
+        reading, result, outputs = self._outputs(batch, local, loss=False)
+        return self._collect(reading, result, outputs, first_only=first_only)
+
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        metrics: Mapping[str, Metric | Any] | None = None,
+        *,
+        local: bool = False,
+    ) -> dict[str, float]:
+        """Loss and metrics over batches in evaluation mode; equal on every rank.
+
+        The loss is the mean over all rows. metrics: by name a function (outputs, batch) -> number
+        of one batch, whose mean is weighted by rows; or an object with ``update(outputs, batch)``
+        and ``compute()`` (and ``reset()``, which is called first). They run on rank 0 alone, on
+        whole outputs and the batch that rank 0 was given; the others hear the result. A program
+        without loss gives metrics only. Raises FXP507 on every rank where a metric or the data
+        raises, FXP501 where a rank has more batches than another, FXP109 where there is none.
+        """
+        tally = _Tally(dict(metrics or {}))
+        first = 0 in self._transport.local
+        if first:
+            guarded(self._transport, "a metric", tally.reset)
+        for batch in each(self._transport, batches):
+            if not metrics:
+                loss, rows = self._eval_loss(batch, local)
+                tally.add_loss(loss, rows)
+                continue
+            reading, result, outputs = self._outputs(batch, local, loss=True)
+            found = self._collect(reading, result, outputs, first_only=True)
+            rows = sum(reading.cut.rows)
+            if result.loss is not None:
+                tally.add_loss(result.loss, rows)
+            tally.rows += 0 if result.loss is not None else rows
+            if first:
+                guarded(self._transport, "a metric", partial(tally.add, found, batch, rows))
+        return self._tell(tally, first)
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _eval_loss(self, batch: Any, local: bool) -> tuple[torch.Tensor, int]:
+        source, engine = self._evaluator()
+        read = self._read(source, batch, "evaluation", local)
+        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
+        loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
+        if loss is None:
+            raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
+        return loss, sum(read.cut.rows)
+
+    def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
+        source, engine, outputs = self._predictor(loss)
+        read = self._read(source, batch, "evaluation" if loss else "prediction", local)
+        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
+        result = engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
+        return read, result, outputs
+
+    def _collect(
+        self, reading: Reading, result: Result, outputs: Outputs, *, first_only: bool
+    ) -> Any:
+        device = self._devices[self._transport.local[0]]
+        rows = reading.cut.rows
+        found = collect(
+            self._transport, outputs, result.outputs, rows, device, first_only=first_only
+        )
+        return None if found is None else outputs.build(found)
+
+    def _tell(self, tally: _Tally, first: bool) -> dict[str, float]:
+        """Rank 0's numbers on every rank."""
+        if not tally.rows:
+            raise error("FXP109", where="evaluate", why="there are no batches", fix="give some")
+        found = {"loss": tally.loss / tally.rows} if tally.has_loss else {}
+        if not tally.metrics:
+            return found
+        numbers: dict[str, float] = {}
+        if first:
+            numbers = guarded(self._transport, "a metric", tally.numbers)
+        self._together("metrics")
+        with reporting(self._transport, "sharing metrics"):
+            raws = self._transport.exchange_bytes(msgspec.json.encode(numbers))
+        return {**found, **msgspec.json.decode(raws[0], type=dict[str, float])}
+
+
+class _Tally:
+    """Sums over the batches of an evaluation. rows: how many were seen."""
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self.metrics = metrics
+        self.loss, self.rows, self.has_loss = 0.0, 0, False
+        self._sums = dict.fromkeys(metrics, 0.0)
+
+    def reset(self) -> None:
+        """Metrics that keep their own sums start again."""
+        for metric in self.metrics.values():
+            if hasattr(metric, "reset"):
+                metric.reset()
+
+    def add_loss(self, loss: torch.Tensor, rows: int) -> None:
+        """One batch's mean loss."""
+        self.loss += float(loss) * rows
+        self.rows += rows
+        self.has_loss = True
+
+    def add(self, outputs: Any, batch: Any, rows: int) -> None:
+        """One batch for the metrics."""
+        for name, metric in self.metrics.items():
+            if _sums_itself(metric):
+                metric.update(outputs, batch)
+            else:
+                self._sums[name] += float(metric(outputs, batch)) * rows
+
+    def numbers(self) -> dict[str, float]:
+        """The result of each metric."""
+        return {
+            name: float(metric.compute()) if _sums_itself(metric) else self._sums[name] / self.rows
+            for name, metric in self.metrics.items()
+        }
+
+
+def _sums_itself(metric: Any) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
