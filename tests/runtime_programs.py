@@ -87,10 +87,13 @@ class _RaiseInBackward(torch.autograd.Function):
         raise ValueError("a stage that cannot go back")
 
 
-def fail(stages: int, stage: int, what: str, at: int, timeout: float) -> dict[str, Any]:
+def fail(
+    stages: int, stage: int, what: str, at: int, timeout: float, shared_memory: bool = True
+) -> dict[str, Any]:
     """One step with a fault on one stage, then, where that can be, one good step."""
     hand = language((1,) * stages) if stages == 4 else language((2, 2))
-    transport = connect(stages, timeout=timeout)
+    transport = connect(stages, timeout=timeout, shared_memory=shared_memory)
+    assert getattr(transport, "shares_memory", shared_memory) == shared_memory
     trainer = make(hand, transport)
     if stage in transport.local:
         module = hand.stages[stage]

@@ -18,18 +18,22 @@ from fxpart.runtime.inprocess import InProcess
 _LETTING_GO = 0.1  # seconds
 
 
-def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distributed | InProcess:
+def connect(
+    ranks: int, *, device: str = "cpu", timeout: float = 300.0, shared_memory: bool = True
+) -> Distributed | InProcess:
     """The transport for a plan of ``ranks`` ranks.
 
     Outside of torchrun all ranks run in this process. Under torchrun (or with a default process
     group that exists already) this process is one rank; FXP502 on every rank where the number of
     processes is another one than the plan's. device: "cpu" or "cuda". timeout: seconds that any
-    wait between ranks may take.
+    wait between ranks may take. shared_memory: whether CPU ranks of one machine may share memory;
+    without it they send over gloo.
     """
     if dist.is_available() and dist.is_initialized():
         _check(dist.get_world_size(), ranks)
         keep_freed()
-        return Distributed(timeout=timeout, one_machine=_on_one_machine())
+        here = _on_one_machine()
+        return Distributed(timeout=timeout, one_machine=here, shared_memory=shared_memory)
     found = launch()
     if found is None:
         return InProcess(ranks)
@@ -43,7 +47,7 @@ def connect(ranks: int, *, device: str = "cpu", timeout: float = 300.0) -> Distr
         )
     keep_freed()
     _join(found, device, timeout)
-    return Distributed(timeout=timeout, one_machine=found.one_machine)
+    return Distributed(timeout=timeout, one_machine=found.one_machine, shared_memory=shared_memory)
 
 
 def local_device(device: str = "cpu") -> torch.device:

@@ -8,7 +8,9 @@ once stands in the arena of its sender (see :class:`~fxpart.runtime.shared_memor
 whose pages count in the resident sets of both.
 
 Who waits reads what comes from all others meanwhile, whatever its channel. So two ranks that send
-to each other cannot stand in each other's way, and a full socket empties.
+to each other cannot stand in each other's way, and a full socket empties. A send is waited for only
+while the receiver has not posted enough receives, whether or not it looks at what has come: a rank
+in a collective holds up nobody.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _RECORD = struct.Struct("<BBxxIQQ")  # what, channel or none, region, two number
 _MESSAGE, _REGION, _GONE = 1, 2, 3
 _CHANNELS = STATE + 1
 _READ = 1 << 14
+_ANNOUNCED = 1 << 20  # bytes of announcements under way at once, if the system allows so many
 _DESCRIPTORS = socket.CMSG_SPACE(64 * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _CLOSED_IN_CHILDREN = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _LOOK = 1.0  # milliseconds between looks at how far a receiver is
@@ -76,8 +79,8 @@ class Send:
 
     @property
     def done(self) -> bool:
-        """Whether the receiver is no more than AHEAD messages behind."""
-        return self.link.taken[self.channel] >= self.count - AHEAD
+        """Whether no more than AHEAD messages up to this one wait for their receives."""
+        return self.link.wanted[self.channel] >= self.count - AHEAD
 
 
 class _Link:
@@ -87,22 +90,23 @@ class _Link:
         """out: the ledger of what I send, which the other writes; back: of what I receive."""
         self.rank = rank
         self.peer = peer
-        self.taken = memoryview(out).cast("Q")  # by channel, messages that have met a receive
+        self.wanted = memoryview(out).cast("Q")  # by channel, receives that the other has posted
         self.sent = [0] * _CHANNELS
         self.arrived: list[deque[memoryview]] = [deque() for _ in range(_CHANNELS)]
         self.posted: list[deque[Receive]] = [deque() for _ in range(_CHANNELS)]
         self.arena = Arena(self._announce)
         self.lost = ""
         self.write: Callable[[bytes, list[int]], None]
-        self._met = memoryview(back).cast("Q")
+        self._wanted = memoryview(back).cast("Q")
         self._regions: dict[int, Mapped] = {}
         self._descriptors: deque[int] = deque()
         self._rest = b""
 
     def post(self, channel: int, receive: Receive) -> None:
         """The channel's next message is for this receive."""
+        self._wanted[channel] += 1
         if self.arrived[channel]:
-            self._match(channel, receive, self.arrived[channel].popleft())
+            receive.message = self.arrived[channel].popleft()
         else:
             self.posted[channel].append(receive)
 
@@ -138,13 +142,9 @@ class _Link:
 
     def _file(self, channel: int, message: memoryview) -> None:
         if self.posted[channel]:
-            self._match(channel, self.posted[channel].popleft(), message)
+            self.posted[channel].popleft().message = message
         else:
             self.arrived[channel].append(message)
-
-    def _match(self, channel: int, receive: Receive, message: memoryview) -> None:
-        receive.message = message
-        self._met[channel] += 1
 
     def _map(self, region: int, size: int, whole: int) -> None:
         descriptor = self._descriptors.popleft()
@@ -181,6 +181,7 @@ class SharedMemory:
         self._poll = select.poll()
         for link in links:
             link.peer.setblocking(False)
+            link.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ANNOUNCED)
             self._poll.register(link.peer, select.POLLIN)
             link.write = self._writer(link)
 
@@ -206,7 +207,7 @@ class SharedMemory:
         return receive
 
     def wait(self, handle: Send | Receive) -> torch.Tensor:
-        """The received tensor; of a send an empty one, once the receiver is not far behind.
+        """The received tensor; of a send an empty one, once its receive is not far from posted.
 
         TransferTimeoutError, PeerLostError.
         """

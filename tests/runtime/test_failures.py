@@ -24,9 +24,10 @@ def test_in_process_a_failed_stage_is_named(stage: int, what: str) -> None:
     ("stage", "what"),
     [(s, w) for s in range(4) for w in ("raise", "backward", "shape") if (s, w) != (3, "shape")],
 )
-def test_gloo_a_failed_stage_is_told_everywhere(pool: Pool, stage: int, what: str) -> None:
-    """The same error on every rank, nothing updated, and the next step works."""
-    results = pool.run(fail, 4, stage, what, 3, 20.0, ranks=4)
+def test_a_failed_stage_is_told_everywhere(pool: Pool, stage: int, what: str) -> None:
+    """The same error on every rank, nothing updated, and the next step works; over both ways."""
+    memory = (stage + len(what)) % 2 == 0
+    results = pool.run(fail, 4, stage, what, 3, 20.0, memory, ranks=4)
     assert len({str(r["problems"]) for r in results}) == 1
     assert f"rank {stage}, stage {stage}" in results[0]["problems"][0][1]
     for found in results:
@@ -36,9 +37,10 @@ def test_gloo_a_failed_stage_is_told_everywhere(pool: Pool, stage: int, what: st
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_noticed_in_time(pool: Pool) -> None:
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_stopped_rank_is_noticed_in_time(pool: Pool, memory: bool) -> None:
     """FXP503 names rank, stage, action, microbatch and seconds; afterwards no call hangs."""
-    results = pool.run(fail, 2, 0, "sleep", 2, 2.0, ranks=2)
+    results = pool.run(fail, 2, 0, "sleep", 2, 2.0, memory, ranks=2)
     code, where, why = results[1]["problems"][0]
     assert code == "FXP503"
     assert where == "rank 1, stage 1, action 1F1, microbatch 1, waiting for rank 0 (stage 0)"
@@ -49,17 +51,19 @@ def test_a_stopped_rank_is_noticed_in_time(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others(pool: Pool) -> None:
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_killed_rank_ends_the_others(pool: Pool, memory: bool) -> None:
     """The survivors get FXP504 at once, long before the timeout."""
-    with pytest.raises(RankError, match="ended with status -9"):
-        pool.run(fail_elsewhere, ranks=4)
+    with pytest.raises(RankError, match="ended with status -9") as caught:
+        pool.run(fail_elsewhere, memory, ranks=4)
+    assert str(caught.value).count("--- rank") == 1
     # The pool comes back by itself.
     assert pool.run(wrong_world, 2, ranks=2) == ["", ""]
 
 
-def fail_elsewhere() -> None:
+def fail_elsewhere(memory: bool) -> None:
     """Rank 2 is killed; the others must not take long to fail."""
-    found = fail(4, 2, "kill", 2, 25.0)
+    found = fail(4, 2, "kill", 2, 25.0, memory)
     assert found["problems"][0][0] == "FXP504", found
     assert found["seconds"] < 15, found
 

@@ -16,9 +16,10 @@ from fxpart.runtime.transport import BACKWARD, FORWARD
 CPU = torch.device("cpu")
 
 
-def talk(one_machine: bool) -> list[object]:
+def talk(one_machine: bool, shared_memory: bool) -> list[object]:
     """Each rank's view of a round of every call; run on two ranks."""
-    transport = Distributed(timeout=20.0, one_machine=one_machine)
+    transport = Distributed(timeout=20.0, one_machine=one_machine, shared_memory=shared_memory)
+    assert transport.shares_memory == (one_machine and shared_memory)
     me, other = dist.get_rank(), 1 - dist.get_rank()
     kinds = [
         (FORWARD, torch.int64, (2, 3)),
@@ -42,9 +43,11 @@ def talk(one_machine: bool) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_machine", [True, False])
-def test_distributed(pool: Pool, one_machine: bool) -> None:
-    both = pool.run(talk, one_machine, ranks=2)
+@pytest.mark.parametrize(
+    ("one_machine", "shared_memory"), [(True, True), (True, False), (False, True)]
+)
+def test_distributed(pool: Pool, one_machine: bool, shared_memory: bool) -> None:
+    both = pool.run(talk, one_machine, shared_memory, ranks=2)
     for rank, found in enumerate(both):
         theirs = 2 - rank
         assert found == [
