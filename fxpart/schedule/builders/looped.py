@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fxpart.errors import FxpartError, error
+from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.builders.protocol import Groups, Ranks, checked, none_replicated
-from fxpart.schedule.dependence import Dependence, chain
 from fxpart.schedule.flight import in_flight
-from fxpart.schedule.order import earliest
 
 
 def breadth_first(
@@ -72,7 +71,12 @@ def interleaved(
     are no loop.
     """
     none_replicated("interleaved", replicas)
-    loop = Loop.of("interleaved", checked(stage_rank, microbatches), microbatches)
+    return _interleaved(checked(stage_rank, microbatches), microbatches)
+
+
+@lru_cache(maxsize=16)  # the verifier asks again for what is in flight
+def _interleaved(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
+    loop = Loop.of("interleaved", stage_rank, microbatches)
     if loop.ranks == 1:
         # One rank never waits: each microbatch back at once holds the least.
         return loop.schedule("interleaved", loop.alternating([1] * microbatches, 0, Kind.B))
@@ -87,6 +91,34 @@ _TIMES = (
     {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1},
     {Kind.F: 2, Kind.B: 3, Kind.I: 2, Kind.W: 1},
 )
+
+
+def _last(lists: Sequence[Sequence[Action]], stages: int, ticks: dict[Kind, int]) -> int:
+    """When the last computation of a chain's lists ends, with free transfers; -1 if they cannot
+    all be run. What :func:`fxpart.schedule.lower.compute_times` finds, several times faster."""
+    forward: list[dict[int, int]] = [{} for _ in range(stages)]
+    back: list[dict[int, int]] = [{} for _ in range(stages)]
+    at, free = [0] * len(lists), [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                stage, kind, m = action.stage, action.kind, action.microbatch
+                ready: int | None = 0
+                if kind is Kind.F and stage:
+                    ready = forward[stage - 1].get(m)
+                elif kind in (Kind.B, Kind.I):
+                    ready = back[stage + 1].get(m) if stage + 1 < stages else forward[stage].get(m)
+                if ready is None or (kind is not Kind.F and m not in forward[stage]):
+                    break
+                free[rank] = max(free[rank], ready) + ticks[kind]
+                if kind is not Kind.W:
+                    (forward if kind is Kind.F else back)[stage][m] = free[rank]
+                at[rank] += 1
+                moved = True
+    return max(free) if all(map(int.__eq__, at, map(len, lists))) else -1
 
 
 @dataclass(frozen=True)
@@ -161,19 +193,12 @@ class Loop:
     def best(self, name: str, candidates: Iterable[list[list[Action]]]) -> Schedule:
         """The candidate that ends first where all stages take the same time, then the one that
         does where W takes less, then the one that holds least. Those that cannot run are none."""
-        found: list[tuple[list[float], int, int, Schedule]] = []
+        found: list[tuple[list[int], int, int, Schedule]] = []
         for lists in candidates:
-            built = self.schedule(name, lists)
-            dependence = Dependence.of(built, chain(built.stages))
-            after = {a: dependence.computes(a) for actions in lists for a in actions}
-            ends = []
-            try:
-                for ticks in _TIMES:
-                    times = earliest(lists, after, lambda a, t=ticks: t[a.kind])  # type: ignore[misc]
-                    ends.append(max(end for _, end in times.values()))
-            except FxpartError:
-                continue  # a group so small that a rank would wait for itself
-            found.append((ends, sum(in_flight(built)), len(found), built))
+            ends = [_last(lists, len(self.stage_rank), ticks) for ticks in _TIMES]
+            if min(ends) >= 0:  # else a group is so small that a rank would wait for itself
+                built = self.schedule(name, lists)
+                found.append((ends, sum(in_flight(built)), len(found), built))
         assert found, "groups of p can always be run"
         return min(found)[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
@@ -39,16 +40,7 @@ def zb_h1(
     ranks = checked(stage_rank, microbatches)
     stages, count = len(ranks), len(set(ranks))
     if count < stages and all(rank == ranks[s % count] for s, rank in enumerate(ranks)):
-        loop = Loop.of("zb-h1", ranks, microbatches)
-        return loop.best(
-            "zb-h1",
-            (
-                loop.alternating(groups, slope, Kind.I, [late * r for r in range(count)])
-                for groups in loop.groupings()
-                for slope in (1, 2)
-                for late in (1, 2)
-            ),
-        )
+        return _looped(ranks, microbatches)
     graph = chain(stages) if edges is None else tuple(edges)
     deep = depths(stages, graph)
     lists = []
@@ -65,6 +57,21 @@ def zb_h1(
         lists.append(tuple(actions))
     built = Schedule("zb-h1", stages, microbatches, tuple(lists), tuple(range(stages)))
     return place(built, ranks, graph, forward=forward, backward=backward)
+
+
+@lru_cache(maxsize=16)  # the verifier asks again for what is in flight
+def _looped(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
+    """Interleaved 1F1B with split backwards: of several slopes and delays, what takes least."""
+    loop = Loop.of("zb-h1", stage_rank, microbatches)
+    return loop.best(
+        "zb-h1",
+        (
+            loop.alternating(groups, slope, Kind.I, [late * r for r in range(loop.ranks)])
+            for groups in loop.groupings()
+            for slope in (1, 2)
+            for late in (1, 2)
+        ),
+    )
 
 
 def zb_v(
