@@ -54,6 +54,6 @@ def tiny(stages: int = 3, model: nn.Module | None = None, **options: Any) -> Pro
     options.setdefault("microbatches", 4)
     constraints = {"mesh": "none", "stages": stages, **options.pop("constraints", {})}
     return fxpart.compile(
-        Tiny() if model is None else model, f"local:{stages}", example_inputs=words(), loss=loss,
-        constraints=constraints, **options,
+        Tiny() if model is None else model, f"local:{max(2, stages)}",
+        example_inputs=words(), loss=loss, constraints=constraints, **options,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from fxpart.passes import PREPARE
 from precision_models import Tiny, loss, tiny, words
@@ -20,6 +21,7 @@ from fxpart.capture import capture
 from fxpart.errors import FxpartError
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
+from fxpart.running import load_trainer
 from fxpart.verify import relative
 
 pytestmark = pytest.mark.slow  # whole models are captured
@@ -81,21 +83,26 @@ def test_the_reference_is_torch_under_autocast() -> None:
     assert mine == theirs
 
 
-def _train(plan: str, steps: int) -> list[float]:
-    program = tiny(STAGES, plan=Plan.loads(plan), microbatches=None, constraints={"stages": STAGES})
-    trainer = program.trainer("sgd", timeout=30)
-    losses = [float(trainer.step(words())) for _ in range(steps)]
+def _train(folder: str, state: bytes) -> list[float]:
+    weights = safetensors.torch.load(state)
+    trainer = load_trainer(folder, "sgd", weights=lambda name, _: weights[name], timeout=30)
+    losses = [float(trainer.step(words())) for _ in range(2)]
     trainer.close()
     return losses
 
 
 @pytest.mark.parametrize("options", [("bf16", ""), ("fp32", "bfloat16")])
-def test_ranks_have_the_numbers_of_one_process(pool: Pool, options: tuple[str, str]) -> None:
-    plan = made(*options).plan.dumps()
-    alone = made(*options).trainer("sgd")
+def test_ranks_have_the_numbers_of_one_process(
+    pool: Pool, options: tuple[str, str], tmp_path: Path
+) -> None:
+    program = made(*options)
+    program.export(tmp_path)
+    alone = program.trainer("sgd")
+    state = {n: t.detach().clone() for n, t in program.captured.state.items()}
     wanted = [float(alone.step(words())) for _ in range(2)]
     alone.close()
-    assert pool.run(_train, plan, 2, ranks=STAGES) == [wanted] * STAGES
+    found = pool.run(_train, str(tmp_path), safetensors.torch.save(state), ranks=STAGES)
+    assert found == [wanted] * STAGES
 
 
 def test_no_grad_inside_of_autocast_stays() -> None:

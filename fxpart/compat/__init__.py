@@ -3,6 +3,7 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
+from fxpart.compat.compiling import compile_counters, compiler_fault
 from fxpart.compat.modules import (
     has_module_hooks,
     mask_detection_off,
@@ -48,6 +49,8 @@ from fxpart.compat.tracing import (
 __all__ = [
     "TorchDispatchMode",
     "active_tracer",
+    "compile_counters",
+    "compiler_fault",
     "deferred_code",
     "fake_mode",
     "floor_division",

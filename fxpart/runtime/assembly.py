@@ -14,6 +14,7 @@ from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.batch import Cut
+from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.executor import Around
 from fxpart.runtime.groups import Group, Groups, assign, own
@@ -25,11 +26,12 @@ from fxpart.runtime.needs import Needs
 from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
 from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
+from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
-from fxpart.schedule.action import Schedule
+from fxpart.schedule.action import Kind, Schedule
 
 T = TypeVar("T")
 Prediction = Callable[[bool], tuple[Sequence[Lane], Outputs]]
@@ -88,13 +90,15 @@ class Assembly:
         agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
         firsts = lane_ranks(self._ranks, 0)
         schedule = self.options.schedule
-        place(schedule, spec, firsts, max(self.microbatches, 1), transport.ranks)
+        placed = place(schedule, spec, firsts, max(self.microbatches, 1), transport.ranks)
         self._meshes: Meshes | None = None
         if spec.sharding is not None:
             sums = sum_axes(spec.sharding)
             self._meshes = Meshes(mesh_of(spec), self._lanes, self._ranks, transport, sums)
         leave = _nobody if self._meshes is None else self._meshes.leave
         self._crew = Crew([lane.index for lane in self._lanes], leave)
+        self._compiler = self._compile(any(a.kind is Kind.W for row in placed.ranks for a in row))
+        self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
         self._sharded_state = ShardedState(self._state, self._meshes)
         self._held = Held(self._state, self._meshes)
@@ -139,14 +143,42 @@ class Assembly:
         """What this process needs of each batch: names, rows, and a sampler for a DataLoader."""
         return Needs.of(self._lanes, self._feed.needed, self.microbatches)
 
+    @property
+    def compiled(self) -> Compiled | None:
+        """What torch.compile made of this process's stages until now; None where none is."""
+        return None if self._compiler is None else self._compiler.found()
+
+    @property
+    def pinned(self) -> Pinned:
+        """The cores of this process, or why it has none of its own."""
+        return self._pinned
+
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
         self._crew.close()
         if self._meshes is not None:
             self._meshes.close()
         self._transport.close()
+        self._pinned.restore()
 
     # -- inner ----------------------------------------------------------------------------------
+
+    def _compile(self, splits: bool) -> Compiler | None:
+        """Have the stages compiled, where that is asked for; every rank or none."""
+        wanted = self.options.compile_stages
+        if not backend_of(wanted):
+            return None
+        recompute = self.options.recomputes(len(self.spec.stages))
+        return agree(
+            self._transport, "compiled stages",
+            lambda: (
+                compile_stages(
+                    wanted, self._lanes, list(self._devices.values()), recompute=recompute,
+                    splits=splits,
+                ),
+                "",
+            ),
+        )  # fmt: skip
 
     def _keys(self, cut: Cut) -> list[int]:
         return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]

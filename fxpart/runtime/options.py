@@ -22,7 +22,9 @@ class Options:
     numbers; one of the two at most. log_grad_norm: compute the global norm at every update, also
     where nothing is clipped by it. seed: of random ops, by default the program's. recompute: which
     activations a backward makes again ("none", "selective", "full"), of all stages or by stage: see
-    :mod:`fxpart.runtime.recompute`.
+    :mod:`fxpart.runtime.recompute`. compile_stages: a backend of torch.compile for each stage, or
+    whether to take inductor: see :mod:`fxpart.runtime.compiled`. pin: give each local rank cores of
+    its own, or "auto" where that gains something: see :mod:`fxpart.runtime.pinning`.
     """
 
     microbatches: int
@@ -32,6 +34,8 @@ class Options:
     log_grad_norm: bool = False
     seed: int | None = None
     recompute: str | Mapping[int, str] = "none"
+    compile_stages: bool | str = False
+    pin: bool | str = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
