@@ -264,7 +264,9 @@ class Program:
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
-        the model itself: a safetensors file or folder, or a function (name, meta tensor) -> tensor.
+        the model itself: a safetensors file or the folder of a checkpoint (sharded ones too), of
+        which each rank reads its own part, or a function (name, meta tensor) -> tensor;
+        ``strict=False`` leaves out what the model does not have.
         timeout: seconds that any wait between ranks may take. need_loss: refuse a model without a
         loss (FXP106) rather than train it on the mean square of its outputs. options: further
         fields of :class:`fxpart.runtime.options.Options`.
@@ -286,7 +288,7 @@ class Program:
         weights: Any = None,
         group: Any = None,
     ) -> PipelineStages:
-        """This rank's stages as PipelineStage objects of torch.distributed.pipelining, with weights.
+        """This rank's stages for torch.distributed.pipelining: PipelineStage objects with weights.
 
         device: by default as for a trainer. ranks: the rank in ``group`` (the default group) of
         each stage, by default the plan's; several stages may share one. microbatches: by default

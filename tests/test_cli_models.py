@@ -85,11 +85,20 @@ def test_plan_to_training(target: str, tmp_path: Path, capsys: pytest.CaptureFix
         "4",
         "--lr",
         "0.01",
+        "--save",
+        str(tmp_path / "weights"),
         "--json",
     )
     losses = [json.loads(line)["loss"] for line in out.splitlines()]
     assert len(losses) == 4 and losses[3] < losses[0]
     assert "the example batch is repeated" in err
+    assert "wrote model.safetensors into" in err
+    weights = str(tmp_path / "weights")
+    out, _ = call(
+        capsys, "train", name, "-c", "local:2", "--plan", plan, "--steps", "1",
+        "--weights", weights, "--json",
+    )  # fmt: skip
+    assert json.loads(out)["loss"] < losses[3]
 
 
 @pytest.mark.slow

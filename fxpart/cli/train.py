@@ -12,10 +12,11 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
-from fxpart.cli.tracing import asked_trace, bare_bytes, ended
+from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, ended
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+    from fxpart.plan import Plan
     from fxpart.runtime import Trainer
     from fxpart.target import Workload
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
+@click.option("--weights", type=click.Path(), help="A safetensors file or checkpoint folder.")
+@click.option("--save", type=click.Path(), help="Write the trained weights into this folder.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile each stage by torch.compile.")
+@click.option("--pin", is_flag=True, help="Give each rank of this host cores of its own.")
 @click.option("--trace", type=click.Path(), help="Measure the last steps, for Perfetto and report.")
 @click.option("--trace-steps", type=click.IntRange(1, 1000), default=5, show_default=True)
 @json_option
@@ -35,6 +40,8 @@ def command(
     steps: int,
     lr: float | None,
     clip_norm: float | None,
+    weights: str | None,
+    save: str | None,
     trace: str | None,
     trace_steps: int,
     as_json: bool,
@@ -45,7 +52,8 @@ def command(
     With --nproc N, N processes are started by torchrun; without it all ranks run in this one.
     Batches come from the Workload's data; without data, the example batch is repeated. With
     --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
-    FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares.
+    FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
+    --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads.
     """
     from fxpart.environment import launch
 
@@ -56,29 +64,40 @@ def command(
         from fxpart.cli.processes import run_on
 
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
+        more |= {"--weights": weights, "--save": save}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return run_on(request, nproc, "train", more, as_json)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
     before = None if asked is None else bare_bytes()
-    trainer = program.trainer(_optimizer(request, workload, lr), clip_norm=clip_norm)
+    optimizer = _optimizer(request, workload, lr)
+    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=weights)
     first = started is None or started.rank == 0
     if first and workload.data is None:
         output.note("no data in the target: the example batch is repeated")
     run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
+    _traced(run, steps, asked, before, program.plan)
+    if save is not None:
+        files = trainer.save_pretrained(save)
+        if first:
+            output.note(f"wrote {', '.join(file.name for file in files)} into {save}")
+    return 0
+
+
+def _traced(run: _Run, steps: int, asked: Asked | None, before: int | None, plan: Plan) -> None:
+    """All steps, the last ones measured where that was asked for."""
     if asked is None:
         run.steps(1, steps)
-        return 0
+        return
     warm = steps - asked.steps
     run.steps(1, warm)
-    with trainer.record(baseline=before) as recorder:
+    with run.trainer.record(baseline=before) as recorder:
         run.steps(warm + 1, steps)
     if run.done <= warm:
         raise ended(run.done)
-    if first:
-        asked.write(recorder.recording, program.plan, as_json)
-    return 0
+    if run.first:
+        asked.write(recorder.recording, plan, run.as_json)
 
 
 @dataclass
