@@ -18,7 +18,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
 from fxpart.planned.hosts import hosts_of
-from fxpart.planned.scheduled import plan_schedule
+from fxpart.planned.scheduled import plan_schedule, recomputed
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.prediction import HostLoad
 from fxpart.price import price, step_sums
@@ -350,7 +350,10 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
         )
     sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
     starts = tuple(first for first, _, _ in plan.program_stages)
-    return make_parts(captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype)
+    again = tuple(recomputed(plan))
+    return make_parts(
+        captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype, again
+    )
 
 
 def make_parts(
@@ -361,18 +364,22 @@ def make_parts(
     seed: int,
     order: Sequence[int] = (),
     transfer_dtype: str = "",
+    in_blocks: tuple[int, ...] = (),
 ) -> Parts:
     """Stages and their text from the first block of each, counted in ``order``.
 
-    transfer_dtype: in which float32 values go from rank to rank, "" as they are.
+    transfer_dtype: in which float32 values go from rank to rank, "" as they are. in_blocks: stages
+    whose blocks can run again by themselves, to recompute activations.
     """
     assigned = assign(graph, starts, order)
     lanes = None
     if sharded is not None:
-        lanes = Lanes(sharded, captured, tuple(starts), seed, tuple(order), transfer_dtype)
+        lanes = Lanes(
+            sharded, captured, tuple(starts), seed, tuple(order), transfer_dtype, in_blocks
+        )
         spec, sources = lanes.program(0)
     else:
-        spec, sources = generate(assigned, captured, seed, None, transfer_dtype)
+        spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
     return Parts(captured, graph, assigned, spec, sources, lanes)
 
 

@@ -19,7 +19,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
-from fxpart.planned.scheduled import as_given, stage_of
+from fxpart.planned.scheduled import as_given, recomputed, stage_of
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
 from fxpart.runtime.connect import local_device
@@ -138,6 +138,7 @@ class _Places:
             transport=self.transport,
             microbatches=self.plan.microbatches,
             schedule=as_given(self.plan),
+            recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,
             **options,

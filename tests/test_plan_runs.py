@@ -97,7 +97,7 @@ def test_require_names_every_reason() -> None:
         require(other, "plan.json")
     (problem,) = caught.value.problems
     assert problem.code == "FXP306" and problem.where == "plan.json"
-    assert problem.why.splitlines() == list(other.runnable) and len(other.runnable) == 3
+    assert problem.why.splitlines() == list(other.runnable) and len(other.runnable) == 1
 
 
 @pytest.mark.slow

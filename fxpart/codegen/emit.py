@@ -4,12 +4,13 @@ that comes from a name in the model."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpart.codegen.blocks import Piece, pieces_of
 from fxpart.codegen.dataflow import outputs_of, where
 from fxpart.codegen.literals import COLLECTIVES, MESH, Names, call
 from fxpart.codegen.names import comment, identifier, place, quoted
@@ -34,8 +35,11 @@ _SHORT = {
 }
 
 
-def emit(stage: StageGraph) -> str:
+def emit(stage: StageGraph, *, blocks: bool = False) -> str:
     """The module's text: ``class Stage<k>`` with ``forward(key, *inputs) -> tuple``.
+
+    blocks: each block is a method of its own, which ``forward`` runs through ``self.call``; what
+    recomputes activations takes its place.
 
     Depends on the graph alone: the same input gives the same bytes. Raises FXP108 with every
     argument or target that cannot be written.
@@ -43,7 +47,8 @@ def emit(stage: StageGraph) -> str:
     names = Names()
     cls = f"Stage{stage.spec.index}"
     names.taken.add(cls)
-    body = list(_forward(stage, names))
+    pieces = pieces_of(stage.graph) if blocks else ()
+    body = list(_forward(stage, names, pieces))
     sharded = COLLECTIVES in names.modules
     lines = [
         *_header(stage),
@@ -67,6 +72,7 @@ def emit(stage: StageGraph) -> str:
         "        super().__init__()",
         "        self.device = torch.device(device)  # where forward makes new tensors",
         *([f"        {MESH} = None  # set before the first call"] if sharded else []),
+        *(["        self.call = lambda piece, *given: piece(*given)"] if pieces else []),
         *(f"        {line}" for state in stage.spec.state for line in _register(state)),
         "",
         *(f"    {line}" if line else "" for line in body),
@@ -129,7 +135,7 @@ def _register(state: StateSpec) -> Iterator[str]:
         yield ")"
 
 
-def _forward(stage: StageGraph, names: Names) -> Iterator[str]:
+def _forward(stage: StageGraph, names: Names, pieces: Sequence[Piece]) -> Iterator[str]:
     """The lines of ``forward``, signature included; the names of operations are gathered."""
     graph = stage.graph
     key, *inputs = graph.find_nodes(op="placeholder")
@@ -142,16 +148,56 @@ def _forward(stage: StageGraph, names: Names) -> Iterator[str]:
         names.values[node] = f"self.{attribute[str(node.target)]}"
     yield f"def forward({', '.join(['self', *(names.value(n) for n in (key, *inputs))])}):"
     last = _last_uses(graph)
+    returned = _returned([_result(value, names) for value in outputs_of(graph)])
+    if not pieces:
+        ops = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+        yield from _lines(ops, names, last)
+        yield returned
+        return
+    for number, piece in enumerate(pieces):
+        yield f"    {_calling(number, piece, key, names, last)}"
+    yield returned
+    for number, piece in enumerate(pieces):
+        takes = [names.value(n) for n in piece.takes if n is not key]
+        yield ""
+        yield f"def block_{number}({', '.join(['self', names.value(key), *takes])}):"
+        outer = {*piece.takes, *piece.gives}
+        inner = {op: [n for n in ended if n not in outer] for op, ended in last.items()}
+        yield from _lines(piece.ops, names, inner)
+        yield _returned([names.value(n) for n in piece.gives])
+
+
+def _calling(
+    number: int, piece: Piece, key: fx.Node, names: Names, last: dict[fx.Node, list[fx.Node]]
+) -> str:
+    """The line of ``forward`` that runs a piece, and drops what nothing uses after it."""
+    takes = [names.value(n) for n in piece.takes if n is not key]
+    gives = [names.value(n) for n in piece.gives]
+    given = ", ".join([f"self.block_{number}", names.value(key), *takes])
+    text = f"self.call({given})"
+    if gives:
+        text = f"{', '.join(gives)}{',' if len(gives) == 1 else ''} = {text}"
+    outer = {*piece.takes, *piece.gives}
+    ended = [n for op in piece.ops for n in last.get(op, []) if n in outer]
+    if ended:
+        text += f"; del {', '.join(names.value(n) for n in ended)}"
+    return text
+
+
+def _lines(
+    ops: Sequence[fx.Node], names: Names, last: dict[fx.Node, list[fx.Node]]
+) -> Iterator[str]:
     section = ""
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            heading = _section(node)
-            if heading and heading != section:
-                yield f"    # {heading}"
-                section = heading
-            yield f"    {_line(node, names, last.get(node, []))}"
-    returned = [_result(value, names) for value in outputs_of(graph)]
-    yield f"    return ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
+    for node in ops:
+        heading = _section(node)
+        if heading and heading != section:
+            yield f"    # {heading}"
+            section = heading
+        yield f"    {_line(node, names, last.get(node, []))}"
+
+
+def _returned(results: Sequence[str]) -> str:
+    return f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})"
 
 
 def _result(value: Any, names: Names) -> str:

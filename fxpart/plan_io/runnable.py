@@ -20,12 +20,6 @@ def reasons(plan: Plan) -> tuple[str, ...]:
     degrees = {(s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero) for s in plan.stages}
     if len(degrees) > 1:
         found.append("its stages differ in data, tensor or expert parallelism or in ZeRO")
-    again = [s.index for s in plan.stages if s.recompute != "none"]
-    if again:
-        found.append(
-            f"stage {again[0]} recomputes activations"
-            + (f", and {len(again) - 1} more do" if again[1:] else "")
-        )
     if plan.sharding is None and any(len(s.ranks) > 1 for s in plan.stages):
         found.append("it does not say how the ranks of a stage share its operations")
     return tuple(found)
@@ -39,6 +33,6 @@ def require(plan: Plan, where: str) -> None:
             "FXP306",
             where=where,
             why="\n".join(found),
-            fix="plan again within what runs: --constraint schedule=1f1b, recompute=none and one\n"
+            fix="plan again within what runs: --constraint schedule=1f1b and one\n"
             "mesh for all stages; explain, simulate and report work on any plan",
         )

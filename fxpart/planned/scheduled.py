@@ -51,3 +51,10 @@ def as_given(plan: Plan) -> Schedule | str:
     if plan.schedule != NAME:
         return plan.schedule
     return from_plan(plan.actions, stage_of(plan), plan.microbatches)
+
+
+def recomputed(plan: Plan) -> dict[int, str]:
+    """The mode of each of the program's stages that makes activations again."""
+    modes = {stage.index: stage.recompute for stage in plan.stages}
+    stages = enumerate(plan.program_stages)
+    return {at: modes[stage] for at, (_, _, stage) in stages if modes[stage] != "none"}

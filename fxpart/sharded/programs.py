@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class Lanes:
     """The programs of all lanes of a sharded graph cut into stages, each made when asked for.
 
     order: the blocks in the order that starts count in; empty for the graph's own. transfer_dtype:
-    of the program.
+    of the program. in_blocks: stages whose blocks can run again by themselves.
     """
 
     sharded: Sharded
@@ -34,6 +34,7 @@ class Lanes:
     seed: int
     order: tuple[int, ...] = ()
     transfer_dtype: str = ""
+    in_blocks: tuple[int, ...] = ()
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -49,7 +50,7 @@ class Lanes:
         graph = self.graph(lane)
         if id(graph) not in self._made:
             self._made[id(graph)] = generate(
-                graph, self.captured, self.seed, self.sharded, self.transfer_dtype
+                graph, self.captured, self.seed, self.sharded, self.transfer_dtype, self.in_blocks
             )
         return self._made[id(graph)]
 
@@ -73,10 +74,14 @@ def generate(
     seed: int,
     sharded: Sharded | None = None,
     transfer_dtype: str = "",
+    in_blocks: Collection[int] = (),
 ) -> tuple[ProgramSpec, tuple[str, ...]]:
-    """The program's description, and each stage's text."""
+    """The program's description, and each stage's text.
+
+    in_blocks: stages whose blocks can run again by themselves, to recompute activations.
+    """
     spec, stages = cut(assigned, captured, seed, sharded, transfer_dtype)
-    return spec, tuple(emit(stage) for stage in stages)
+    return spec, tuple(emit(s, blocks=s.spec.index in in_blocks) for s in stages)
 
 
 def cut(
