@@ -67,6 +67,8 @@ class Inbox:
 
     def ensure(self, count: int) -> None:
         """Post receives until the first ``count`` messages (or all) are under way."""
+        if count <= len(self._handles):
+            return
         post, plan, handles = self._transport.post, self._plan, self._handles
         for microbatch, tensors in plan[len(handles) : count]:
             sizes = self._sizes[microbatch]

@@ -249,7 +249,6 @@ class SharedMemory:
     def _until(self, handle: Send | Receive) -> None:
         """Wait; what others send meanwhile is taken in, too."""
         link, limit = handle.link, 0.0
-        link.read()
         while not handle.done:
             if link.lost:
                 raise self._broken(PeerLostError(link.lost))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -30,15 +32,18 @@ F32 = torch.float32
 class Board:
     """What spreads messages between threads that play ranks."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, disturb: Callable[[bytes], None] | None = None) -> None:
         self.barrier = threading.Barrier(ranks, timeout=30)
         self.messages = [b""] * ranks
+        self.disturb = disturb
 
     def spread(self, rank: int) -> Callable[[bytes], list[bytes]]:
         def give(message: bytes) -> list[bytes]:
             self.messages[rank] = message
             self.barrier.wait()
             found = list(self.messages)
+            if rank == 0 and len(message) > 1 and self.disturb is not None:
+                self.disturb(message)
             self.barrier.wait()
             return found
 
@@ -46,10 +51,14 @@ class Board:
 
 
 def play(
-    ranks: int, work: Callable[[int, SharedMemory], Any], *, timeout: float = 10.0
+    ranks: int,
+    work: Callable[[int, SharedMemory], Any],
+    *,
+    timeout: float = 10.0,
+    disturb: Callable[[bytes], None] | None = None,
 ) -> list[Any]:
     """Each rank's work in a thread of its own."""
-    board = Board(ranks)
+    board = Board(ranks, disturb)
 
     def one(rank: int) -> Any:
         memory = join(rank, ranks, board.spread(rank), timeout)
@@ -112,6 +121,44 @@ def test_a_send_is_waited_for_while_its_receiver_is_far_behind() -> None:
         return True
 
     assert play(2, work) == [True, [float(n) for n in range(AHEAD + 1)]]
+
+
+def test_a_rank_that_does_not_look_holds_up_nobody() -> None:
+    """What it has posted receives for is sent, though it is in a collective, say."""
+    through, count = threading.Event(), AHEAD + 20
+
+    def work(rank: int, memory: SharedMemory) -> float:
+        if rank == 1:
+            posted = [memory.post(0, FORWARD, (3,), F32) for _ in range(20)]
+            assert through.wait(10)
+            posted += [memory.post(0, FORWARD, (3,), F32) for _ in range(AHEAD)]
+            return sum(float(memory.wait(handle)[0]) for handle in posted)
+        for handle in [memory.send(1, FORWARD, torch.ones(3)) for _ in range(count)]:
+            memory.wait(handle)
+        through.set()
+        return 0.0
+
+    assert play(2, work) == [0.0, float(count)]
+
+
+def test_a_stranger_is_turned_away() -> None:
+    """Who finds the name of a socket, and does not know the token, is closed."""
+    answers = []
+
+    def stranger(offer: bytes) -> None:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.connect(b"\0" + offer[32:])
+        peer.sendall(b"\0" * 32 + struct.pack("<I", 1))
+        answers.append(peer)
+
+    def work(rank: int, memory: SharedMemory) -> float:
+        memory.send(1 - rank, FORWARD, torch.full((2,), float(rank)))
+        return float(memory.wait(memory.post(1 - rank, FORWARD, (2,), F32))[0])
+
+    assert play(2, work, disturb=stranger) == [1.0, 0.0]
+    answers[0].settimeout(10)
+    assert answers[0].recv(32) == b""
+    answers[0].close()
 
 
 def test_more_messages_than_a_socket_holds() -> None:
