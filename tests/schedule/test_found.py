@@ -17,7 +17,7 @@ from fxpart.schedule.verify import check
 
 
 @given(cases(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_written_reads_back_and_may_be_cut_short(case: Case, data: st.DataObject) -> None:
     schedule = case.schedule
     if not schedule.trains:

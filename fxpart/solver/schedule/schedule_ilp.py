@@ -20,7 +20,7 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from fxpart.solver.schedule.bounds import Windows
-from fxpart.solver.schedule.jobs import Jobs, Orders, earlier, only_stage
+from fxpart.solver.schedule.jobs import Jobs, Orders, Timed, earlier, only_stage
 
 MOST_JOBS = 600  # computations of one programme
 _STEPS = 10**9  # integer steps that the best known step is divided into, if it has no unit
@@ -46,23 +46,24 @@ class Answer:
 def solve_cp_sat(
     jobs: Jobs,
     found: Windows,
-    best: float,
+    best: Timed,
     bound: float,
     *,
     deadline: float,
     effort: float,
     seed: int,
 ) -> Answer:
-    """Orders that end before ``best`` seconds, if there are any, and what is proven.
+    """Orders that end before the best known, if there are any, and what is proven.
 
-    found: heads and tails. bound: known already. deadline: a ``time.monotonic()`` value. effort:
-    CP-SAT's deterministic seconds at most. One worker and a fixed seed: equal runs are equal unless
-    the deadline cuts them.
+    found: heads and tails. best: also where the search starts from. bound: known already. deadline:
+    a ``time.monotonic()`` value. effort: CP-SAT's deterministic seconds at most. One worker and a
+    fixed seed: equal runs are equal unless the deadline cuts them.
     """
     left = deadline - time.monotonic()
     if left <= 0:
         return Answer(None, bound)
-    programme = _Programme(jobs, found, best, bound)
+    programme = _Programme(jobs, found, best.seconds, bound)
+    programme.hint(best)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
@@ -72,11 +73,11 @@ def solve_cp_sat(
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(programme.model)
     if status == cp_model.INFEASIBLE:
-        return Answer(None, best)  # nothing ends before it
+        return Answer(None, best.seconds)  # nothing ends before it
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, max(bound, solver.best_objective_bound / programme.scale))
     reached = max(bound, solver.best_objective_bound / programme.scale)
-    return Answer(programme.orders(solver), min(reached, best))
+    return Answer(programme.orders(solver), min(reached, best.seconds))
 
 
 class _Programme:
@@ -172,6 +173,11 @@ class _Programme:
                 spans.append(self.model.new_interval_var(begin, size, over, f"h{first}"))
                 demands.append(problem.held(self.jobs.action[first].stage))
             self.model.add_cumulative(spans, demands, limit)
+
+    def hint(self, best: Timed) -> None:
+        """Look first near what is known; it ends just too late to be an answer itself."""
+        for start, seconds in zip(self.start, best.start, strict=True):
+            self.model.add_hint(start, self._ticks(seconds))
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
         """By rank the jobs as they start; what takes no time goes before what starts with it."""

@@ -123,9 +123,10 @@ class _Part:
         """Have CP-SAT look for a better order, or for a better bound."""
         from fxpart.solver.schedule.schedule_ilp import accepts, solve_cp_sat  # loads OR-Tools
 
-        if accepts(self.jobs) is None:
+        known = self.jobs.timed(self.best.orders)
+        if known is not None and accepts(self.jobs) is None:
             answer = solve_cp_sat(
-                self.jobs, self.windows, self.best.seconds, self.bound,
+                self.jobs, self.windows, known, self.bound,
                 deadline=deadline, effort=effort, seed=self.seed,
             )  # fmt: skip
             if answer.orders is not None and self.jobs.fits(answer.orders):
