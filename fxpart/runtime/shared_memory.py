@@ -110,21 +110,24 @@ class _Link:
         else:
             self.posted[channel].append(receive)
 
-    def read(self) -> None:
-        """Take in what has come, without waiting; remembers if the other end is gone."""
+    def read(self) -> bool:
+        """Take in what has come, without waiting; remembers if the other end is gone.
+
+        Whether there was anything.
+        """
         try:
             data, beside, _, _ = self.peer.recvmsg(_READ, _DESCRIPTORS, _CLOSED_IN_CHILDREN)
         except BlockingIOError:
-            return
+            return False
         except OSError as cause:
             self.lost = f"rank {self.rank} closed the connection: {cause}"
-            return
+            return False
         for level, kind, found in beside:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors.extend(struct.unpack(f"{len(found) // 4}i", found))
         if not data:
             self.lost = f"rank {self.rank} closed the connection"
-            return
+            return False
         if self._rest:
             data = self._rest + data
         whole = len(data) - len(data) % _RECORD.size
@@ -139,6 +142,7 @@ class _Link:
                     self._regions.pop(region)
         except (OSError, LookupError) as cause:
             self.lost = f"what rank {self.rank} sends cannot be read: {cause!r}"
+        return not self.lost
 
     def _file(self, channel: int, message: memoryview) -> None:
         if self.posted[channel]:
@@ -293,7 +297,9 @@ class SharedMemory:
                         raise self._broken(TransferTimeoutError(self._timeout, why)) from None
                     self._listen(_LOOK)
                 except OSError as cause:
-                    link.lost = f"rank {link.rank} closed the connection: {cause}"
+                    while link.read():  # what it had sent before
+                        pass
+                    link.lost = link.lost or f"rank {link.rank} closed the connection: {cause}"
 
         return write
 
