@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -101,3 +105,44 @@ def test_two_towers_are_what_they_say() -> None:
     edges = plan.stage_edges
     assert len({*range(4)} - {target for _, target, _ in edges}) == 2
     assert depths(4, [StageEdge(*edge) for edge in edges])[0] < 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [True, False])
+def test_tensorboard_tells_of_the_run(
+    installed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """It learns; rank 0 writes lines of JSON, and TensorBoard's file where that is installed."""
+    spec = importlib.util.spec_from_file_location("example_logged_run", EXAMPLES / "logged_run.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    written: list[tuple[str, int]] = []
+    fake = ModuleType("torch.utils.tensorboard")
+
+    class SummaryWriter:
+        """Takes what TensorBoard's takes."""
+
+        def __init__(self, log_dir: str) -> None:
+            assert log_dir == str(tmp_path)
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            assert math.isfinite(value)
+            written.append((tag, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0))
+
+    fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake if installed else None)
+    found = example.main(str(tmp_path), steps=60)
+    assert found["accuracy"] > 0.5
+    told = capsys.readouterr()
+    assert "60 steps (steps)" in told.out
+    assert (example.MISSING in told.err) == (not installed)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    events = [line["event"] for line in lines if "event" in line]
+    assert events == ["start", "evaluation", "evaluation", "epoch", "evaluation", "end"]
+    if installed:
+        assert written[-1] == ("closed", 0)
+        assert {("train/loss", 60), ("evaluation/accuracy", 60)} <= set(written)

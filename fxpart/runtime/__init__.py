@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
 from fxpart.runtime.connect import connect, local_device
 from fxpart.runtime.distributed import Distributed
+from fxpart.runtime.groups import no_decay
 from fxpart.runtime.inprocess import InProcess
 from fxpart.runtime.trainer import Trainer
 
-__all__ = ["Distributed", "InProcess", "Trainer", "connect", "local_device"]
+__all__ = [
+    "Callback", "Distributed", "EarlyStopping", "Event", "InProcess", "JsonLines", "StepInfo",
+    "Trainer", "connect", "local_device", "no_decay",
+]  # fmt: skip
