@@ -176,6 +176,13 @@ def test_other_precisions_are_refused(name: str) -> None:
         capture(Tiny(), words(), loss=loss, precision=name)
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    page = (Path(fxpart.__file__).parent / "docs" / "precision.md").read_text("utf-8")
+    with pytest.raises(FxpartError) as found:
+        tiny(2, precision="fp16")
+    assert "".join(f"    {line}\n" for line in str(found.value).splitlines()) in page
+
+
 def test_rounded_transfers_equal_one_process_that_rounds() -> None:
     found = made("fp32", "bfloat16").verify(steps=2)
     assert found.passed and found.equal

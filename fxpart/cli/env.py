@@ -53,7 +53,12 @@ def _torch() -> dict[str, str]:
     backends = ("gloo", "nccl", "mpi")
     usable = [b for b in backends if dist.is_available() and dist.is_backend_available(b)]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    from fxpart.compat import compiler_fault
+
+    kind = "cuda" if gpus else "cpu"
     return {
+        "compiled stages": compiler_fault("inductor", kind) or "yes",
+        "pinning of ranks": "yes" if hasattr(os, "sched_setaffinity") else "not on this system",
         "threads of torch": str(torch.get_num_threads()),
         "transports": ", ".join(usable) or "none",
         "gpus": ", ".join(gpus) or "none",

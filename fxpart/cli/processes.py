@@ -34,7 +34,9 @@ def run_on(
         # No --cluster: the ranks run the plan on its own cluster, wherever it was made.
         arguments = [verb, request.target, "--plan", plan]
         for name, value in {**options, "--optimizer": request.optimizer}.items():
-            if value is not None:
+            if value is True:
+                arguments.append(name)
+            elif value is not None and value is not False:
                 arguments += [name, str(value)]
         if as_json:
             arguments.append("--json")

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
 @click.option("--weights", type=click.Path(), help="A safetensors file or checkpoint folder.")
 @click.option("--save", type=click.Path(), help="Write the trained weights into this folder.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile each stage by torch.compile.")
+@click.option(
+    "--compile", "compile_stages", is_flag=True, help="Compile each stage by torch.compile."
+)
 @click.option("--pin", is_flag=True, help="Give each rank of this host cores of its own.")
 @click.option("--trace", type=click.Path(), help="Measure the last steps, for Perfetto and report.")
 @click.option("--trace-steps", type=click.IntRange(1, 1000), default=5, show_default=True)
@@ -57,6 +59,7 @@ def command(
     """
     from fxpart.environment import launch
 
+    how = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     request = Request(**options)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
@@ -65,6 +68,7 @@ def command(
 
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
         more |= {"--weights": weights, "--save": save}
+        more |= {"--compile": how["compile_stages"], "--pin": how["pin"]}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return run_on(request, nproc, "train", more, as_json)
@@ -72,8 +76,10 @@ def command(
     program = request.compile(workload, quiet=started is not None)
     before = None if asked is None else bare_bytes()
     optimizer = _optimizer(request, workload, lr)
-    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=weights)
+    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=weights, **how)
     first = started is None or started.rank == 0
+    if first and how["pin"] and trainer.pinned.why:
+        output.note(f"not pinned: {trainer.pinned.why}")
     if first and workload.data is None:
         output.note("no data in the target: the example batch is repeated")
     run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
