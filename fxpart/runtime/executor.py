@@ -1,94 +1,29 @@
 """The interpreter of one rank's actions: a short list of prepared calls, run once per step.
 
-Everything that can be known before a step is worked out when the executor is made: which tensors
-cross, in which order messages arrive, what each action reads and when a microbatch's tensors are
-dropped. A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of
-results, so that no other rank waits in vain, and the step ends with an error on every rank.
+A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of results,
+so that no other rank waits in vain, and the step ends with an error on every rank.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost
-from fxpart.runtime.cell import Cell, Roots
-from fxpart.runtime.links import Link
+from fxpart.runtime.instruction import Around, Failure, Feed, Instruction
+from fxpart.runtime.prepared import Prepared
 from fxpart.runtime.recompute import Mode
-from fxpart.runtime.routes import Arrival, Routes
-from fxpart.runtime.shapes import Sizes, shape
-from fxpart.runtime.split_backward import Halves, Rest
-from fxpart.runtime.stage import StageTable
-from fxpart.runtime.ties import TieSums
-from fxpart.runtime.transport import (
-    BACKWARD,
-    FORWARD,
-    PeerLostError,
-    TransferTimeoutError,
-    Transport,
-)
-from fxpart.schedule.action import Action, Kind, Schedule
+from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
+from fxpart.schedule.action import Kind, Schedule
 
-# Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
-_WINDOW = 4
-_BACKWARDS = (Kind.B, Kind.I, Kind.W)  # what adds to a stage's gradients
-_ENDS = (Kind.B, Kind.I)  # what gives a microbatch's tensors up
+__all__ = ["Around", "Executor", "Failure", "Feed", "Instruction"]
 
 
-@dataclass(frozen=True)
-class Feed:
-    """One step's input, cut into microbatches.
-
-    inputs: per microbatch the user's tensors by name. sizes: per microbatch the size of each
-    symbol. weights: each microbatch's share of the batch. keys: what seeds its random ops.
-    """
-
-    inputs: Sequence[Mapping[str, torch.Tensor]]
-    sizes: Sequence[Sizes]
-    weights: Sequence[float]
-    keys: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong in a stage, and where."""
-
-    rank: int
-    action: Action
-    cause: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """An action made ready: what it awaits, what it does, what it does after a failure."""
-
-    action: Action
-    awaits: tuple[Arrival, ...]
-    do: Callable[[], None]
-    drain: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Around:
-    """What is done around a stage's backwards; each is called with the stage.
-
-    last: the last action of a step that adds to its gradients begins. after: one is over. skip:
-    the last one will not be done, after a failure.
-    """
-
-    last: Callable[[int], None]
-    after: Callable[[int], None]
-    skip: Callable[[int], None]
-
-
-class Executor:
+class Executor(Prepared):
     """Runs one rank of a lowered schedule.
 
     After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
@@ -117,39 +52,15 @@ class Executor:
         threads: the stage's other lanes are in this process: one that is missed has failed there,
         and no connection is lost. recompute: stages that do not keep their activations.
         """
-        self.rank = rank
+        super().__init__(
+            spec, modules, schedule, rank, transport, device,
+            train=train, keep_outputs=keep_outputs, around=around, recompute=recompute,
+        )  # fmt: skip
         self._on_failure = on_failure
-        self._around = around
         self._threads = threads
-        self._transport = transport
-        self._device = device
-        self._train = train
-        self._stage_rank = schedule.stage_rank
-        self._takes = schedule.takes
-        self._routes = Routes(spec, schedule, rank, transport, device)
-        found, again = self._routes.found, (recompute or {}) if train else {}
-        self._tables = {
-            index: StageTable.of(
-                spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none")
-            )
-            for index, module in modules.items()
-        }
-        self._cells: dict[tuple[int, int], Cell] = {}
-        self._rests: dict[tuple[int, int], Rest | None] = {}
-        self._sending: deque[Any] = deque()
-        self._feed = Feed((), (), (), ())
         self.position = 0
-        self.losses: dict[int, torch.Tensor] = {}
-        self.outputs: dict[str, dict[int, torch.Tensor]] = {}
         self.failure: Failure | None = None
         self.lost = False
-        self._ties = TieSums(spec, modules, schedule, rank, transport, device)
-        self._late: list[Arrival] = []
-        self.halves = {
-            index: Halves(module, self._ties.copies(index), self._tables[index].keeping.recompute)
-            for index, module in modules.items()
-        }
-        self._prepared = self._prepare(schedule.ranks[rank])
         self._instructions = self._prepared
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
@@ -233,213 +144,6 @@ class Executor:
         """The action that has not been done, for a message."""
         return str(self._instructions[self.position].action)
 
-    # -- preparation ------------------------------------------------------------------------
-
-    def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
-        last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
-        spent = self._spent(actions)
-        ends_of = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARDS}
-        done: list[Instruction] = []
-        for index, action in enumerate(actions):
-            final = [cell for cell in self._touches(action) if last[cell] == index]
-            if action.kind is Kind.F:
-                instruction = self._prepare_forward(action, self._outlasts(action, actions))
-            elif action.kind in (Kind.B, Kind.I):
-                instruction = self._prepare_backward(action)
-            elif action.kind is Kind.W:
-                instruction = self._prepare_weights(action)
-            elif action.kind in (Kind.SEND_F, Kind.SEND_B):
-                instruction = self._prepare_send(action)
-            else:
-                instruction = self._prepare_receive(action)
-            if self._around is not None and action.kind in _BACKWARDS:
-                ends = ends_of[action.stage] == index
-                instruction = _surrounded(instruction, self._around, ends=ends)
-            if index in spent:
-                instruction = self._shedding(instruction, spent[index])
-            done.append(self._dropping(instruction, final) if final else instruction)
-        return done
-
-    def _outlasts(self, forward: Action, actions: Sequence[Action]) -> bool:
-        """Whether a stage of this rank takes a forward's values after the backward only."""
-        if not self._train:
-            return False
-        own = [(a.stage, a.kind) for a in actions if a.microbatch == forward.microbatch]
-        ends = [at for at, (k, kind) in enumerate(own) if k == forward.stage and kind in _ENDS]
-        users = {k for k, table in self._tables.items() if forward.stage in table.producers}
-        return bool(ends) and any(k in users and kind is Kind.F for k, kind in own[ends[0] :])
-
-    def _here(self, stage: int, microbatch: int) -> bool:
-        """Whether this rank runs a microbatch on a stage."""
-        return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
-
-    def _touches(self, action: Action) -> list[tuple[int, int]]:
-        """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
-        if action.kind is Kind.W:  # what it needs is kept apart
-            return []
-        table, found = self._tables[action.stage], [action.stage]
-        if action.kind is Kind.F:
-            found += [p for p in table.producers if self._here(p, action.microbatch)]
-        elif action.kind in (Kind.B, Kind.I):
-            found += [c for c in table.consumers if self._here(c, action.microbatch)]
-        return [(stage, action.microbatch) for stage in found]
-
-    def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
-        """The same, and what nothing reads after it is dropped."""
-        inner, cells = instruction.do, self._cells
-
-        def do() -> None:
-            inner()
-            for cell in final:
-                cells.pop(cell, None)
-
-        return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
-
-    def _spent(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
-        """By position the cells whose outputs nothing reads after it; where stages recompute."""
-        last: dict[tuple[int, int], int] = {}
-        for index, action in enumerate(actions):
-            if action.kind is Kind.F:
-                last |= dict.fromkeys(self._touches(action), index)
-            elif action.kind is Kind.SEND_F:
-                last[action.stage, action.microbatch] = index
-        found: dict[int, list[tuple[int, int]]] = {}
-        for cell, index in last.items():
-            if self._tables[cell[0]].keeping.recompute is not None:
-                found.setdefault(index, []).append(cell)
-        return found
-
-    def _shedding(self, instruction: Instruction, spent: list[tuple[int, int]]) -> Instruction:
-        """The same, and outputs that nothing reads after it are dropped."""
-        inner, cells = instruction.do, self._cells
-
-        def do() -> None:
-            inner()
-            for key in spent:
-                cells[key].shed()
-
-        return replace(instruction, do=do)
-
-    def _prepare_receive(self, action: Action) -> Instruction:
-        """A receive is posted here at the latest; the computation that needs it waits for it."""
-        post = self._routes.posting(action) or _nothing
-        return Instruction(action, (), post, post)
-
-    def _prepare_forward(self, action: Action, outlasts: bool) -> Instruction:
-        table, microbatch = self._tables[action.stage], action.microbatch
-        arrivals = self._routes.arrivals(Kind.SEND_F, action.stage, microbatch, table.producers)
-        own = [
-            (producer, self._routes.values[producer, action.stage])
-            for producer in table.producers
-            if self._here(producer, microbatch)
-        ]
-        cells = self._cells
-
-        def do() -> None:
-            feed, cell = self._feed, Cell(table)
-            cell.outlasts = outlasts
-            for position, name in table.user:
-                cell.inputs[position] = feed.inputs[microbatch][name]
-            for inbox, place, carried in arrivals:
-                for link, tensor in zip(carried, inbox.take(place), strict=True):
-                    cell.inputs[link.input] = tensor
-            for producer, carried in own:
-                for link in carried:
-                    value = cells[producer, microbatch].value(link, forward=True)
-                    cell.inputs[link.input] = value.detach()
-            cell.forward(feed.keys[microbatch], train=self._train)
-            cells[action.stage, microbatch] = cell
-            if table.loss is not None:
-                self.losses[microbatch] = cell.outputs[table.loss].detach()
-            for name, position in table.kept:
-                self.outputs.setdefault(name, {})[microbatch] = cell.outputs[position].detach()
-
-        return Instruction(action, arrivals, do, _dropper(arrivals))
-
-    def _prepare_backward(self, action: Action) -> Instruction:
-        stage, microbatch, ties = action.stage, action.microbatch, self._ties
-        table, cells = self._tables[stage], self._cells
-        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
-        if not (table.trains or tied):  # an owner without gradients of its own collects others'
-            return Instruction(action, (), _nothing, _nothing)
-        arrivals = self._routes.arrivals(Kind.SEND_B, stage, microbatch, table.consumers)
-        own = [
-            (consumer, self._routes.returns[consumer, stage])
-            for consumer in table.consumers
-            if self._here(consumer, microbatch)
-        ]
-        self._late += ties.arrivals(stage, microbatch, late=True)
-        halves = self.halves[stage] if action.kind is Kind.I else None
-
-        def do() -> None:
-            cell, roots = cells[stage, microbatch], Roots(table)
-            for inbox, place, carried in arrivals:
-                for link, tensor in zip(carried, inbox.take(place), strict=True):
-                    roots.add(link, tensor)
-            for consumer, carried in own:
-                for link in carried:
-                    roots.add(link, cells[consumer, microbatch].value(link, forward=False))
-            if table.loss is not None:
-                roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
-            if tied:
-                roots.add_shared(ties.before(stage, microbatch))
-            if halves is None:
-                cell.backward(roots)
-            else:
-                self._rests[stage, microbatch] = cell.backward_inputs(roots, halves)
-            if tied:
-                ties.after(stage, microbatch)
-
-        drop = _dropper((*arrivals, *awaited))
-
-        def drain() -> None:
-            ties.skip(stage, microbatch)
-            drop()
-
-        return Instruction(action, (*arrivals, *awaited), do, drain)
-
-    def _prepare_weights(self, action: Action) -> Instruction:
-        key, rests = (action.stage, action.microbatch), self._rests
-
-        def do() -> None:
-            rest = rests.pop(key, None)
-            if rest is not None:
-                rest.run()
-
-        return Instruction(action, (), do, _nothing)
-
-    def _prepare_send(self, action: Action) -> Instruction:
-        carried = self._routes.carried(action)
-        if not carried:
-            return Instruction(action, (), _nothing, _nothing)
-        assert action.peer is not None
-        target = self._stage_rank[action.peer]
-        forward = action.kind is Kind.SEND_F
-        channel = FORWARD if forward else BACKWARD
-        key, microbatch = (action.stage, action.microbatch), action.microbatch
-        expected = [(link, shape(link.shape)) for link in carried]
-
-        def send(tensors: list[torch.Tensor]) -> None:
-            for tensor in tensors:
-                if len(self._sending) >= _WINDOW:
-                    self._transport.wait(self._sending.popleft())
-                self._sending.append(self._transport.send(self.rank, target, channel, tensor))
-
-        def do() -> None:
-            cell, sizes, tensors = self._cells[key], self._feed.sizes[microbatch], []
-            for link, of in expected:
-                value = cell.value(link, forward=forward)
-                if value.shape != of(sizes) or value.dtype != link.dtype:
-                    raise _misshapen(link, value, of(sizes))
-                tensors.append(value.detach().to(link.sent).contiguous())
-            send(tensors)
-
-        def drain() -> None:
-            sizes = self._feed.sizes[microbatch]
-            send([torch.zeros(of(sizes), dtype=x.sent, device=self._device) for x, of in expected])
-
-        return Instruction(action, (), do, drain)
-
     def _lost(
         self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:
@@ -454,42 +158,3 @@ class Executor:
             stages = [str(s) for s, rank in enumerate(self._stage_rank) if rank == peer]
             what += f", waiting for rank {peer} (stage {', '.join(stages)})"
         return lost(self.rank, what, cause)
-
-
-def _surrounded(instruction: Instruction, around: Around, *, ends: bool) -> Instruction:
-    """A backward and what is done around it; ends: it is the stage's last one of the step."""
-    inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
-
-    def do() -> None:
-        if ends:
-            around.last(stage)
-        inner()
-        around.after(stage)
-
-    def drain() -> None:
-        empty()
-        if ends:
-            around.skip(stage)
-
-    return replace(instruction, do=do, drain=drain)
-
-
-def _nothing() -> None:
-    """A transfer without tensors, or a backward without gradients."""
-
-
-def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
-    def drop() -> None:
-        for inbox, place, _ in arrivals:
-            inbox.drop(place)
-
-    return drop
-
-
-def _misshapen(link: Link, value: torch.Tensor, expected: tuple[int, ...]) -> FxpartError:
-    return error(
-        "FXP900",
-        where=f"value {link.name} from stage {link.source} to stage {link.target}",
-        why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {expected} was compiled",
-        fix="",
-    )

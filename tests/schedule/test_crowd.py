@@ -12,7 +12,7 @@ from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.prediction import HostLoad
-from fxpart.runtime import executor, inbox
+from fxpart.runtime import inbox, prepared
 from fxpart.schedule import window
 from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.builders import BUILDERS, forward_only, gpipe
@@ -224,7 +224,7 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
 
 
 def test_windows_are_the_runtimes_own() -> None:
-    assert (window.WINDOW, window.AHEAD) == (executor._WINDOW, inbox.AHEAD)
+    assert (window.WINDOW, window.AHEAD) == (prepared.WINDOW, inbox.AHEAD)
 
 
 def test_a_fast_sender_waits_for_a_window() -> None:

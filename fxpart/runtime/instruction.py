@@ -1,0 +1,76 @@
+"""An action made ready to run, and what is done around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxpart.runtime.routes import Arrival
+from fxpart.runtime.shapes import Sizes
+from fxpart.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One step's input, cut into microbatches.
+
+    inputs: per microbatch the user's tensors by name. sizes: per microbatch the size of each
+    symbol. weights: each microbatch's share of the batch. keys: what seeds its random ops.
+    """
+
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    sizes: Sequence[Sizes]
+    weights: Sequence[float]
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a stage, and where."""
+
+    rank: int
+    action: Action
+    cause: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An action made ready: what it awaits, what it does, what it does after a failure."""
+
+    action: Action
+    awaits: tuple[Arrival, ...]
+    do: Callable[[], None]
+    drain: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is done around a stage's backwards; each is called with the stage.
+
+    last: the last action of a step that adds to its gradients begins. after: one is over. skip:
+    the last one will not be done, after a failure.
+    """
+
+    last: Callable[[int], None]
+    after: Callable[[int], None]
+    skip: Callable[[int], None]
+
+
+def surrounded(instruction: Instruction, around: Around, *, ends: bool) -> Instruction:
+    """A backward and what is done around it; ends: it is the stage's last one of the step."""
+    inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
+
+    def do() -> None:
+        if ends:
+            around.last(stage)
+        inner()
+        around.after(stage)
+
+    def drain() -> None:
+        empty()
+        if ends:
+            around.skip(stage)
+
+    return replace(instruction, do=do, drain=drain)
