@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 from pipelining_programs import Answer, fxparts, torchs
-from ranks import Pool
+from ranks import TESTS, Pool, torchrun
 
 from fxpart.errors import FxpartError
 from fxpart.interop.chain import boundaries
 from fxpart.program import ProgramSpec, ShardingSpec, StageSpec, ValueSpec
+
+EXAMPLES = TESTS.parent / "examples"
 
 
 def agree(answers: list[Answer], expected: Answer) -> None:
@@ -102,3 +104,14 @@ def test_what_is_no_chain_is_refused(spec: ProgramSpec, why: str) -> None:
     with pytest.raises(FxpartError, match=why) as raised:
         boundaries(spec)
     assert {problem.code for problem in raised.value.problems} == {"FXP109"}
+
+
+@pytest.mark.slow
+def test_the_example_learns() -> None:
+    """Each rank draws its own weights, no rank has them all; the tied weight stays one."""
+    done = torchrun(EXAMPLES / "torch_pipelining.py", ranks=2)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert len(losses) == 20
+    assert losses[0] > 4.0
+    assert losses[-1] < 0.1
