@@ -118,9 +118,7 @@ def make_plan(
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=spec.seed,
-        prediction=_prediction(
-            evaluation, schedule.name, schedule.microbatches, edges, rows, loads
-        ),
+        prediction=_prediction(evaluation, schedule, edges, rows, loads),
         provenance=dict(provenance),
         certificate=_certificate(
             problem, solution, evaluation, provenance, mesh.size, made.over if made else ""
@@ -198,14 +196,14 @@ def ties_of(spec: ProgramSpec) -> tuple[Tie, ...]:
 
 def _prediction(
     evaluation: Evaluation,
-    schedule: str,
-    microbatches: int,
+    schedule: Schedule,
     edges: Sequence[StageEdge],
     rows: tuple[RankPrediction, ...],
     hosts: Sequence[HostLoad],
 ) -> Prediction:
     """Closed form, and the simulated schedule with transfers that overlap computation."""
-    found = step_in_time(schedule, microbatches, edges, rows, hosts, evaluation.seconds)
+    name, count = schedule.name, schedule.microbatches
+    found = step_in_time(name, count, edges, rows, hosts, evaluation.seconds)
     return Prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=found.seconds,

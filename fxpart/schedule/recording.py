@@ -213,10 +213,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         actions: dict[str, list[float]] = {}
         for span in self.of("compute", rank=rank):
             actions.setdefault(span.name, []).append(span.seconds)
-        kinds = {
-            kind: [s.seconds for s in self.of("compute", rank=rank) if s.action.kind is kind]
-            for kind in (Kind.F, Kind.B)
-        }
+        ahead = [s.seconds for s in self.of("compute", rank=rank) if s.action.kind is Kind.F]
+        back: dict[tuple[int, int, int], float] = {}  # both halves of a backward together
+        for span in self.of("compute", rank=rank):
+            if span.action.kind is not Kind.F:
+                key = (span.step, span.action.stage, span.action.microbatch)
+                back[key] = back.get(key, 0.0) + span.seconds
         phases = {
             name: self.each(rank, "step", name)
             for name in PHASES
@@ -226,8 +228,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "rank": rank,
             "stage": self.stage(rank),
             "step_seconds": _middle(self.each(rank, "whole")),
-            "forward_seconds": _middle(kinds[Kind.F]),
-            "backward_seconds": _middle(kinds[Kind.B]),
+            "forward_seconds": _middle(ahead),
+            "backward_seconds": _middle(list(back.values())),
             "computing_seconds": _middle(self.each(rank, "compute")),
             "collective_seconds": _middle(self.each(rank, "collective")),
             "waiting_seconds": _middle(self.each(rank, "wait")),
