@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxpart.codegen import emit, load_stage
 from fxpart.codegen.evaluation import assign_like
 from fxpart.codegen.export import load_exported
-from fxpart.codegen.materialise import Part, constants_of, materialise
+from fxpart.codegen.materialise import Part, constants_of, materialise, unused_state
 from fxpart.codegen.split import StageGraph
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.passes import PREPARE
@@ -22,6 +22,7 @@ from fxpart.plan import Plan
 from fxpart.planned.scheduled import as_given, recomputed, stage_of
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect
+from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.outputs import Outputs, OutputSpec
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 
 
 def make_trainer(
-    program: Program, optimizer: Any, *, weights: Any, timeout: float, **options: Any
+    program: Program,
+    optimizer: Any,
+    *,
+    weights: Any,
+    timeout: float,
+    strict: bool = True,
+    **options: Any,
 ) -> Trainer:
     """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own."""
     plan, spec = program.plan, program.spec
@@ -42,27 +49,27 @@ def make_trainer(
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    lanes = []
-    for lane in places.lanes:
-        own, sources = program.lane(lane)
-        modules = {
-            stage: load_stage(sources[stage], own.stages[stage], places.device(stage, lane))
-            for stage in places.stages(lane)
-        }
-        for module in modules.values():
+    lanes = places.load(program.lane)
+
+    def fill() -> tuple[dict[str, torch.Tensor], str]:
+        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
             materialise(
-                module, own, state if weights is None else weights, constants=constants,
-                strict=weights is not None, part=parts_of(own, lane),
+                module, lane.spec, state if weights is None else weights, constants=constants,
+                strict=weights is not None and strict, part=parts_of(lane.spec, lane.index),
             )  # fmt: skip
-        lanes.append(Lane(lane, own, modules))
-    return places.trainer(
+        return _unused(program, weights), ""
+
+    unused = agree(places.transport, "the weights", fill)
+    made = places.trainer(
         lanes,
         optimizer=program.optimizer if optimizer is None else optimizer,
         evaluation=lambda: evaluation(program, lanes),
         prediction=lambda loss: prediction(program, lanes, loss),
-        unused=_unused(program) if weights is None else None,
+        unused=unused,
         **options,
     )
+    made.model_config = program.captured.config
+    return made
 
 
 def _check_frozen(program: Program) -> None:
@@ -128,6 +135,18 @@ class _Places:
             return torch.device("cuda", own)
         return _device(self.kind, rank, self.transport.local)
 
+    def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[Lane]:
+        """The lanes of this process with their stage modules, empty; programs: of each lane."""
+        lanes = []
+        for lane in self.lanes:
+            own, sources = programs(lane)
+            modules = {
+                stage: load_stage(sources[stage], own.stages[stage], self.device(stage, lane))
+                for stage in self.stages(lane)
+            }
+            lanes.append(Lane(lane, own, modules))
+        return lanes
+
     def trainer(self, lanes: Sequence[Lane], **options: Any) -> Trainer:
         """The trainer of this process's lanes by the plan."""
         first = lanes[0]
@@ -175,18 +194,17 @@ def load_trainer(
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
     places = _Places.of(plan, spec, timeout)
-    lanes = []
-    for lane in places.lanes:
-        own, sources = exported.lane(lane)
-        modules = {
-            stage: load_stage(sources[stage], own.stages[stage], places.device(stage, lane))
-            for stage in places.stages(lane)
-        }
-        for module in modules.values():
+    lanes = places.load(exported.lane)
+
+    def fill() -> tuple[None, str]:
+        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
             materialise(
-                module, own, weights, constants=exported.constants, part=parts_of(own, lane)
-            )
-        lanes.append(Lane(lane, own, modules))
+                module, lane.spec, weights, constants=exported.constants,
+                part=parts_of(lane.spec, lane.index),
+            )  # fmt: skip
+        return None, ""
+
+    agree(places.transport, "the weights", fill)
     return places.trainer(lanes, optimizer=optimizer, **options)
 
 
@@ -314,13 +332,12 @@ def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _unused(program: Program) -> dict[str, torch.Tensor]:
+def _unused(program: Program, weights: Any) -> dict[str, torch.Tensor]:
     """State of the model that no stage needs, so that a state dict is complete."""
     captured = program.captured
     held = {s.name for stage in program.spec.stages for s in stage.state}
     names = [*captured.parameters, *sorted(captured.persistent)]
-    return {
-        n: captured.state[n].detach().clone()
-        for n in names
-        if n not in held and captured.state[n].device.type != "meta"
-    }
+    unused = {n: captured.state[n].detach() for n in names if n not in held}
+    if weights is not None:
+        return unused_state(weights, program.spec, unused)
+    return {n: t.clone() for n, t in unused.items() if t.device.type != "meta"}
