@@ -208,7 +208,7 @@ def _stage(
 ) -> StageCompared:
     """The stage's figures: of each microbatch over all its ranks, of the step on the slowest."""
     entries = [entry for entry in plan.prediction.ranks if entry.stage == stage]
-    ranks = recording.stage_ranks[stage]
+    ranks = recording.places[stage]
     m = plan.microbatches
     made = {rank: _spent(recording, rank) for rank in ranks}
     slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
@@ -245,7 +245,7 @@ def _predicted(
         spans = [
             span
             for span in timeline.spans
-            if span.lane == "compute" and span.action.stage == entry.stage
+            if span.lane == "compute" and span.rank == entry.stage
         ]
         forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
@@ -297,7 +297,7 @@ def _transfer(recording: Recording, stage: int) -> float | None:
     none: its messages came while the receiver computed.
     """
     found: dict[tuple[str, int | None], list[float]] = {}
-    for rank in recording.stage_ranks[stage]:
+    for rank in recording.places[stage]:
         for span in (*recording.of("receive", rank=rank), *recording.of("send", rank=rank)):
             kind = span.action.kind
             if kind in (Kind.RECV_F, Kind.SEND_B):

@@ -94,8 +94,9 @@ def _check(recording: Recording, where: str) -> None:
             raise _wrong(where, f"there is no rank {span.rank}")
         if span.lane in ("compute", "send", "receive", "wait"):
             action = span.action
-            stage, microbatch = recording.stage(span.rank), action.microbatch
-            if action.stage != stage or microbatch >= recording.microbatches:
+            known = action.stage < len(recording.stage_ranks)
+            mine = known and span.rank in recording.stage_ranks[action.stage]
+            if not mine or action.microbatch >= recording.microbatches:
                 raise _wrong(where, f"rank {span.rank} has no action {span.name[:40]}")
 
 
@@ -116,7 +117,8 @@ def belongs(recording: Recording, plan: Plan, where: str) -> None:
         why = f"it was recorded from a model whose graph is {theirs['model'][:16]}..., and the "
         why += f"plan's is {mine['model'][:16]}..."
         raise error("FXP304", where=f"the trace {where}", why=why, fix=fix)
-    if [sorted(s) for s in recording.stage_ranks] != [sorted(s.ranks) for s in plan.stages]:
+    ranks = [sorted(plan.stages[stage].ranks) for _, _, stage in plan.program_stages]
+    if [sorted(s) for s in recording.stage_ranks] != ranks:
         other.add("stages")
     if other:
         listed = "; ".join(_differs(n, theirs.get(n), mine.get(n, "")) for n in sorted(other))

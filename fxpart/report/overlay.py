@@ -66,7 +66,7 @@ def drawn(recording: Recording) -> list[int]:
     """The ranks that are drawn."""
     ranks = list(recording.ranks)
     if len(ranks) > ROWS:
-        ranks = sorted(stage[0] for stage in recording.stage_ranks)
+        ranks = sorted(stage[0] for stage in recording.places)
     return ranks[:ROWS]
 
 

@@ -108,20 +108,25 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
-        return tuple(sorted(rank for stage in self.stage_ranks for rank in stage))
+        return tuple(sorted(rank for stage in self.places for rank in stage))
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """The numbers of the recorded steps."""
         return tuple(sorted({span.step for span in self.spans}))
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same stages, by lane; one entry for each stage of the plan."""
+        return tuple(dict.fromkeys(self.stage_ranks))
+
     def stage(self, rank: int) -> int:
-        """The stage of a rank."""
+        """The plan's stage of a rank: several of the program's where it has several pieces."""
         return self._stages[rank]
 
     @cached_property
     def _stages(self) -> dict[int, int]:
-        return {rank: s for s, ranks in enumerate(self.stage_ranks) for rank in ranks}
+        return {rank: s for s, ranks in enumerate(self.places) for rank in ranks}
 
     def of(
         self, lane: Lane, *, rank: int | None = None, step: int | None = None
