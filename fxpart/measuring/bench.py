@@ -59,7 +59,7 @@ def bench(
     start = time.monotonic()
     kind = _checked(cluster)
     device, threads = ("cuda" if kind == "gpu" else "cpu"), _threads(cluster)
-    source = _source(device, threads, date)
+    source = _source(cluster, device, threads, date)
     pairs = link_pairs(cluster)
     sent: list[Measured] = []
     if len(cluster.devices) > 1:
@@ -158,8 +158,10 @@ def _threads(cluster: Cluster) -> int:
     return given if isinstance(given, int) else 1
 
 
-def _source(device: str, threads: int, date: str) -> str:
-    how = "gloo, " + ("1 thread" if threads == 1 else f"{threads} threads")
+def _source(cluster: Cluster, device: str, threads: int, date: str) -> str:
+    # On one host ranks send through shared memory where they can, and their collectives use gloo.
+    way = "gloo" if len({each.host for each in cluster.devices}) > 1 else "shared memory and gloo"
+    how = f"{way}, " + ("1 thread" if threads == 1 else f"{threads} threads")
     parts = ["measured", "nccl" if device == "cuda" else how, f"torch {torch.__version__}", date]
     return ", ".join(filter(None, parts))
 
