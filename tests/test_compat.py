@@ -152,3 +152,16 @@ def test_failing_fakes_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
         with compat.quiet_fakes():
             assert attempt() == ""
         assert "failed while attempting" in attempt()
+
+
+def test_what_autocast_may_convert() -> None:
+    assert compat.may_convert(torch.ops.aten.linear.default, "cpu")
+    assert compat.may_convert(torch.ops.aten.dropout.default, "cpu")  # made of other ops
+    assert not compat.may_convert(torch.ops.aten.randn_like.default, "cpu")
+    assert compat.may_convert(len, "cpu")  # not known
+
+
+def test_compilers() -> None:
+    assert compat.compiler_fault("aot_eager") is None
+    assert compat.compiler_fault("inductor", "cpu") is None or compat.compiler_fault("inductor")
+    assert isinstance(compat.compile_counters(), dict)
