@@ -55,7 +55,7 @@ def look(step: int) -> Sample:
 
 
 def run(
-    pool: Pool, kind: str, steps: int, leak: str = "", timeout: float = 120.0
+    pool: Pool, kind: str, steps: int, leak: str = "", timeout: float = 240.0
 ) -> list[list[Sample]]:
     """:func:`soak` on four ranks: the samples of each."""
     results = pool.run(soak, kind, steps, leak, ranks=4, timeout=timeout)
