@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,6 +234,7 @@ def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[lis
             "FXP109", where="the model's output", why="it has no tensor but the loss",
             fix="eval_step gives the loss",
         )  # fmt: skip
+    others = [_unbroadcast(value) for value in others]
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
@@ -240,6 +242,23 @@ def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[lis
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
+
+
+def _unbroadcast(value: Any) -> Any:
+    """An output before a loss broadcast it to its own shape, which ties it to the targets.
+
+    ``mse_loss`` and others do; torch.export then takes the result for the model's own output.
+    """
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        made: Any = value.args[0]
+        index: Any = value.args[1]
+        if not isinstance(made, fx.Node) or "broadcast_tensors" not in str(made.target):
+            break
+        source = made.args[0][index]
+        if tuple(source.meta["val"].shape) != tuple(value.meta["val"].shape):
+            break
+        value = source
+    return value
 
 
 def _in_evaluation(

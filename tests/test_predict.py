@@ -110,6 +110,26 @@ def test_predictions_see_what_was_trained() -> None:
 
 
 @pytest.mark.slow
+def test_several_stages_on_a_rank_and_a_loss_that_broadcasts() -> None:
+    """torch.export takes mse_loss's broadcast for the output: it needs no targets all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(6, 6), nn.Tanh())])
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    made = fxpart.compile(
+        model, "local:2", example_inputs=(x, y), loss=nn.functional.mse_loss, microbatches=4,
+        constraints={"schedule": "interleaved", "granularity": "op", "mesh": "none"},
+    )  # fmt: skip
+    trainer = made.trainer("sgd")
+    trainer.step((x, y))
+    model.load_state_dict(trainer.state_dict())
+    with torch.no_grad():
+        expected = model.eval()(x)
+    torch.testing.assert_close(trainer.predict((x,)), expected, rtol=1e-6, atol=1e-7)
+    found = trainer.evaluate([(x, y)], {"mse": lambda out, given: (out - given[1]).square().mean()})
+    assert found["mse"] == pytest.approx(found["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_lanes_predict_whole_outputs(mesh: str) -> None:
     model, made = program("dict", constraints={"stages": 2, "mesh": mesh})
