@@ -254,7 +254,8 @@ def _unbroadcast(value: Any) -> Any:
         index: Any = value.args[1]
         if not isinstance(made, fx.Node) or "broadcast_tensors" not in str(made.target):
             break
-        source = made.args[0][index]
+        arguments: Any = made.args[0]
+        source = arguments[index]
         if tuple(source.meta["val"].shape) != tuple(value.meta["val"].shape):
             break
         value = source
