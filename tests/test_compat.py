@@ -165,3 +165,17 @@ def test_compilers() -> None:
     assert compat.compiler_fault("aot_eager") is None
     assert compat.compiler_fault("inductor", "cpu") is None or compat.compiler_fault("inductor")
     assert isinstance(compat.compile_counters(), dict)
+
+
+def test_saved_tensors_are_released() -> None:
+    """A node's saved tensor is gone, and its backward says so; without such names nothing is."""
+    x = torch.randn(64, requires_grad=True)
+    y = torch.tanh(x)
+    node = y.grad_fn
+    slots = compat.saved_slots(node)
+    assert slots == ("_raw_saved_result",)
+    compat.release_saved(node, slots)
+    compat.release_saved(node, slots)  # a second time there is nothing to do
+    with pytest.raises(RuntimeError, match="between the halves"):
+        y.sum().backward()
+    assert compat.saved_slots(object()) == ()
