@@ -124,8 +124,8 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     loss: the value that holds the loss (a scalar), and outputs: the user's output values in order.
     transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
     ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
-    groups of stages that are copies of one another, of which each takes its turn of the microbatches
-    (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
+    groups of stages that are copies of one another, of which each takes its turn of the
+    microbatches (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
     """
 
     inputs: tuple[InputSpec, ...]

@@ -79,7 +79,8 @@ class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
     converted: (parameter, dtype) -> its shared conversion; the cache of autocast, which lasts until
-    the outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes made without gradient, which need no detaching.
+    the outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes
+    made without gradient, which need no detaching.
     """
 
     root: fx.GraphModule
@@ -238,6 +239,6 @@ def _refuse(call: fx.Node, why: str) -> Exception:
         "FXP108",
         where=where,
         why=why,
-        fix="put it under torch.autocast(device, enabled=False), or cast the tensors there yourself "
-        "with .to(dtype)",
+        fix="put it under torch.autocast(device, enabled=False), or cast the tensors there "
+        "yourself with .to(dtype)",
     )

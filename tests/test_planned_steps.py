@@ -20,11 +20,11 @@ from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
 from fxpart.planned.hosts import completed, hosts_of, is_crowded
 from fxpart.planned.steps import step_in_time, steps_in_time
-from fxpart.schedule.make import make
 from fxpart.prediction import RankPrediction, idle_share
 from fxpart.profile import Crowding
 from fxpart.report.timeline import plan_steps, plan_timeline
 from fxpart.schedule.action import Kind, StageEdge
+from fxpart.schedule.make import make
 
 
 def row(stage: int, rng: random.Random, lanes: int = 1) -> RankPrediction:

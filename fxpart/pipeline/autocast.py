@@ -14,7 +14,6 @@ import torch
 from fxpart.compat import may_convert, quiet_fakes, watch_casts
 from fxpart.pipeline.sizes import tensors
 
-
 # graph.meta: one autocast is around the whole graph, whose regions share its conversions.
 WHOLE_KEY = "fxpart_autocast"
 

@@ -69,8 +69,8 @@ def compile_stages(
 
     wanted: a backend of torch.compile, or whether to take inductor. recompute: by stage, what does
     not keep its activations. splits: backwards are done in halves. Raises FXP601 where the backend
-    cannot work here, FXP109 for an unknown one and for what compiled stages cannot do. Random ops stay as they are, seeded
-    one by one between the graphs, so that they draw the same numbers.
+    cannot work here, FXP109 for an unknown one and for what compiled stages cannot do. Random ops
+    stay as they are, seeded one by one between the graphs, so that they draw the same numbers.
     """
     backend = backend_of(wanted)
     if not backend:

@@ -52,7 +52,7 @@ def rank_table(ranks: Sequence[int | Sequence[int]], lanes: int) -> Ranks:
         raise error(
             "FXP109",
             where=f"ranks={table}",
-            why=f"each stage needs {lanes} of its own, one for each lane, and a rank is of one lane",
+            why=f"each stage needs {lanes} of its own, one a lane, and a rank is of one lane",
             fix="ranks[stage][lane]",
         )
     return table
