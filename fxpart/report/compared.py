@@ -243,9 +243,7 @@ def _predicted(
     }
     if timeline is not None:  # ranks that wait leave the others their share of the host
         spans = [
-            span
-            for span in timeline.spans
-            if span.lane == "compute" and span.rank == entry.stage
+            span for span in timeline.spans if span.lane == "compute" and span.rank == entry.stage
         ]
         forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
