@@ -20,6 +20,7 @@ from typing import Any
 
 import readme_costs
 import readme_planner
+import readme_runtime
 from record import HERE, ROOT, parser, read
 
 README = ROOT / "README.md"
@@ -51,6 +52,10 @@ def outputs() -> dict[str, str]:
             "explain": shown("explain plan.json", fxpart("explain", chosen)),
             "whatif": shown(
                 f"whatif plan.json {' '.join(question)}", fxpart("whatif", chosen, *question)
+            ),
+            "schedule": shown(
+                "schedule show zb-h1 --stages 3 --microbatches 4",
+                fxpart("schedule", "show", "zb-h1", "--stages", "3", "--microbatches", "4"),
             ),
             "verify": shown(
                 f"verify {TARGET} --plan plan.json", fxpart("verify", TARGET, "--plan", plan)
@@ -272,11 +277,21 @@ def costs(name: str) -> str:
     return text
 
 
+RUNTIME = ("pipelining",)  # tables of the results of their names
+
+
+def runtime(name: str) -> str:
+    """One of the tables about the runtime."""
+    text: str = getattr(readme_runtime, name)(made_by(read(name)))
+    return text
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "zoo": zoo,
     "figures": figures,
     **{name: partial(planning, name) for name in PLANNING},
     **{name: partial(costs, name) for name in COSTS},
+    **{name: partial(runtime, name) for name in RUNTIME},
 }
 
 
@@ -308,6 +323,7 @@ def main() -> None:
         contents["figures"] = figures()
     contents |= {name: planning(name) for name, result in PLANNING.items() if result in have}
     contents |= {name: costs(name) for name, result in COSTS.items() if result in have}
+    contents |= {name: runtime(name) for name in RUNTIME if name in have}
     text = replaced(README.read_text(encoding="utf-8"), contents)
     if options.dry:
         sys.stdout.write(text)

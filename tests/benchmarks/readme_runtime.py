@@ -1,0 +1,50 @@
+"""The README's table about the runtime. Imported by readme.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from record import read
+
+
+def pipelining(made: str) -> str:
+    """fxpart over torch.distributed.pipelining, and what a step has above its ideal."""
+    figures = read("pipelining")["figures"]
+    lines = [
+        "| ranks | stages | boundary | schedule | fxpart | torch | throughput over torch"
+        " | fxpart above the ideal | torch |",
+        "| ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        *_rows(figures["ranks"]),
+    ]
+    found = figures["summary"]
+    whole, large = found["throughput_over_torch"], found["throughput_over_torch_8mb"]
+    eager = found["emitted_over_eager_most"]
+    text = (
+        f"Throughput over torch: geometric mean {whole['geometric_mean']:.2f}, least"
+        f" {whole['least']:.2f}"
+    )
+    if large:
+        text += f"; with 8 MB and more {large['geometric_mean']:.2f} and {large['least']:.2f}"
+    text += (
+        f". *Above the ideal*: over the schedule simulated with the stage times of the run and free"
+        f" transfers. An action of tiny stages takes at most {found['us_per_action_most']:.0f} µs"
+        f" beside its computation; the emitted module takes at most {eager:.3f} of the user's own"
+        f" in eager. {made}"
+    )
+    return "\n".join([*lines, "", text])
+
+
+def _rows(worlds: Mapping[str, Any]) -> Iterator[str]:
+    for ranks, world in worlds.items():
+        for family, cases in world["cases"].items():
+            for size, case in cases.items():
+                for schedule in ("gpipe", "1f1b"):
+                    one = case[schedule]
+                    step = one["step_ms"]
+                    yield (
+                        f"| {ranks} | {family}, {size} | {case['boundary_mb']:.2f} MB | {schedule}"
+                        f" | {step['fxpart']:.1f} ms | {step['torch']:.1f} ms"
+                        f" | {one['throughput_over_torch']:.2f}"
+                        f" | {one['above_ideal']:.1%} | {one['torch_above_ideal']:.1%} |"
+                    )
