@@ -1,0 +1,83 @@
+"""Every schedule against one process: the whole zoo in one process, six models over gloo.
+
+    python tests/benchmarks/equality.py [--models gpt2,bert] [--skip-zoo]
+
+In process: each model of the zoo on each schedule, as tests/runtime/test_schedules_equality.py
+checks it. Over gloo: six models on each schedule at 2 and 4 ranks, and data 2 x pipeline 2; losses,
+parameters and buffers of all ranks are those of the same program in one process, bit for bit (1e-6
+with replicas), and that passes `verify` against the unpartitioned model. A code such as FXP202 says
+that the model has too few blocks for the schedule's pieces. Ends with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+from record import parser, write
+
+PLACES = ((2, "none"), (4, "none"), (2, "dp=2"))
+
+
+def zoo(schedules: list[str]) -> dict[str, str]:
+    """Each model and schedule: "equal", or what happened."""
+    import pytest
+    from runtime.test_schedules_equality import check
+    from zoo import ZOO
+
+    found = {}
+    for name in ZOO:
+        for schedule in schedules:
+            try:
+                check(name, schedule)
+                found[f"{name} {schedule}"] = "equal"
+            except pytest.skip.Exception as why:
+                found[f"{name} {schedule}"] = f"skipped: {why}"
+            except Exception as failure:
+                found[f"{name} {schedule}"] = f"{type(failure).__name__}: {failure}"[:300]
+    return found
+
+
+def main() -> None:
+    """Run all; print and keep what was equal and what was not."""
+    made = parser(__doc__)
+    made.add_argument("--models", default="")
+    made.add_argument("--skip-zoo", action="store_true")
+    options = made.parse_args()
+    from equality_programs import MODELS, compared
+    from ranks import Pool
+
+    from fxpart.schedule.builders import BUILDERS
+
+    schedules = [name for name in BUILDERS if name != "forward"]
+    begun = time.perf_counter()
+    inside = {} if options.skip_zoo else zoo(schedules)
+    over, pool = {}, Pool()
+    try:
+        for name in options.models.split(",") if options.models else MODELS:
+            for schedule in [*schedules, "found"]:
+                for stages, mesh in PLACES:
+                    key = f"{name} {schedule} {stages} stages, mesh {mesh}"
+                    over[key] = compared(pool, name, schedule, stages, mesh)
+                    sys.stderr.write(f"{key}: {over[key]}\n")
+    finally:
+        pool.close()
+    wrong = {
+        key: value
+        for key, value in {**inside, **over}.items()
+        if value != "equal" and not value.startswith(("skipped", "FXP202"))
+    }
+    figures = {
+        "in process": Counter(value[:40] for value in inside.values()),
+        "over gloo": Counter(value[:40] for value in over.values()),
+        "not equal": wrong,
+        "too few blocks": sorted(key for key, value in over.items() if value == "FXP202"),
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+    write("equality", figures, options)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
