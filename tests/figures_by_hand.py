@@ -179,9 +179,8 @@ def not_runnable(raw: dict[str, Any]) -> list[Any]:
     return [
         reason
         for reason, holds in (
-            ("schedule", raw["schedule"] not in ("gpipe", "1f1b")),
+            ("schedule", raw["schedule"] == "async"),
             ("differ", len({tuple(s[d] for d in degrees) for s in raw["stages"]}) > 1),
-            ("recompute", any(s["recompute"] != "none" for s in raw["stages"])),
             ("share", raw["sharding"] is None and max(whole) > 1),
         )
         if holds

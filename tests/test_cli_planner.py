@@ -106,7 +106,7 @@ def test_wishes_are_options(
         (("--stage", "nowhere=0"), 2, "no block"),
         (("--layout", "tt|"), 2, "stage 1 is empty"),
         (("--layout", "tt|tt"), 2, "the model has 8"),
-        (("--fix", "schedule=zb-h1"), 2, "cannot be trained|not trained"),
+        (("--fix", "schedule=async"), 2, "cannot be trained|not trained"),
         (("--fix", "tp=3"), 3, "tp can be"),
         (("--fix", "ranks=64"), 3, "ranks"),
         (("--space", "all", "--dump-annotations", "a.toml"), 2, "leave one"),
@@ -129,11 +129,11 @@ def test_a_plan_of_everything_says_what_cannot_be_trained(
 ) -> None:
     target, path = f"{folder}/target_of_planner.py:net", str(tmp_path / "all.json")
     call(capsys, "plan", target, "--cluster", "local:4", "--space", "all", "-o", path,
-         "--fix", "schedule=zb-h1", "--fix", "stages=2")  # fmt: skip
+         "--fix", "schedule=async", "--fix", "stages=2")  # fmt: skip
     plan = Plan.load(path)
-    assert plan.schedule == "zb-h1" and plan.runnable
+    assert plan.schedule == "async" and plan.runnable
     text = call(capsys, "train", target, "--plan", path, "--steps", "1", status=2)
-    assert "FXP306" in text and "zb-h1" in text
+    assert "FXP306" in text and "async" in text
     assert "planned again" in call(capsys, "whatif", path, "--bandwidth", "2x")
 
 

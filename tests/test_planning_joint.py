@@ -317,7 +317,7 @@ def test_interleaved_stages_have_pieces() -> None:
     covered = sorted(b for s in plan.stages for a, z in s.spans for b in range(a, z + 1))
     assert covered == list(range(26))
     assert Plan.loads(plan.dumps()) == plan
-    assert any("schedule" in reason for reason in plan.runnable)
+    assert not any("schedule" in reason for reason in plan.runnable)
     assert "2 pieces a stage" in explain(plan) and report_html(plan)
 
 
@@ -329,5 +329,7 @@ def test_what_runs_is_told() -> None:
     )  # fmt: skip
     assert plain.runnable == ()
     again = (msgspec.structs.replace(plain.stages[0], recompute="full"), *plain.stages[1:])
-    assert len(msgspec.structs.replace(plain, stages=again, schedule="zb-h1").runnable) == 2
+    assert msgspec.structs.replace(plain, stages=again, schedule="zb-h1").runnable == ()
+    wide = (msgspec.structs.replace(plain.stages[0], ranks=(0, 1)), *plain.stages[1:])
+    assert len(msgspec.structs.replace(plain, stages=wide, schedule="async").runnable) == 2
     assert Alternative(stages=1, microbatches=1, step_seconds=None, why="").what == ""

@@ -65,12 +65,22 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
     path = tmp_path / "model.profile"
     heard: list[str] = []
     first = profile(
-        workload(), "local:2", path, budget=900.0, progress=lambda what, *_: heard.append(what)
+        workload(),
+        "local:2",
+        path,
+        budget=900.0,
+        microbatches=2,
+        progress=lambda what, *_: heard.append(what),
     )
     assert first.rehearsals > 0 and first.left_out == () and "rehearsals" in heard
     work = workload()
     program = fxpart.compile(
-        work.model, "local:2", example_inputs=work.example, loss=work.loss, cost_model=path
+        work.model,
+        "local:2",
+        example_inputs=work.example,
+        loss=work.loss,
+        cost_model=path,
+        microbatches=2,
     )
     found = program.plan.prediction
     with Profile(path) as held:
@@ -78,11 +88,13 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
     assert found.rehearsed_seconds == min(one.seconds.seconds for one in known.values())
     assert known[plan_key(program.plan)].seconds.seconds == found.expected_seconds
     assert first.plan == words(program.plan) and first.step_seconds == found.expected_seconds
-    again = profile(workload(), "local:2", path, budget=900.0)
+    again = profile(workload(), "local:2", path, budget=900.0, microbatches=2)
     assert (again.rehearsals, again.known_rehearsals) == (0, first.rehearsals)
     assert (again.ops, again.known_ops) == (0, first.ops + first.known_ops)
     assert again.plan == first.plan and again.seconds < 1.0
-    without = profile(workload(), "local:2", tmp_path / "b.profile", budget=900.0, rehearse=False)
+    without = profile(
+        workload(), "local:2", tmp_path / "b.profile", budget=900.0, microbatches=2, rehearse=False
+    )
     assert without.rehearsals == 0 and "of one rank" in without.plan
 
 
@@ -182,11 +194,11 @@ def test_a_plan_that_cannot_be_run_is_left_out_and_told(
         return real(self, plan, parts, **options, **({"optimizer": "none such"} if alone else {}))
 
     monkeypatch.setattr(Rehearsals, "run", run)
-    found = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0)
+    found = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0, microbatches=2)
     told = [words_ for words_ in found.left_out if words_.startswith("rehearsing")]
     assert told and all("1 stage" in words_ for words_ in told)
     with Profile(tmp_path / "a.profile") as held:
         known = held.get("rehearsals", held.settings()[0], Rehearsal)
     assert len(known) == found.rehearsals
-    again = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0)
+    again = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0, microbatches=2)
     assert again.left_out  # nothing has settled

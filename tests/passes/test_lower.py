@@ -315,7 +315,7 @@ def test_random_programs(seed: int, mesh: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from(MESHES))
 def test_many_random_programs(seed: int, mesh: str) -> None:
     """The same, longer."""

@@ -10,7 +10,7 @@ from zoo_graphs import captured, inputs, prepared
 
 from fxpart.cluster import Cluster
 from fxpart.measuring.memory import allocations
-from fxpart.planning import _ranks
+from fxpart.planning import rank_prediction
 from fxpart.price import price
 from fxpart.pricing.live import StagePeak
 from fxpart.pricing.memory import needed
@@ -31,7 +31,7 @@ def test_the_peak_of_a_microbatch(name: str) -> None:
     rows = model.batch_size
     problem, _ = price(graph, model, Cluster.local(1), batch_size=rows, microbatches=1)
     cost = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0,))).stages[0]
-    entry = msgspec.structs.replace(_ranks(0, (0,), cost, None, problem), in_flight=1)
+    entry = msgspec.structs.replace(rank_prediction(0, (0,), cost, None, problem), in_flight=1)
     alive = needed(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     follow = StagePeak(

@@ -56,7 +56,7 @@ def test_random_models(model: RandomModel, data: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(FEW, max_examples=100)
+@settings(FEW, max_examples=40)
 @given(random_models(), st.data())
 def test_many_random_models(model: RandomModel, data: Any) -> None:
     check_random(model, data)
