@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelining_models import FAMILIES, TINY, Case, batch_of, model_of
-from record import parser, write
+from record import parser, read, write
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 TINY_MICROBATCHES = 32
@@ -324,13 +324,21 @@ def on_ranks(options: argparse.Namespace) -> None:
     dist.barrier()
 
 
+def merged(kept: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """What was kept, with what is new in its place."""
+    for name, value in new.items():
+        inner = isinstance(value, Mapping) and isinstance(kept.get(name), dict)
+        kept[name] = merged(kept[name], value) if inner else value
+    return kept
+
+
 def main() -> None:
     """Start the ranks, then compare the emitted module in this process."""
     own = parser(__doc__)
     own.add_argument("--quick", action="store_true", help="fewer and shorter rounds, 2 ranks")
     own.add_argument("--rounds", type=int, default=7)
     own.add_argument("--seconds", type=float, default=3.0, help="of each round, about")
-    own.add_argument("--only", default="", help="one family or one size")
+    own.add_argument("--only", default="", help="one family or size; others stay as they were kept")
     own.add_argument("--output", default="", help=argparse.SUPPRESS)
     options = own.parse_args()
     if "RANK" in os.environ:
@@ -358,6 +366,8 @@ def main() -> None:
         }
         for family, sizes in FAMILIES.items()
     }
+    if options.only:
+        figures = merged(read("pipelining")["figures"], figures)
     figures["summary"] = summary(figures)
     del options.output
     write("pipelining", figures, options)

@@ -24,11 +24,13 @@ FAMILIES = {
         "small": Case("gpt", 2, 64, 128),  # 0.07 MB over a boundary
         "medium": Case("gpt", 8, 128, 256),  # 1.05 MB
         "large": Case("gpt", 128, 128, 128),  # 8.4 MB
+        "thin": Case("gpt", 2048, 32, 32),  # 8.4 MB, and little to compute with it
     },
     "resnet": {
         "small": Case("resnet", 2, 16, 32, 2),  # 0.07 MB
         "medium": Case("resnet", 8, 32, 32, 2),  # 1.05 MB
         "large": Case("resnet", 16, 64, 32),  # 8.4 MB
+        "thin": Case("resnet", 4, 256, 8),  # 8.4 MB, and little to compute with it
     },
 }
 TINY = Case("tiny", 1, 1, 8)
