@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 from torch import fx
 
+from fxpart.arranging import priced_as
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.plan import Alternative, Certificate, Plan, PlanModel
@@ -86,7 +87,8 @@ def costed(
     allowed = space or trainable(captured)
     if levels := _wished_levels(request):
         allowed = replace(allowed, zero=levels)  # one that another rules out may be wished for
-    wanted = str(request.constraints.get("schedule", "1f1b")).split(",")
+    constraints = priced_as(request.constraints) if space is None else request.constraints
+    wanted = str(constraints.get("schedule", "1f1b")).split(",")
     schedules = tuple(name for word in wanted for name in get_args(ScheduleName) if name == word)
     return joint_problem(
         graph,

@@ -17,6 +17,8 @@ from fxpart.arranging import PIECES, in_pieces, places_of, priced_as, work_bound
 from fxpart.errors import FxpartError
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import plan_schedule, stage_of
+from fxpart.report.compared import compare
+from fxpart.report.measured import belongs
 from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.flight import in_flight
 from fxpart.solver.objective import evaluate
@@ -154,3 +156,26 @@ def test_no_step_is_below_the_work_bound(seed: int) -> None:
         assert bound <= evaluate(problem, answer.choice).seconds * (1 + 1e-9)
     pieces = in_pieces(problem, places_of("interleaved", len(problem.devices), 2))
     assert len(pieces.devices) == 2 * len(problem.devices) == pieces.max_stages
+
+
+def test_the_costed_problem_beside_a_plan_has_schedules_of_closed_form() -> None:
+    assert compiled("zb-v").costed().schedules == ("1f1b",)
+    assert compiled("zb-v,gpipe").costed().schedules == ("gpipe",)
+
+
+@pytest.mark.slow
+def test_recorded_steps_of_pieces_are_compared_by_rank() -> None:
+    program = compiled("interleaved")
+    trainer = program.trainer(torch.optim.AdamW)
+    with trainer.record() as recorder:
+        for _ in range(3):
+            trainer.step(BATCH)
+    recording = recorder.recording
+    assert recording.pieces == 2 and recording.places == ((0,), (1,))
+    found = compare(program.plan, recording)
+    assert [stage.ranks for stage in found.stages] == ["0", "1"]
+    for stage in found.stages:
+        assert all(part.measured is None or part.measured >= 0 for part in stage.each.values())
+    plain = compiled("1f1b").plan
+    with pytest.raises(FxpartError, match="stages"):
+        belongs(recording, plain, "t.json")

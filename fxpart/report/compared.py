@@ -186,7 +186,9 @@ def _full(recording: Recording, microbatches: int) -> Recording:
     good = {
         step
         for step in recording.steps
-        if all(counts.get((step, rank)) == microbatches for rank in recording.ranks)
+        if all(
+            counts.get((step, rank)) == microbatches * recording.pieces for rank in recording.ranks
+        )
     }
     if not good:
         raise error(

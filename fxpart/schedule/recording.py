@@ -120,6 +120,11 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The ranks that hold the same stages, by lane; one entry for each stage of the plan."""
         return tuple(dict.fromkeys(self.stage_ranks))
 
+    @property
+    def pieces(self) -> int:
+        """How many stages of the program each rank holds."""
+        return len(self.stage_ranks) // len(self.places)
+
     def stage(self, rank: int) -> int:
         """The plan's stage of a rank: several of the program's where it has several pieces."""
         return self._stages[rank]
