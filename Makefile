@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test quick search lint format typecheck demo bench chaos clean
+.PHONY: help test long quick search lint format typecheck demo bench chaos clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -28,11 +28,14 @@ WORKERS := --numprocesses 2 --dist loadfile
 # One thread for each worker; compiled test files are kept for the next run, whatever the shell says.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-test: lint typecheck  ## everything: lint, types, all tests
-	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25
+test: lint typecheck  ## what has to pass: lint, types, all tests but the longest
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m "not long"
+
+long: $(STAMP)  ## the longest cases of tests over many models and seeds
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m long
 
 quick: $(STAMP)  ## the fast tests, under a minute
-	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) -m "not slow"
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not long"
 
 search: $(STAMP)  ## the property tests on random examples instead of the fixed ones
 	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) \

@@ -1,0 +1,43 @@
+"""The longest cases of tests that run over many models or seeds: left to ``make long``.
+
+`make test` keeps cases of every such test; here are the variants that take longest and add least.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CASES = (
+    r"\[densenet121(-\w+)?\]",  # in every test over the zoo
+    r"test_sharded_equality\.py::test_in_this_process\[(t5|mixtral|bert|llama|vit)\]",
+    r"test_sharded_equality\.py::test_over_gloo\[(t5|mixtral|bert|llama|vit)\]",
+    r"test_sharded_equality\.py::test_in_float64\[(t5|bert|llama|vit)-",
+    r"test_one_process\.py::test_in_one_process\[(t5|clip|whisper|bart)-2\]",
+    r"test_one_process\.py::test_without_dropout\[t5\]",
+    r"test_prepare_zoo\.py::test_every_bit\[(t5|bart|transformer)\]",
+    r"test_split_models\.py::test_all_models\[(t5|transformer)\]",
+    r"test_evaluation\.py::test_zoo\[t5\]",
+    r"test_blocks\.py::test_models\[(t5|resnet50)\]",
+    r"test_stages\.py::test_every_stage_of_a_model_is_timed\[(t5|unet|side_mask)\]",
+    r"test_replay\.py::test_the_zoo_with_as_much_repeated_as_can_be\[(clip|mixtral|mamba|t5)\]",
+    r"test_measured\.py::test_little_time_is_of_no_class\[(t5|bart|transformer)\]",
+    r"test_schedules_equality\.py::test_whole_zoo\[(t5|transformer|clip)\]",
+    r"test_group_experts\.py::test_models\[NemotronH",
+    r"test_experts_lowered\.py::test_mixtral_over_gloo\[dp=2,ep=2-",
+    r"test_published\.py::test_the_best_of_all_assignments\S*\[op_resnet50_inference\]",
+    r"test_rehearsals\.py::test_a_plan_that_cannot_be_run_is_left_out_and_told",
+    r"test_cli_profile\.py::test_unlike_devices_under_torchrun",
+    r"test_bench\.py::test_under_torchrun",
+    r"test_examples\.py::test_all_axes_under_torchrun",
+    r"test_lower\.py::test_many_random_programs",
+    r"test_memory_saved\.py::test_many_random_models",
+    r"test_random_programs\.py::test_more_random_programs",
+    r"test_crowd\.py::test_against_a_machine_at_length",
+    r"test_soak\.py::test_a_planted_leak_is_found\[(threads|descriptors)\]",
+)
+_LONG = re.compile("|".join(_CASES))
+
+
+def is_long(case: str) -> bool:
+    """Whether a test case, by its full name, is one of the longest."""
+    return _LONG.search(case) is not None
