@@ -11,9 +11,11 @@ that the model has too few blocks for the schedule's pieces. Ends with 1 if anyt
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from record import parser, write
 
@@ -53,7 +55,9 @@ def main() -> None:
     schedules = [name for name in BUILDERS if name != "forward"]
     begun = time.perf_counter()
     inside = {} if options.skip_zoo else zoo(schedules)
-    over, pool = {}, Pool()
+    over: dict[str, str] = {}
+    keep(inside, over, begun, options)
+    pool = Pool()
     try:
         for name in options.models.split(",") if options.models else MODELS:
             for schedule in [*schedules, "found"]:
@@ -61,8 +65,16 @@ def main() -> None:
                     key = f"{name} {schedule} {stages} stages, mesh {mesh}"
                     over[key] = compared(pool, name, schedule, stages, mesh)
                     sys.stderr.write(f"{key}: {over[key]}\n")
+            wrong = keep(inside, over, begun, options)
     finally:
         pool.close()
+    sys.exit(1 if wrong else 0)
+
+
+def keep(
+    inside: Mapping[str, str], over: Mapping[str, str], begun: float, options: argparse.Namespace
+) -> dict[str, str]:
+    """Write down what is known so far; what was not equal."""
     wrong = {
         key: value
         for key, value in {**inside, **over}.items()
@@ -71,12 +83,13 @@ def main() -> None:
     figures = {
         "in process": Counter(value[:40] for value in inside.values()),
         "over gloo": Counter(value[:40] for value in over.values()),
+        "models over gloo": sorted({key.split()[0] for key in over}),
         "not equal": wrong,
         "too few blocks": sorted(key for key, value in over.items() if value == "FXP202"),
         "seconds": round(time.perf_counter() - begun, 1),
     }
     write("equality", figures, options)
-    sys.exit(1 if wrong else 0)
+    return wrong
 
 
 if __name__ == "__main__":
