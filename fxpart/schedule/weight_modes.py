@@ -27,18 +27,19 @@ class WeightMode:
     """Which weights the computations of an asynchronous pipeline read.
 
     name: of the preset, or "custom". base: the version from which a forward starts: all updates
-    "applied" on its stage so far; as many as the "first stage" had for the same microbatch (vertical
-    sync); one update before those of earlier minibatches ("delayed", double buffer); as many as
-    had been applied for the "first microbatch" of its minibatch. backward: the very weights of the
-    "forward", those with all updates "applied" by then, or these "corrected" by what they moved on
-    average (PipeMare). look_forward, look_backward: by how many updates each looks ahead: "none";
-    the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", SpecTrain's first rule,
-    which aims at one moment for all stages: the staleness and half of what the first stage has more
-    in the forward, that half alone in the backward; "depth": the first stage's staleness. rule: how
-    it looks ahead (:mod:`fxpart.runtime.predict`). discount: whether the learning rate is divided
-    by a power of the staleness (PipeMare, T1). flush: whether the pipeline drains before each
-    update; a mode that flushes and looks ahead looks as far as one that does not would ("lookahead",
-    the control of every claim about prediction). optimizer: what the method prescribes ("" for the user's own).
+    "applied" on its stage so far; as many as the "first stage" had for the same microbatch
+    (vertical sync); one update before those of earlier minibatches ("delayed", double buffer); as
+    many as had been applied for the "first microbatch" of its minibatch. backward: the very weights
+    of the "forward", those with all updates "applied" by then, or these "corrected" by what they
+    moved on average (PipeMare). look_forward, look_backward: by how many updates each looks ahead:
+    "none"; the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", SpecTrain's
+    first rule, which aims at one moment for all stages: the staleness and half of what the first
+    stage has more in the forward, that half alone in the backward; "depth": the first stage's
+    staleness. rule: how it looks ahead (:mod:`fxpart.runtime.predict`). discount: whether the
+    learning rate is divided by a power of the staleness (PipeMare, T1). flush: whether the pipeline
+    drains before each update; a mode that flushes and looks ahead looks as far as one that does not
+    would ("lookahead", the control of every claim about prediction). optimizer: what the method
+    prescribes, "" for the user's own.
     """
 
     name: str
