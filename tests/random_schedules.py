@@ -51,7 +51,7 @@ def placements(draw: st.DrawFn, name: str, stages: int) -> tuple[int, ...]:
     """Ranks of the stages that the builder is made for: one each, or fewer."""
     if name == "zb-v":
         return in_a_v(stages)
-    if draw(st.booleans()):
+    if name == "async" or draw(st.booleans()):
         return tuple(draw(st.permutations(range(stages))))
     if name == "interleaved" or draw(st.booleans()):
         return in_a_loop(stages, draw(st.integers(1, stages)))

@@ -58,7 +58,8 @@ def case(seed: int, elements: int) -> Case:
     ranks = draw.randint(2, WORLD)
     stages = draw.randint(ranks, 5 if large else 10)
     microbatches = draw.randint(1, 4 if large else 10)
-    name = draw.choice([*sorted(n for n in BUILDERS if n != "forward"), "random", "random"])
+    names = sorted(n for n, built in BUILDERS.items() if n != "forward" and built.flushes)
+    name = draw.choice([*names, "random", "random"])
     if name == "zb-v":
         stages, ranks = 2 * ranks, ranks
     wish = [*range(ranks), *(draw.randrange(ranks) for _ in range(stages - ranks))]

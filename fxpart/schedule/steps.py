@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.builders import asynchronous
 from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.crowded import Segment
@@ -16,7 +16,7 @@ from fxpart.schedule.simulate import Transfer, simulated
 from fxpart.schedule.timeline import Timeline
 
 # Schedules whose stages alternate, so that the next step's microbatches can follow at once.
-STREAMS = {"1f1b": "1f1b", "async": "1f1b"}
+STREAMS = ("1f1b", "async")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def simulate_steps(
     Without a flush (asynchronous 1F1B: Narayanan et al., PipeDream, SOSP 2019) a stage goes on
     with the next step's microbatches as if they were of the same one, and updates its weights
     once it has done a step's last backward. Raises FXP109 for steps below 1, and without a flush
-    for a join, and for a schedule other than 1F1B.
+    for a join, for a schedule other than 1F1B, and for several stages on a rank.
     """
     links = tuple(edges)
     if steps < 1:
@@ -104,13 +104,12 @@ def _stream(
     backward: Sequence[float],
     join: bool,
 ) -> Schedule:
-    """One long schedule of as many microbatches as the steps have together."""
+    """The stream of as many microbatches as the steps have together."""
     if join or schedule.name not in STREAMS or schedule.replicas:
         what = "ranks that meet" if join else f"the schedule {schedule.name}"
         what = "a schedule with copies of stages" if schedule.replicas else what
         fix = f"flush, or take one of {', '.join(STREAMS)}"
         raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
     count = steps * schedule.microbatches
-    build = BUILDERS[STREAMS[schedule.name]]
-    long = build(schedule.stage_rank, count, edges, forward=forward, backward=backward)
+    long = asynchronous(schedule.stage_rank, count, edges, forward=forward, backward=backward)
     return lower(long, edges, forward=forward, backward=backward) if schedule.is_lowered else long

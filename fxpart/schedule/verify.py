@@ -2,25 +2,27 @@
 
 What is proved: every computation happens exactly once, after all that it needs, and in the order
 that makes sums equal those of one process; every value that changes rank is sent and received
-exactly once; with sends that block until they are received, all ranks reach their end; and no
-stage holds more microbatches than it may.
+exactly once; with sends that block until they are received, all ranks reach their end; no stage
+holds more microbatches than it may; and each computation names the weights that it reads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TypeAlias
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.builders import limits
 from fxpart.schedule.dependence import Dependence, partner
 from fxpart.schedule.flight import in_flight
+from fxpart.schedule.reads import version_problems
 from fxpart.schedule.rendezvous import execute
 from fxpart.schedule.shape import at, shape_problems, unsafe
+from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
-Weights = Literal["flush", "stash"]
+Weights: TypeAlias = str | WeightMode
 
 
 def verify(
@@ -29,9 +31,10 @@ def verify(
     *,
     memory: Sequence[int] | None = None,
     weights: Weights = "flush",
+    every: int | None = None,
 ) -> None:
     """Raise FXP901 with every problem that :func:`check` finds; return if there is none."""
-    problems = check(schedule, edges, memory=memory, weights=weights)
+    problems = check(schedule, edges, memory=memory, weights=weights, every=every)
     if problems:
         raise FxpartError(problems)
 
@@ -42,13 +45,16 @@ def check(
     *,
     memory: Sequence[int] | None = None,
     weights: Weights = "flush",
+    every: int | None = None,
 ) -> tuple[Problem, ...]:
     """All that is wrong with a lowered schedule, or an empty tuple.
 
     edges: the stage graph. memory: per stage, the most microbatches that may be in flight; without
-    it the bound of the builder by that name holds, if there is one. weights: "flush" knows no
-    weight versions; with "stash" every computation names one, and a backward that of its forward.
-    Raises FXP109 if memory has not one entry per stage.
+    it the bound of the builder by that name holds, if there is one. weights: a weight mode or its
+    name; "flush" knows no weight versions, in a mode that does not flush every computation names
+    the one that the order of actions implies. every: microbatches to an update; where it is not
+    given only what any number implies is proved: that a backward names its forward's version, if it
+    reads that. Raises FXP109 if memory has not one entry per stage, and for an unknown mode.
     """
     wanted = tuple(edges)
     if memory is not None and len(memory) != schedule.stages:
@@ -68,7 +74,7 @@ def check(
         *_ordered(schedule, dependence),
         *_deadlock(schedule),
         *_bounded(schedule, memory),
-        *_versions(schedule, weights),
+        *version_problems(schedule, weight_mode(weights), every),
     )
 
 
@@ -205,24 +211,3 @@ def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
         for stage, (held, limit) in enumerate(zip(in_flight(schedule), memory, strict=True))
         if held > limit
     ]
-
-
-def _versions(schedule: Schedule, weights: Weights) -> list[Problem]:
-    """Weight versions: none under flush; under stash a backward reads what its forward read."""
-    found: list[Problem] = []
-    read: dict[tuple[int, int], int | None] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            why = ""
-            if weights == "flush" or not action.kind.is_compute:
-                if action.version is not None:
-                    why = "it names a weight version where there is none"
-            elif action.version is None:
-                why = "it does not name the weight version it reads"
-            else:
-                first = read.setdefault((action.stage, action.microbatch), action.version)
-                if first != action.version:
-                    why = f"the forward read version {first}"
-            if why:
-                found.append(unsafe(at(rank, position, action), why))
-    return found

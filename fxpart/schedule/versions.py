@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxpart.errors import error
 from fxpart.schedule.weight_modes import Horizon, WeightMode
 
 
@@ -72,13 +73,18 @@ class Versions:
         version = {
             "applied": applied,
             "first stage": self.forward(self.deepest, microbatch),
-            "delayed": max(self.start, self.backward(stage, microbatch) - 1),
+            "delayed": self._delayed(stage, microbatch),
             "first microbatch": self.forward(stage, first),
         }[mode.base]
         at = first if mode.base == "first microbatch" else microbatch
         return Read(
             version, applied, self.backward(stage, microbatch), *self._looks(mode, stage, at)
         )
+
+    def _delayed(self, stage: int, microbatch: int) -> int:
+        """One update before those of earlier minibatches; with one stage nothing is delayed."""
+        now = self.backward(stage, microbatch)
+        return now if max(self.ahead) == 1 else max(self.start, now - 1)
 
     def _looks(self, mode: WeightMode, stage: int, microbatch: int) -> tuple[int, int]:
         """How far its forward and its backward look ahead."""
@@ -88,6 +94,37 @@ class Versions:
             _look(mode.look_forward, behind, most, forward=True),
             _look(mode.look_backward, behind, most, forward=False),
         )
+
+    def gap(self, stage: int) -> int:
+        """The most updates between a microbatch's forward and backward: ceil((K - 1 - k) / a).
+
+        With one microbatch to an update the staleness of each once the pipeline is full, K - 1 - k.
+        """
+        return -(-(self.ahead[stage] - 1) // self.every)
+
+    def period(self) -> range:
+        """The microbatches of one minibatch, late enough for what they read to repeat ever after.
+
+        By then the pipeline is full and updates that are delayed have been made.
+        """
+        first = (-(-max(self.ahead) // self.every) + 2) * self.every
+        return range(first, first + self.every)
+
+    def check(self, mode: WeightMode) -> None:
+        """Raise FXP109 where the mode is not made for so many microbatches to an update.
+
+        A double buffer holds the weights of two updates, so that no microbatch may miss a second
+        one: as many microbatches to an update as are in flight (PipeDream-2BW, section 3.1).
+        """
+        most = max(self.ahead)
+        if mode.base == "delayed" and not mode.flush and self.every < most:
+            raise error(
+                "FXP109",
+                where=f"weights={mode.name}",
+                why=f"{self.every} microbatches to an update, and {most} in flight on stage "
+                f"{self.deepest}: a forward could miss two updates, and there are two buffers",
+                fix=f"{most} microbatches or more, fewer stages, or weights=stash",
+            )
 
     @property
     def lag(self) -> int:

@@ -52,7 +52,7 @@ def main() -> None:
 
     from fxpart.schedule.builders import BUILDERS
 
-    schedules = [name for name in BUILDERS if name != "forward"]
+    schedules = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
     begun = time.perf_counter()
     inside = {} if options.skip_zoo else zoo(schedules)
     over: dict[str, str] = {}

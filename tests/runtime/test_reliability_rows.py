@@ -22,7 +22,7 @@ from fxpart.runtime import InProcess, connect
 from fxpart.runtime.transport import Transport
 from fxpart.schedule.builders import BUILDERS
 
-TRAINING = [name for name in BUILDERS if name != "forward"]
+TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 SEATS = {"interleaved": (0, 1, 0, 1), "breadth-first": (0, 1, 0, 1), "zb-v": (0, 1, 1, 0)}
 SHAPES = ((8, 5), (8, 7), (5, 7), (1, 3), (8, 5))
 EVALUATED = (6, 4, 9)

@@ -15,7 +15,7 @@ from fxpart.runtime import InProcess
 from fxpart.schedule.action import Kind
 from fxpart.schedule.builders import BUILDERS
 
-TRAINING = [name for name in BUILDERS if name != "forward"]
+TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 RANKS = ((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 0, 0))
 
 

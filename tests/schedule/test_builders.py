@@ -12,6 +12,7 @@ from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.builders import (
     BUILDERS,
+    asynchronous,
     breadth_first,
     forward_only,
     gpipe,
@@ -32,7 +33,7 @@ from fxpart.schedule.verify import check
 LOOP = (0, 1, 0, 1)
 PICTURES: list[tuple[Build, int | tuple[int, ...], int]] = [
     (gpipe, 3, 4), (one_f_one_b, 3, 4), (forward_only, 3, 4), (interleaved, LOOP, 3),
-    (breadth_first, LOOP, 3), (zb_h1, 3, 5), (zb_v, 4, 3),
+    (breadth_first, LOOP, 3), (zb_h1, 3, 5), (zb_v, 4, 3), (asynchronous, 3, 4),
 ]  # fmt: skip
 
 

@@ -181,6 +181,7 @@ def test_threads_give_the_sums_of_one_process(
         ("zb-v", (0, 1, 0, 1)),
         ("zb-v", (0, 1)),
         ("zb-v", (0, 1, 0)),
+        ("async", (0, 1, 0)),
     ],
 )
 def test_ranks_that_a_schedule_is_not_made_for(name: str, ranks: tuple[int, ...]) -> None:
@@ -240,7 +241,7 @@ def test_copies_are_safe(sizes: list[int], m: int, name: str, shared: bool) -> N
 
 
 def test_copies_elsewhere() -> None:
-    for name in ("interleaved", "breadth-first", "zb-h1", "zb-v"):
+    for name in ("interleaved", "breadth-first", "zb-h1", "zb-v", "async"):
         with pytest.raises(FxpartError, match="copies of one another"):
             make(name, range(5), 4, joined(GROUPS), replicas=GROUPS)
 
@@ -249,10 +250,14 @@ def test_other_lanes_of_a_larger_world() -> None:
     """Lane 1 of two: ranks 1 and 3 do what ranks 0 and 1 do in a world of their own."""
     for name in BUILDERS:
         near = (0, 1, 1, 0) if name == "zb-v" else (0, 1, 0, 1)
+        if name == "async":
+            continue  # below
         far = tuple(2 * rank + 1 for rank in near)
         alone, spread = (make(name, r, 4, chain(4), world=w) for r, w in ((near, 2), (far, 6)))
         assert [spread.ranks[1], spread.ranks[3]] == list(alone.ranks)
         assert [len(spread.ranks[k]) for k in (0, 2, 4, 5)] == [0] * 4
         assert spread.stage_rank == far
+    stream = make("async", (1, 3), 4, chain(2), world=6)
+    assert [len(r) > 0 for r in stream.ranks] == [False, True, False, True, False, False]
     with pytest.raises(FxpartError, match="FXP109"):
         make("1f1b", (0, 5), 1, chain(2), world=4)

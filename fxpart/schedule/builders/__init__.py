@@ -12,6 +12,7 @@ from typing import Protocol
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import FORWARD, Schedule, StageEdge
+from fxpart.schedule.builders.asynchronous import asynchronous, stream_in_flight
 from fxpart.schedule.builders.looped import breadth_first, interleaved
 from fxpart.schedule.builders.plain import ahead_in_a_chain, forward_only, gpipe, one_f_one_b
 from fxpart.schedule.builders.protocol import Build, Groups, Ranks, checked, shares
@@ -19,8 +20,8 @@ from fxpart.schedule.builders.zero_bubble import in_a_v, zb_h1, zb_v
 from fxpart.schedule.flight import in_flight
 
 __all__ = [
-    "BUILDERS", "Builder", "breadth_first", "forward_only", "gpipe", "in_a_loop", "in_a_v",
-    "interleaved", "limits", "one_f_one_b", "zb_h1", "zb_v",
+    "BUILDERS", "Builder", "asynchronous", "breadth_first", "forward_only", "gpipe", "in_a_loop",
+    "in_a_v", "interleaved", "limits", "one_f_one_b", "zb_h1", "zb_v",
 ]  # fmt: skip
 
 
@@ -39,11 +40,13 @@ class Builder:
     """A named schedule: ``build(stage_rank, microbatches, edges)`` and what it keeps in flight.
 
     in_flight(stage_rank, microbatches, replicas=()): by stage the most microbatches whose
-    activations are held at once; met in a chain, on other stage graphs at most as many.
+    activations are held at once; met in a chain, on other stage graphs at most as many. flushes:
+    whether the microbatches are those of one step, after which all stages update together.
     """
 
     build: Build
     in_flight: InFlight
+    flushes: bool = True
 
     def __call__(
         self,
@@ -91,6 +94,7 @@ BUILDERS: dict[str, Builder] = {
     "breadth-first": Builder(breadth_first, _all),
     "zb-h1": Builder(zb_h1, _built(zb_h1)),
     "zb-v": Builder(zb_v, _built(zb_v)),
+    "async": Builder(asynchronous, stream_in_flight, flushes=False),
     FORWARD: Builder(forward_only, _none),
 }
 

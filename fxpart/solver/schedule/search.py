@@ -163,7 +163,9 @@ class _Part:
     def _built(self) -> Iterator[tuple[str, Orders]]:
         problem = self.jobs.problem
         for name, builder in BUILDERS.items():
-            if name == FORWARD or (name.startswith("zb-") and problem.halves is None):
+            if name == FORWARD or not builder.flushes:
+                continue  # no order of one training step
+            if name.startswith("zb-") and problem.halves is None:
                 continue
             try:
                 built = builder(

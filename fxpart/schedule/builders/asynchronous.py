@@ -1,0 +1,61 @@
+"""1F1B without a flush: one stream of microbatches through stages that update on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fxpart.errors import error
+from fxpart.schedule.action import Schedule, StageEdge
+from fxpart.schedule.builders.plain import ahead_in_a_chain, one_f_one_b
+from fxpart.schedule.builders.protocol import Groups, Ranks, checked, none_replicated
+
+
+def asynchronous(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """1F1B that never drains (Narayanan et al., PipeDream, SOSP 2019); microbatches: of all steps.
+
+    Stage s runs as many forwards ahead as there are stages on the longest path behind it, then
+    alternates through all steps; after the backwards of each it updates its weights, so that
+    forwards read weights that lack updates (:mod:`fxpart.schedule.versions`). Only the stream's
+    begin and end are idle: (S - 1) / (T + S - 1) of T microbatches' time. In flight on stage s of a
+    chain of S: min(T, S - s). ``asynchronous(3, 4)``::
+
+        0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == .  B2 == .  B3 ==
+        1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == .  B3 == .  .
+        2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == .  .  .  .
+
+    The order is 1F1B's of one step of as many microbatches. Raises FXP109 for several stages on a
+    rank, and for copies of stages.
+    """
+    none_replicated("async", replicas)
+    ranks = _alone(checked(stage_rank, microbatches))
+    built = one_f_one_b(ranks, microbatches, edges, forward=forward, backward=backward)
+    return replace(built, name="async")
+
+
+def stream_in_flight(
+    stage_rank: Ranks, microbatches: int, replicas: Groups = ()
+) -> tuple[int, ...]:
+    """What the stream has in flight at most, on any stage graph; FXP109 as the builder."""
+    none_replicated("async", replicas)
+    return ahead_in_a_chain(_alone(checked(stage_rank, microbatches)), microbatches)
+
+
+def _alone(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Raise FXP109 unless each rank has one stage."""
+    if len(set(ranks)) < len(ranks):
+        raise error(
+            "FXP109",
+            where=f"schedule=async, stage_rank={ranks}",
+            why="it is made for one stage a rank: each stage's versions follow from its own order",
+            fix=f"use {len(ranks)} ranks, or 1f1b or interleaved, which flush",
+        )
+    return ranks
