@@ -1,0 +1,332 @@
+"""A stage's weights under an asynchronous schedule: each computation reads the right version.
+
+The parameters hold the newest weights, which the optimizer updates in place. A computation that is
+to read others finds them in the parameters' ``data`` while it runs, and nothing that autograd saves
+of a forward is a weight (:mod:`fxpart.runtime.weights.saved`): the backward reads the parameters as
+they are then. So do pieces that run again in it, and what is gathered again. A copy is made only of
+weights that something else will still read: an old version just before an update, a prediction when
+the first to read it runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.errors import error
+from fxpart.runtime.predict import Correction, Predictor, predictor
+from fxpart.runtime.weights.counters import Counters, Used, differs, recent
+from fxpart.runtime.weights.held import Held, Source, Tensors, storage_bytes
+from fxpart.runtime.weights.saved import SavedWeights
+from fxpart.runtime.weights.swap import swapped
+from fxpart.runtime.weights.updating import discounted, finite
+from fxpart.runtime.weights.watching import Watched
+from fxpart.schedule.versions import Read, Versions
+from fxpart.schedule.weight_modes import WeightMode
+
+
+class _Flight:
+    """A microbatch between its forward and its backward."""
+
+    __slots__ = ("lent", "read", "source", "version", "watched")
+
+    def __init__(
+        self, read: Read, source: Source, lent: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        self.read = read
+        self.source = source
+        self.lent = lent
+        self.watched: Watched | None = None
+
+
+class StageWeights:
+    """Which weights the forwards and backwards of one stage read, and its updates.
+
+    module: the stage; its parameter objects never change. optimizer: of its parameters; those that
+    it does not hold, and those that need no gradient, have one version. mode, versions, stage: what
+    is to be read (:meth:`~fxpart.schedule.versions.Versions.read`). guard: whether an update whose
+    gradients are not all finite leaves the weights as they are; it counts. total_updates: after how
+    many a discount of the learning rate has gone (PipeMare); None: it stays. Raises FXP109 for
+    what the mode cannot do.
+
+    updates: of the weights, since the start. skipped: how many of them the guard left out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mode: WeightMode,
+        versions: Versions,
+        stage: int,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        total_updates: int | None = None,
+        guard: bool = False,
+    ) -> None:
+        """Nothing is copied yet."""
+        _check(mode)
+        versions.check(mode)
+        self.mode = mode
+        self.versions = versions
+        self.stage = stage
+        self.updates = versions.start
+        self.skipped = 0
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._total = total_updates
+        self._guard = guard
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        self._places = [at for at, p in enumerate(listed) if p.requires_grad]
+        self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
+        own = {id(p): p for p in (*self._parameters, *module.parameters())}
+        self._all: list[torch.Tensor] = list(own.values())
+        self._predictor: Predictor | None = (
+            predictor(mode.rule, optimizer, scheduler=scheduler) if mode.predicts else None
+        )
+        self._correction = Correction(optimizer) if mode.backward == "corrected" else None
+        where = f"stage {stage} ({type(module).__name__})"
+        self._saved = SavedWeights(mode.backward != "forward", where)
+        self._held = Held()
+        self._flying: dict[int, _Flight] = {}
+        self._lent: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
+        self._next = self._behind = 0
+        self._recent: deque[Used] = recent()
+        self._watch = 0
+        self._rhos: list[tuple[int, float]] = []
+
+    def source(self, microbatch: int) -> Source:
+        """Of the microbatch's forward; forwards of equal sources read equal weights."""
+        return self._source(self.versions.read(self.mode, self.stage, microbatch))
+
+    def lend(self, microbatch: int, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Parameters of the module that hold these values in one microbatch, forward and backward.
+
+        For parameters whose owner is another stage. Call it before :meth:`forward`.
+        """
+        self._lent[microbatch] = dict(values)
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Around the call of the stage module. FXP900 if the schedule has something else here."""
+        read = self.versions.read(self.mode, self.stage, microbatch)
+        if microbatch != self._next:
+            raise differs(self.stage, microbatch, "its forward", self._next, microbatch)
+        if read.forward != self.updates:
+            raise differs(
+                self.stage, microbatch, "updates before its forward", read.forward, self.updates
+            )
+        source = self._source(read)
+        flight = _Flight(read, source, self._lent.pop(microbatch, {}))
+        tensors = self._find(source, microbatch)
+        if tensors is not None and self._samples(microbatch, read):
+            flight.watched = Watched(self._parameters, tensors)
+        with (
+            self._holding(tensors, flight),
+            self._saved.hooks(self._all, microbatch),
+        ):
+            yield
+        self._flying[microbatch] = flight
+        self._next += 1
+        self._release()
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Around torch.autograd.backward. FXP900 if the schedule has something else here."""
+        flight = self._flying.get(microbatch)
+        if flight is None:
+            raise differs(self.stage, microbatch, "its forwards before its backward", 1, 0)
+        read = flight.read
+        if read.backward != self.updates:
+            raise differs(
+                self.stage, microbatch, "updates before its backward", read.backward, self.updates
+            )
+        if flight.watched is not None:
+            rho = flight.watched.rho(self._parameters)
+            if rho is not None:
+                self._rhos.append((microbatch, rho))
+        tensors = self._find(self._seen(flight), microbatch)
+        self._saved.reading = microbatch
+        try:
+            with self._holding(tensors, flight):
+                yield
+        finally:
+            self._saved.reading = -1
+        del self._flying[microbatch]
+        self._behind += 1
+        self._recent.append(Used(microbatch, flight.source.version, read.forward, self.updates))
+        self._release()
+
+    def update(self) -> bool:
+        """The optimizer's step on gradients that are complete, and its scheduler's.
+
+        Weights that a computation will still read are copied first. Returns whether the weights
+        were updated: False where the guard left them alone. Gradients stay for the caller to clear.
+        """
+        self._release(spare=False)
+        now = Source(self.updates)
+        if self._wanted(now):
+            self._held.put(now, [p.detach().clone() for p in self._parameters])
+        steps = not self._guard or finite(self._parameters)
+        rules = [rule for rule in (self._predictor, self._correction) if rule is not None]
+        for rule in rules:
+            rule.before_update()
+        if steps:
+            with (
+                discounted(
+                    self._optimizer, self.versions.gap(self.stage), self.updates, self._total
+                )
+                if self.mode.discount
+                else nullcontext()
+            ):
+                self._optimizer.step()
+        for rule in rules:
+            rule.after_update()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.skipped += not steps
+        self.updates += 1
+        self._release()
+        return steps
+
+    def restart(self, start: int) -> None:
+        """A new stream, after a drain. start: the updates so far; FXP900 if they are others."""
+        if start != self.updates or self._flying:
+            raise differs(self.stage, self._next, "updates at a restart", start, self.updates)
+        self.versions = replace(self.versions, start=start)
+        self._next = self._behind = 0
+        self._release()
+
+    def watch(self, every: int) -> None:
+        """Measure predictions for the first microbatch of every so many updates; 0: none."""
+        self._watch = every
+
+    def rhos(self) -> list[tuple[int, float]]:
+        """(microbatch, ρ) of those measured since the last call."""
+        found, self._rhos = self._rhos, []
+        return found
+
+    def copies(self) -> int:
+        """Copies of the weights there are now, the weights themselves among them."""
+        return 1 + len(self._held)
+
+    @property
+    def most(self) -> int:
+        """The most copies there ever were at once, the weights themselves among them."""
+        return 1 + self._held.most
+
+    def bytes(self) -> int:
+        """Bytes of the copies that are held now, beside the parameters themselves."""
+        lent = [t for lent in self._borrowed() for t in lent.values()]
+        watched = [f.watched for f in self._flying.values() if f.watched is not None]
+        kept = [t for w in watched for t in (*w.predicted, *w.stale)]
+        return storage_bytes([*self._held.tensors(), *lent, *kept])
+
+    def counters(self) -> Counters:
+        """What has run, and what it read."""
+        return Counters(self._next, self._behind, self.updates, tuple(self._recent))
+
+    def _source(self, read: Read) -> Source:
+        return Source(read.version, read.look_forward)
+
+    def _seen(self, flight: _Flight) -> Source:
+        """What a microbatch's backward reads."""
+        read = flight.read
+        if self.mode.backward == "forward":
+            return flight.source
+        if self.mode.backward == "corrected":
+            return Source(read.backward, -read.staleness)
+        return Source(read.backward, read.look_backward)
+
+    def _find(self, source: Source, microbatch: int) -> Tensors | None:
+        """These weights; None where they are those that the parameters hold."""
+        found = self._held.get(source)
+        if found is not None:
+            return found
+        if source.version != self.updates:
+            raise differs(
+                self.stage, microbatch, "the version that it reads", source.version, self.updates
+            )
+        if source.look == 0:
+            return None
+        self._release(spare=False)
+        if source.look > 0:
+            assert self._predictor is not None, "a mode that looks ahead has a predictor"
+            made = self._predictor.predict(source.look)
+        else:
+            assert self._correction is not None, "a mode that corrects has a correction"
+            made = self._correction.corrected(-source.look)
+        return self._held.put(source, [made[at] for at in self._places])
+
+    @contextmanager
+    def _holding(self, tensors: Tensors | None, flight: _Flight) -> Iterator[None]:
+        """The parameters hold these, and what was lent."""
+        with swapped(self._parameters, tensors):
+            if not flight.lent:
+                yield
+                return
+            with swapped(list(flight.lent), list(flight.lent.values())):
+                yield
+
+    def _release(self, *, spare: bool = True) -> None:
+        """Drop what nothing reads any more. spare: what could be made again may stay."""
+        for source in self._held.sources():
+            if not self._wanted(source, spare=spare):
+                self._held.drop(source)
+
+    def _wanted(self, source: Source, *, spare: bool = True) -> bool:
+        """Whether a computation that is still to come reads these weights, after an update too.
+
+        spare: or before it, the next forward or the next backward.
+        """
+        base = self.mode.base
+        if self.mode.backward == "forward":
+            if any(flight.source == source for flight in self._flying.values()):
+                return True
+        coming = self.versions.read(self.mode, self.stage, self._next)
+        if base == "first microbatch" and self._next % self.versions.every:
+            if self._source(coming) == source:  # the rest of a minibatch reads what its first did
+                return True
+        elif base in ("first stage", "delayed") and coming.version <= source.version:
+            return True
+        if not spare or not source.look or source.version != self.updates:
+            return False
+        if coming.forward == self.updates and self._source(coming) == source:
+            return True
+        first = next(iter(self._flying.values()), None)
+        return (
+            first is not None
+            and first.read.backward == self.updates
+            and self._seen(first) == source
+        )
+
+    def _samples(self, microbatch: int, read: Read) -> bool:
+        return (
+            self._watch > 0
+            and read.look_forward > 0
+            and read.version == self.updates
+            and read.staleness > 0
+            and microbatch % self.versions.every == 0
+            and read.backward % self._watch == 0
+        )
+
+    def _borrowed(self) -> Iterator[Mapping[Any, torch.Tensor]]:
+        yield from self._lent.values()
+        yield from (flight.lent for flight in self._flying.values())
+
+
+def _check(mode: WeightMode) -> None:
+    """FXP109 for choices that do not go together."""
+    if mode.look_forward != "none" and mode.base in ("first stage", "delayed"):
+        raise error(
+            "FXP109",
+            where=f"weights={mode.name!r}",
+            why="it looks ahead from an old version, whose optimizer state is gone",
+            fix="base='applied', or look_forward='none'",
+        )
