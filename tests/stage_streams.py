@@ -1,4 +1,4 @@
-"""Stage modules in a chain, driven in asynchronous 1F1B order under StageWeights, in one process."""
+"""A chain of stage modules, driven in asynchronous 1F1B order in one process."""
 
 from __future__ import annotations
 

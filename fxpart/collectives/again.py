@@ -16,6 +16,7 @@ import torch
 from fxpart.collectives import moves
 from fxpart.collectives.ops import _AllGather
 from fxpart.compat import own_backward, view_base
+from fxpart.compat.saved import saved_hooks
 
 Make = Callable[[], torch.Tensor]
 
@@ -34,16 +35,42 @@ class Regather:
         self.bytes = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """The context in which a forward keeps no gathered parameter."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        """The context in which a forward keeps no gathered parameter.
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Make:
-        made = recipe(tensor)
-        if made is None:
-            return tensor
-        self.dropped += 1
-        self.bytes += tensor.nbytes
-        return made
+        All else is left to the hooks around it, if there are any.
+        """
+        keep, bring = saved_hooks() or (_same, _same)
+
+        def pack(tensor: torch.Tensor) -> _Again | Any:
+            made = recipe(tensor)
+            if made is None:
+                return keep(tensor)
+            self.dropped += 1
+            self.bytes += tensor.nbytes
+            return _Again(made)
+
+        def unpack(kept: _Again | Any) -> torch.Tensor:
+            return kept.make() if isinstance(kept, _Again) else bring(kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Again:
+    """Stands for a saved tensor that is made again."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self, made: Make) -> None:
+        self._made = made
+
+    def make(self) -> torch.Tensor:
+        """The tensor."""
+        with torch.no_grad():
+            return self._made()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def recipe(tensor: torch.Tensor) -> Make | None:
@@ -96,10 +123,3 @@ def _gathered(function: Any) -> Make | None:
     if inner is None:
         return None
     return lambda: moves.gather(mesh, inner(), axis, dim, size, outer)
-
-
-def _unpack(kept: torch.Tensor | Make) -> torch.Tensor:
-    if isinstance(kept, torch.Tensor):
-        return kept
-    with torch.no_grad():
-        return kept()

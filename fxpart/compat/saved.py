@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
 
 _PREFIX = "_raw_saved_"
 _SLOTS: dict[type, tuple[str, ...]] = {}  # of each kind of node, found once
@@ -32,6 +35,16 @@ def release_saved(node: Any, slots: tuple[str, ...]) -> None:
                 one.register_hooks(_nothing, _gone)
             except (RuntimeError, AttributeError):  # packed by others, None, or given back already
                 continue
+
+
+def saved_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The (pack, unpack) that are asked for what autograd saves now, without the hooks around them.
+
+    torch calls the innermost alone; hooks that leave a tensor to those around them call these
+    (``_top_saved_tensors_default_hooks``). None where there are none.
+    """
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return cast("tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None", found)
 
 
 def _nothing(tensor: object) -> None:

@@ -1,9 +1,9 @@
 """What autograd saves of a stage's forward: of its weights, where to find them in the backward.
 
-Autograd saves weights as they are, as views (a linear layer's transposed weight) and cast (autocast).
-Kept as they are they would bind the backward to the forward's weights, and an update in place in
-between would be an error. The hooks below keep a recipe instead: which parameter, and which part of
-it; the backward makes it from whatever the parameter's data then are.
+Autograd saves weights as they are, as views (a linear layer's transposed weight) and cast, under
+autocast. Kept as they are they would bind the backward to the forward's weights, and an update in
+place in between would be an error. The hooks below keep a recipe instead: which parameter, and
+which part of it; the backward makes it from whatever the parameter's data then are.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _part(tensor: torch.Tensor, among: list[torch.Tensor], microbatch: int) -> P
         parameter,
         tensor.size(),
         tensor.stride(),
-        begin - start,
+        int(begin - start),
         tensor.dtype,
         None,
         tensor.is_conj(),
@@ -162,7 +162,7 @@ def _cast(
         return None
     if not any(parameter is p for p in where.get(parameter.untyped_storage().data_ptr(), ())):
         return None
-    offset = (tensor.storage_offset() - base.storage_offset()) * base.element_size()
+    offset = int((tensor.storage_offset() - base.storage_offset()) * base.element_size())
     return Part(
         microbatch, parameter, tensor.size(), tensor.stride(), offset, tensor.dtype, base.dtype
     )

@@ -6,6 +6,7 @@ have been better to predict nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,8 +30,7 @@ class Watched:
 
 def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all differences, in double precision."""
-    total = sum(
-        torch.linalg.vector_norm(a - b.detach(), dtype=torch.float64) ** 2
-        for a, b in zip(some, others, strict=True)
-    )
-    return float(total) ** 0.5
+    total = 0.0
+    for a, b in zip(some, others, strict=True):
+        total += float(torch.linalg.vector_norm(a - b.detach(), dtype=torch.float64)) ** 2
+    return math.sqrt(total)

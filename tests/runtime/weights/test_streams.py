@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from asynchronous_models import Gpt, HandGpt, HandMlp, gpt_batches, gpt_loss, mlp, mlp_batches
+from asynchronous_models import HandMlp, mlp, mlp_batches
 from asynchronous_reference import Reference
 from hand_optimizers import HandAdamW, HandNAdam, HandSgd
 from stage_streams import Chain
