@@ -37,15 +37,20 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
 
     A line per rank; a forward takes one column, a backward two.
     F0 is the forward of microbatch 0, B0 its backward, I0 and W0 the two halves of one; with
-    several stages on a rank the stage stands in front: 2F0.
+    several stages on a rank the stage stands in front: 2F0. With --weights a table follows: what
+    the mode means for each stage of a full pipeline.
     """
     from fxpart.schedule.text import to_text
     from fxpart.schedule.torch_csv import to_torch_csv
 
+    source = Source(**given)
     with schedules.theirs(as_json):
-        schedule, edges = Source(**given).load()
+        schedule, edges = source.load()
     if as_json:
-        output.data(schedules.as_data(schedule, edges) | {"ranks": schedules.lists(schedule)})
+        from fxpart.cli import versions
+
+        data = schedules.as_data(schedule, edges) | {"ranks": schedules.lists(schedule)}
+        output.data(data | versions.as_data(schedule, source))
     elif as_csv:
         output.text(to_torch_csv(schedule).replace("\r\n", "\n").rstrip("\n"))
     elif as_text:
@@ -57,6 +62,10 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
             schedules.shaped(schedule, edges)
             picture = draw(schedule, edges)
         output.text(picture)
+        from fxpart.cli import versions
+
+        for line in versions.lines(schedule, source):
+            output.text(line)
     return 0
 
 
@@ -72,15 +81,15 @@ def validate(memory: str | None, as_json: bool, **given: Any) -> int:
     """
     from fxpart.schedule.files import edges_text
     from fxpart.schedule.simulate import simulate
-    from fxpart.schedule.verify import verify
 
+    source = Source(**given)
     with schedules.theirs(as_json):
-        schedule, edges = Source(**given).load()
+        schedule, edges = source.load()
         bare = not schedule.is_lowered
         made = schedules.ready(schedule, edges)
         limits = None if memory is None else schedules.numbers("--memory", memory, made.stages)
         whole = None if limits is None else [int(limit) for limit in limits]
-        verify(made, edges, memory=whole, weights=schedules.weights(made))
+        schedules.proved(made, edges, source, whole)
     timeline = simulate(made, edges, [1.0] * made.stages, [2.0] * made.stages)
     if as_json:
         found = {"valid": True, "in_flight": timeline.in_flight, "bubble": timeline.bubble}
@@ -96,6 +105,7 @@ def validate(memory: str | None, as_json: bool, **given: Any) -> int:
         f"  stage graph {edges_text(edges) or 'without edges'}",
         "  each computation once, after what it needs, sums in the order of microbatches",
         "  each transfer sent and received once; no rank stands still when sends wait for receives",
+        *schedules.read_weights(source, made),
         f"  in flight at most, by stage: {flying}",
         f"  bubble {bubble} where a forward takes 1, a backward 2 and a transfer nothing",
     ):
@@ -124,7 +134,6 @@ def simulate(
     rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime).
     """
     from fxpart.schedule.simulate import simulate as simulated
-    from fxpart.schedule.verify import verify
 
     source = Source(**given)
     with schedules.theirs(as_json):
@@ -137,7 +146,7 @@ def simulate(
     with schedules.theirs(as_json):
         schedule, edges = source.load(ahead, back)
         made = schedules.ready(schedule, edges, ahead, back, halves)
-        verify(made, edges, memory=[made.microbatches] * count, weights=schedules.weights(made))
+        schedules.proved(made, edges, source, [made.microbatches] * count)
     found = simulated(
         made, edges, ahead, back,
         (lambda stage, peer, kind: moved[stage]) if any(moved) else None,

@@ -15,7 +15,6 @@ from fxpart.errors import EXIT_INPUT, FxpartError, error
 
 if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule, StageEdge
-    from fxpart.schedule.verify import Weights
 
 MOST = 1 << 20  # pairs of a stage and a microbatch in a built schedule
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -23,7 +22,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Source:
-    """Where a schedule comes from: a file, or a name and sizes."""
+    """Where a schedule comes from: a file, or a name and sizes; weights, every: its versions."""
 
     source: str
     stages: int | None
@@ -31,6 +30,8 @@ class Source:
     virtual: int | None
     replicas: str | None
     edges: str | None
+    weights: str | None = None
+    every: int | None = None
 
     def load(
         self, forward: Sequence[float] | None = None, backward: Sequence[float] | None = None
@@ -43,6 +44,9 @@ class Source:
         from fxpart.schedule.builders import BUILDERS
         from fxpart.schedule.files import implied_edges, load, parse_edges
 
+        if self.every is not None and self.weights is None:
+            fix = "give --weights too, such as --weights stash"
+            raise error("FXP109", where=f"--every {self.every}", why="no versions asked", fix=fix)
         if self.source in BUILDERS:
             return self._built(forward, backward)
         own = ("stages", "microbatches", "virtual", "replicas")
@@ -79,7 +83,18 @@ class Source:
             self.source, ranks, self.microbatches, edges, forward=forward, backward=backward,
             replicas=groups,
         )  # fmt: skip
+        if self.weights is not None:
+            from fxpart.schedule.versioned import versioned
+
+            made = versioned(made, self.weights, self.update(made))
         return made, edges
+
+    def update(self, schedule: Schedule) -> int:
+        """Microbatches to an update: as asked; else 1, or all where the mode drains before it."""
+        from fxpart.schedule.weight_modes import weight_mode
+
+        flushes = self.weights is None or weight_mode(self.weights).flush
+        return self.every or (schedule.microbatches if flushes else 1)
 
     def _ranks(self, stages: int) -> tuple[int, ...]:
         """Where each stage is: on its own rank, in a loop over fewer, or there and back."""
@@ -124,6 +139,13 @@ def source_options(made: Command) -> Command:
             ),
             click.option(
                 "--edges", help="Stage graph, such as 0-1,1-2,0-2:forward (no gradient back)."
+            ),
+            click.option(
+                "--weights", help="Weight versions by a mode: stash, spectrain, 2bw and others."
+            ),
+            click.option(
+                "--every", type=click.IntRange(1, 65536),
+                help="With --weights: microbatches to an update; 1 if not given.",
             ),
         )
     ):  # fmt: skip
@@ -189,10 +211,37 @@ def shaped(schedule: Schedule, edges: Sequence[StageEdge]) -> None:
         raise FxpartError(problems)
 
 
-def weights(schedule: Schedule) -> Weights:
-    """How the verifier takes weights: with versions where an action names one."""
+def proved(
+    schedule: Schedule,
+    edges: Sequence[StageEdge],
+    source: Source,
+    memory: Sequence[int] | None = None,
+) -> None:
+    """Raise FXP901 with all that is unsafe.
+
+    Versions are those of ``--weights``; without it, where an action names one, those of any stash.
+    """
+    from fxpart.schedule.verify import verify
+
+    if source.weights is not None:
+        often = source.update(schedule)
+        verify(schedule, edges, memory=memory, weights=source.weights, every=often)
+        return
     named = any(a.version is not None for actions in schedule.ranks for a in actions)
-    return "stash" if named else "flush"
+    verify(schedule, edges, memory=memory, weights="stash" if named else "flush")
+
+
+def read_weights(source: Source, schedule: Schedule) -> list[str]:
+    """What a proof says of weights."""
+    if source.weights is None:
+        return []
+    from fxpart.report.units import plural
+    from fxpart.schedule.weight_modes import weight_mode
+
+    if weight_mode(source.weights).flush:
+        return ["  no weight versions: all updates are made before the next step"]
+    often = plural(source.update(schedule), "microbatch")
+    return [f"  each computation names the version that {source.weights} reads; update: {often}"]
 
 
 def title(schedule: Schedule) -> str:

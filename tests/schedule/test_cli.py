@@ -19,6 +19,8 @@ from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.text import to_text
 from fxpart.schedule.torch_csv import to_torch_csv
+from fxpart.schedule.versioned import versioned
+from fxpart.schedule.weight_modes import MODES
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -27,7 +29,7 @@ def test_the_page_shows_what_the_commands_print() -> None:
     """python tests/schedule_pages.py writes it."""
     text = PAGE.read_text(encoding="utf-8")
     assert filled(text) == text
-    assert all(f"| `{name}` |" in text for name in BUILDERS)
+    assert all(f"| `{name}` |" in text for name in (*BUILDERS, *MODES))
 
 
 def test_each_verb_has_help_and_json(capsys: Capsys) -> None:
@@ -184,3 +186,46 @@ def test_versions_are_of_a_stash(capsys: Capsys, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("F1", "F1@2").replace("B1", "B1@2"))
     call(capsys, "schedule", "validate", str(path))
     assert load(path).ranks[0][2].kind is Kind.F
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_weights_of_a_stream(name: str, capsys: Capsys, tmp_path: Path) -> None:
+    """Named, written, read from a file, proved and run in time, in every mode."""
+    given = ["async", "-s", "3", "-m", "9", "--weights", name, "--every", "3"]
+    named = versioned(make("async", range(3), 9, chain(3)), name, 3)
+    text, _ = call(capsys, "schedule", "show", *given, "--text")
+    assert text == to_text(named)
+    path = tmp_path / "stream.txt"
+    path.write_text(text)
+    for source in (given, [str(path), *given[5:]]):
+        said, _ = call(capsys, "schedule", "validate", *source)
+        assert f"version that {name} reads" in said or "no weight versions" in said
+        assert "step 33.0 s" in call(capsys, "schedule", "simulate", *source)[0]
+    picture, _, table = call(capsys, "schedule", "show", *given)[0].partition("\n\n")
+    assert picture.rstrip() == draw(named)
+    assert len(table.splitlines()) == (0 if name == "flush" else 5)
+    found = json.loads(call(capsys, "schedule", "show", *given, "--json")[0])
+    if name != "flush":
+        stages = found["weights"]["stages"]
+        assert [row["staleness"] for row in stages] == (
+            [[0, 0]] * 3 if name == "lookahead" else [[0, 1], [0, 1], [0, 0]]
+        )
+        assert (found["weights"]["every"], found["weights"]["lag"]) == (3, 2)
+
+
+def test_versions_of_a_file_are_counted(capsys: Capsys, tmp_path: Path) -> None:
+    """A wrong version, and a mode that needs more microbatches to an update."""
+    given = ["async", "-s", "3", "-m", "6", "--weights", "stash"]
+    text, _ = call(capsys, "schedule", "show", *given, "--text")
+    path = tmp_path / "stream.txt"
+    path.write_text(text.replace("0F5@3", "0F5@2").replace("0B5@3", "0B5@2"))
+    call(capsys, "schedule", "validate", str(path))  # some stash it is
+    _, err = call(capsys, "schedule", "validate", str(path), "--weights", "stash", status=2)
+    assert err.count("stash reads version 3") == 2
+    more = ["--weights", "2bw", "--every", "2"]
+    _, err = call(capsys, "schedule", "show", *given[:5], *more, status=2)
+    assert "2 microbatches to an update, and 3 in flight on stage 0" in err
+    _, err = call(capsys, "schedule", "show", *given[:5], "--every", "2", status=2)
+    assert "give --weights too" in err
+    _, err = call(capsys, "schedule", "show", "1f1b", *given[1:5], "--weights", "huh", status=2)
+    assert "there is no weight mode of that name" in err

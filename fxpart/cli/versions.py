@@ -1,0 +1,66 @@
+"""What ``fxpart schedule show --weights`` says of each stage: staleness, look ahead, copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxpart.cli.schedules import Source
+    from fxpart.schedule.action import Schedule
+    from fxpart.schedule.copies import WeightCopies
+
+
+def as_data(schedule: Schedule, source: Source) -> dict[str, object]:
+    """The table for a machine: under "weights", and nothing where no mode is asked for."""
+    if source.weights in (None, "flush"):
+        return {}
+    from fxpart.schedule.stream_table import stage_reads
+    from fxpart.schedule.versioned import stream_versions
+    from fxpart.schedule.weight_modes import weight_mode
+
+    assert source.weights is not None, "asked above"
+    every = source.update(schedule)
+    versions = stream_versions(schedule, every)
+    stages = [row.as_dict() for row in stage_reads(weight_mode(source.weights), versions)]
+    about = {"mode": source.weights, "every": every, "lag": versions.lag, "stages": stages}
+    return {"weights": about}
+
+
+def lines(schedule: Schedule, source: Source) -> list[str]:
+    """The table for a person, under a line that says what it is of; nothing to say of a flush."""
+    if source.weights in (None, "flush"):
+        return []
+    from fxpart.report.table import table
+    from fxpart.report.units import plural
+    from fxpart.schedule.stream_table import stage_reads
+    from fxpart.schedule.versioned import stream_versions
+    from fxpart.schedule.weight_modes import weight_mode
+
+    assert source.weights is not None, "asked above"
+    every = source.update(schedule)
+    versions = stream_versions(schedule, every)
+    rows = [
+        (
+            str(row.stage), str(row.in_flight), _span(row.staleness), _span(row.behind),
+            _span(row.look_forward), _span(row.look_backward), _copies(row.copies),
+        )
+        for row in stage_reads(weight_mode(source.weights), versions)
+    ]  # fmt: skip
+    heads = ("stage", "in flight", "staleness", "behind", "F ahead", "B ahead", "copies of weights")
+    often = plural(every, "microbatch")
+    return [
+        "",
+        f"{source.weights}, {often} to an update; figures in updates, once the pipeline is full",
+        *table(heads, ">>>>>><", rows),
+    ]
+
+
+def _span(values: tuple[int, int]) -> str:
+    low, high = values
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _copies(found: WeightCopies) -> str:
+    """1, 4, 1 + 1 for a moment, 1 + 1 mean."""
+    moment = f" + {found.transient} for a moment" if found.transient else ""
+    return f"{found.kept}{moment}" + (f" + {found.deltas} mean update" if found.deltas else "")
