@@ -90,7 +90,10 @@ class StageWeights:
         self._predictor: Predictor | None = (
             predictor(mode.rule, optimizer, scheduler=scheduler) if mode.predicts else None
         )
-        self._correction = Correction(optimizer) if mode.backward == "corrected" else None
+        gap = versions.gap(stage)
+        self._correction = (
+            Correction(optimizer, staleness=gap) if mode.backward == "corrected" and gap else None
+        )
         where = f"stage {stage} ({type(module).__name__})"
         self._saved = SavedWeights(mode.backward != "forward", where)
         self._held = Held()

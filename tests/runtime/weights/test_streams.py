@@ -18,11 +18,11 @@ from torch.nn import functional
 from fxpart.schedule.weight_modes import MODES
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-ADAMW = partial(torch.optim.AdamW, lr=0.01)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 NADAM = partial(torch.optim.NAdam, lr=0.01, betas=(0.99, 0.999))
 HANDS: dict[str, tuple[Any, Any]] = {
     "sgd": (SGD, HandSgd(lambda step: 0.05)),
-    "adamw": (ADAMW, HandAdamW(lambda step: 0.01)),
+    "adamw": (ADAMW, HandAdamW(lambda step: 0.01, decay=0.0)),
     "nadam": (NADAM, HandNAdam(lambda step: 0.01)),
 }
 CASES = [
