@@ -12,6 +12,7 @@ from random_schedules import stage_graphs
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Kind, StageEdge
 from fxpart.schedule.builders import asynchronous
+from fxpart.schedule.causes import Sends
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
@@ -21,6 +22,8 @@ from fxpart.schedule.versioned import stream_versions
 from fxpart.schedule.versions import Versions, chain_ahead
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
+SENDS: tuple[Sends, ...] = ("overlapped", "buffered", "rendezvous", "runtime")
+Delay = dict[tuple[int, int], int]
 FULL = 60  # a microbatch that finds the pipeline full
 
 
@@ -159,10 +162,12 @@ def test_whatever_the_times() -> None:
         built = lower(asynchronous(stages, count, edges), edges)
         forward, backward = ([source.randint(1, 50) for _ in range(stages)] for _ in "FB")
         delay = {(a, b): source.randint(0, 60) for a in range(stages) for b in range(stages)}
-        found = simulate(
-            built, edges, forward, backward, lambda a, b, _, delay=delay: delay[a, b],
-            sends=source.choice(["overlapped", "buffered", "rendezvous", "runtime"]),
-        )  # fmt: skip
+
+        def transfer(a: int, b: int, _: Kind, delay: Delay = delay) -> float:
+            return delay[a, b]
+
+        how: Sends = source.choice(SENDS)
+        found = simulate(built, edges, forward, backward, transfer, sends=how)
         versions = Versions(depths(stages, edges), every)
         ends = [
             [s.end for s in found.spans if s.action.stage == k and s.action.kind is Kind.B]
