@@ -1,0 +1,216 @@
+"""Write the tables of fxpart/docs/learning.md from what `learning.py` kept.
+
+    python tests/benchmarks/learning_page.py     (--dry prints the page)
+
+One table for each task, and what the runs say of the aim: a mode that predicts within 0.5 % of the
+synchronous accuracy. Nothing in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from learning_jobs import METHODS, SEEDS, STAGES, Job, at, best_rate, configurations
+from readme import conditions, replaced
+from record import ROOT, parser, read
+
+from fxpart.schedule.weight_modes import MODES
+
+PAGE = ROOT / "fxpart" / "docs" / "learning.md"
+WITHIN = 0.995  # of the synchronous accuracy
+_MODES = {name: MODES[method.weights] for name, method in METHODS.items()}
+PREDICTING = tuple(name for name, mode in _MODES.items() if mode.predicts and not mode.flush)
+TITLES = {
+    "mlp": "Digits, an MLP of residual blocks",
+    "cnn": "Digits, a residual CNN",
+    "gpt": "Source text, a character GPT",
+}
+LABELS = {
+    "sync": "synchronous",
+    "lookahead": "synchronous, look-ahead",
+    "stash": "stash (PipeDream)",
+    "naive": "naive",
+    "spectrain": "SpecTrain v1",
+    "spectrain-v2": "SpecTrain v2",
+    "pipeoptim": "PipeOptim",
+    "xpipe": "XPipe",
+    "2bw": "PipeDream-2BW",
+    "pipemare": "PipeMare",
+    "nadam-stash": "stash, NAdam β1 = .99",
+}
+OPTIMIZERS = {"sgd": "SGD, momentum .9", "adamw": "AdamW"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """All seeds of a configuration at its best rate; None in the lists where a run diverged."""
+
+    rate: float
+    losses: tuple[float | None, ...]
+    accuracies: tuple[float | None, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The mean; 0 where a run diverged."""
+        return _mean(self.accuracies) or 0.0
+
+
+def found(figures: Mapping[str, Any], job: Job) -> Found | None:
+    """What is known of a configuration; None while runs are missing."""
+    runs = figures["runs"]
+    rate = best_rate(job, figures["tasks"][job.task]["rates"][job.optimizer], runs)
+    if rate is None:
+        return None
+    mine = [runs.get(at(job, rate, seed).key) for seed in SEEDS]
+    if None in mine:
+        return None
+    return Found(rate, *(tuple(run[what] for run in mine) for what in ("loss", "accuracy")))
+
+
+def known(figures: Mapping[str, Any], task: str) -> dict[tuple[str, str, int], Found]:
+    """By method, optimizer and stages; the synchronous run and NAdam fill all their columns."""
+    all_of: dict[tuple[str, str, int], Found] = {}
+    for job in configurations([task]):
+        has = found(figures, job)
+        if has is not None:
+            column = "adamw" if job.optimizer == "nadam" else job.optimizer
+            for stages in STAGES if job.stages == 1 else (job.stages,):
+                all_of[job.method, column, stages] = has
+    return all_of
+
+
+def table(figures: Mapping[str, Any], task: str) -> str:
+    """Methods by optimizers and stages."""
+    has = known(figures, task)
+    head = [f"{name}, K = {stages}" for name in OPTIMIZERS.values() for stages in STAGES]
+    rows = [f"| method | {' | '.join(head)} |", f"| --- |{' --- |' * len(head)}"]
+    for method, label in LABELS.items():
+        cells = [
+            cell(has.get((method, *at)), has.get(("sync", *at)), missing(method, at[0]))
+            for at in product(OPTIMIZERS, STAGES)
+        ]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    said = figures["tasks"][task]
+    about = (
+        f"{said['data']}; {said['parameters']:,} parameters, batches of {said['rows']},"
+        f" {said['steps']} updates. Rates: "
+        + "; ".join(
+            f"{name} {', '.join(f'{rate:g}' for rate in grid)}"
+            for name, grid in said["rates"].items()
+        )
+    )
+    return "\n".join([f"### {TITLES[task]}", "", f"{about[0].upper()}{about[1:]}.", "", *rows])
+
+
+def missing(method: str, optimizer: str) -> str:
+    """What stands where nothing is known."""
+    takes = METHODS[method].optimizers
+    return "" if optimizer in takes or (optimizer, takes) == ("adamw", ("nadam",)) else "-"
+
+
+def cell(has: Found | None, sync: Found | None, otherwise: str) -> str:
+    """Loss, accuracy and rate; bold where the accuracy is near the synchronous one or above."""
+    if has is None:
+        return otherwise
+    if None in has.losses:
+        return f"{has.losses.count(None)} of {len(has.losses)} diverged ({has.rate:g})"
+    form = ".3f" if max(has.losses) < 100 else ".1e"
+    loss = f"{_mean(has.losses):{form}} ± {_spread(has.losses):{form}}"
+    accuracy = f"{100 * has.accuracy:.2f} ± {100 * _spread(has.accuracies):.2f} %"
+    near = sync is not None and has.accuracy >= WITHIN * sync.accuracy
+    return f"{loss}, {f'**{accuracy}**' if near else accuracy} ({has.rate:g})"
+
+
+def _mean(values: tuple[float | None, ...]) -> float | None:
+    """None where one is missing."""
+    there = [v for v in values if v is not None]
+    return statistics.fmean(there) if len(there) == len(values) else None
+
+
+def _spread(values: tuple[float | None, ...]) -> float:
+    """The sample's standard deviation."""
+    return statistics.stdev(v for v in values if v is not None)
+
+
+# -- the aim --------------------------------------------------------------------------------------
+
+
+def settings(figures: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, float] | None]]:
+    """Each task, optimizer and stages: accuracy of predicting modes over the synchronous one."""
+    for task in figures["tasks"]:
+        has = known(figures, task)
+        for name in OPTIMIZERS:
+            for stages in STAGES:
+                sync = has.get(("sync", name, stages))
+                mine = {m: has.get((m, name, stages)) for m in PREDICTING}
+                whole = sync is not None and all(f is not None for f in mine.values())
+                yield task, name, stages, {
+                    m: f.accuracy / sync.accuracy for m, f in mine.items() if f and sync
+                } if whole else None  # fmt: skip
+
+
+def aim(figures: Mapping[str, Any]) -> str:
+    """Whether a mode that predicts comes within 0.5 % of the synchronous accuracy, and where."""
+    every = list(settings(figures))
+    lines = []
+    for task in TITLES:
+        mine = [(name, stages, ratios) for t, name, stages, ratios in every if t == task]
+        done = [(name, stages, ratios) for name, stages, ratios in mine if ratios]
+        if not mine or len(done) < len(mine):
+            lines.append(f"* {TITLES[task]}: not all runs are there.")
+            continue
+        near = [max(ratios.values()) >= WITHIN for _, _, ratios in done]
+        best = "; ".join(
+            f"{OPTIMIZERS[name]}, K = {stages}: {LABELS[max(ratios, key=lambda m: ratios[m])]}"
+            f" {100 * (max(ratios.values()) - 1):+.2f} %"
+            for name, stages, ratios in done
+        )
+        lines.append(f"* {TITLES[task]}: true in {sum(near)} of {len(near)} settings. {best}.")
+    verdict = [ratios is not None and max(ratios.values()) >= WITHIN for *_, ratios in every]
+    whole = len(figures["tasks"]) == len(TITLES) and all(r is not None for *_, r in every)
+    word = "not known yet" if not whole else "**true**" if all(verdict) else "**false**"
+    return "\n".join(
+        [
+            "The aim: at least one mode that predicts (SpecTrain v1 or v2, PipeOptim, XPipe) is"
+            " within 0.5 % relative of the synchronous validation accuracy, with each optimizer, at"
+            f" 4 and at 8 stages, on each task: {word}. The best of them in each setting, against"
+            " the synchronous run with the same optimizer:",
+            "",
+            *lines,
+        ]
+    )
+
+
+def contents() -> dict[str, str]:
+    """The page's generated blocks by name."""
+    result = read("learning")
+    figures = result["figures"]
+    made = f"Made by `{result['command']}`: {conditions(result)}."
+    tables = [table(figures, task) for task in TITLES if task in figures["tasks"]]
+    return {"aim": aim(figures), "learning": "\n\n".join([*tables, made])}
+
+
+def rewrite() -> None:
+    """Bring the page up to the results."""
+    text = replaced(PAGE.read_text(encoding="utf-8"), contents())
+    beside = PAGE.with_suffix(".part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, PAGE)
+
+
+def main() -> None:
+    """Write the page."""
+    if parser(__doc__).parse_args().dry:
+        sys.stdout.write(replaced(PAGE.read_text(encoding="utf-8"), contents()))
+    else:
+        rewrite()
+
+
+if __name__ == "__main__":
+    main()
