@@ -4,6 +4,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
 from fxpart.compat.compiling import compile_counters, compiler_fault
+from fxpart.compat.foreach import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_divide_,
+    foreach_lerp,
+    foreach_mul,
+    foreach_mul_,
+    foreach_shift_,
+    foreach_sqrt,
+    foreach_zero_,
+)
 from fxpart.compat.modules import (
     has_module_hooks,
     mask_detection_off,
@@ -13,6 +27,11 @@ from fxpart.compat.modules import (
     tensor_slots,
     unwrapped,
     watched_calls,
+)
+from fxpart.compat.optimizers import (
+    optimizer_standing_in,
+    scheduler_standing_in,
+    step_of,
 )
 from fxpart.compat.saved import release_saved, saved_slots
 from fxpart.compat.symbols import (
@@ -54,6 +73,18 @@ __all__ = [
     "deferred_code",
     "fake_mode",
     "floor_division",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_addcdiv_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_divide_",
+    "foreach_lerp",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_shift_",
+    "foreach_sqrt",
+    "foreach_zero_",
     "grad_modes_kept",
     "guards_off",
     "has_module_hooks",
@@ -64,6 +95,7 @@ __all__ = [
     "mask_detection_off",
     "may_convert",
     "operation_schema",
+    "optimizer_standing_in",
     "own_backward",
     "python_dispatcher",
     "quiet_fakes",
@@ -71,7 +103,9 @@ __all__ = [
     "registering_module",
     "release_saved",
     "saved_slots",
+    "scheduler_standing_in",
     "size_hint",
+    "step_of",
     "storage_address",
     "storage_identity",
     "symbol_names",

@@ -1,0 +1,75 @@
+"""Optimizers and schedulers that stand in for others: what they do is done to copies."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+# Hooks of the real step, and the step that a scheduler binds to the real optimizer, stay behind.
+_NOT_TAKEN = ("state", "param_groups", "step")
+_HOOKS = "_hooks"
+
+
+def scheduler_standing_in(scheduler: LRScheduler) -> tuple[LRScheduler, torch.optim.Optimizer]:
+    """A copy of the scheduler, and the optimizer without parameters whose options it sets.
+
+    The copy goes through ``copy.deepcopy``, in which the optimizer is replaced; so do those of
+    schedulers within (SequentialLR, ChainedScheduler). ``_opt_called`` says that the optimizer was
+    stepped, without which the first step of a scheduler warns.
+    """
+    real: torch.optim.Optimizer = scheduler.optimizer
+    stand_in = object.__new__(type(real))
+    stand_in.__dict__.update(real.__dict__)
+    stand_in.param_groups = [
+        {name: copy.copy(value) if name != "params" else [] for name, value in group.items()}
+        for group in real.param_groups
+    ]
+    for group in stand_in.param_groups:
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                group[name] = value.clone()
+    stand_in.state = defaultdict(dict)
+    stand_in._opt_called = True  # type: ignore[attr-defined]
+    return copy.deepcopy(scheduler, {id(real): stand_in}), stand_in
+
+
+def optimizer_standing_in(
+    real: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class, without state, for other parameters in the same groups.
+
+    parameters: of the real one -> of the new one. It has no hooks.
+    """
+    made = object.__new__(type(real))
+    made.state = defaultdict(dict)
+    made.param_groups = [
+        {**group, "params": [parameters[p] for p in group["params"]]} for group in real.param_groups
+    ]
+    memo: dict[int, Any] = {id(p): q for p, q in parameters.items()}
+    memo |= {
+        id(real): made,
+        id(real.state): made.state,
+        id(real.param_groups): made.param_groups,
+    }
+    for theirs, mine in zip(real.param_groups, made.param_groups, strict=True):
+        memo |= {id(theirs): mine, id(theirs["params"]): mine["params"]}
+    for name, value in real.__dict__.items():
+        if name not in _NOT_TAKEN:
+            hooks = name.endswith(_HOOKS)
+            made.__dict__[name] = type(value)() if hooks else copy.deepcopy(value, dict(memo))
+    return made
+
+
+def step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The step of the class without what torch wraps around it for hooks (``hooked``).
+
+    Hooks that are registered for all optimizers would otherwise hear of steps that nobody makes.
+    """
+    step: Any = kind.step
+    plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
