@@ -63,6 +63,11 @@ class Reading(Pending[Seen]):
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
 
+    @property
+    def others(self) -> Mapping[str, Shape]:
+        """Of inputs that this process was not given, as others told when all were heard."""
+        return self._others
+
     def _digests(self) -> list[int]:
         if not self._value:
             return [0, 0]

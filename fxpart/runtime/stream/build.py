@@ -1,0 +1,86 @@
+"""The parts of a stream's trainer: weight versions, updates and runners of its own stages."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program import ProgramSpec
+from fxpart.runtime.lanes import Lane, Ranks
+from fxpart.runtime.options import Options
+from fxpart.runtime.state import Place
+from fxpart.runtime.stream.crew import Stages
+from fxpart.runtime.stream.optimizers import owned
+from fxpart.runtime.stream.options import StreamOptions
+from fxpart.runtime.stream.updates import Clipping, StageUpdate
+from fxpart.runtime.weights import StageWeights
+
+if TYPE_CHECKING:
+    from fxpart.runtime.stream.trainer import StreamTrainer
+
+
+def check_program(
+    spec: ProgramSpec, ranks: Ranks, options: Options, stream: StreamOptions, optimizer: Any
+) -> None:
+    """FXP109 for what cannot be trained as a stream."""
+    problems = []
+    sharding = spec.sharding
+    firsts = [row[0] for row in ranks]
+    if len(set(firsts)) < len(firsts):
+        problems.append(("several stages on a rank", "one stage a rank"))
+    if spec.replicas:
+        problems.append(("copies of stages that take turns", 'mesh="dp=2"'))
+    if sharding is not None and sharding.zero:
+        problems.append(("an optimizer that is sharded over lanes (ZeRO)", "zero=0"))
+    cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
+    if cut and (options.clip_norm is not None or options.log_grad_norm):
+        problems.append(("norms of parameters that are cut over lanes", "clip_value"))
+    if options.compile_stages and not stream.mode.flush:
+        problems.append(("compiled stages, whose weights change", "compile_stages=False"))
+    if optimizer is None:
+        problems.append(("no optimizer", "program.trainer(optimizer=torch.optim.AdamW)"))
+    if problems:
+        where = f"weights={stream.mode.name}"
+        raise FxpartError(
+            Problem(
+                "FXP109", f"weights={stream.mode.name}", f"an asynchronous trainer with {why}", f
+            )
+            for why, fix in problems
+        )
+
+
+def build(trainer: StreamTrainer) -> tuple[dict[Place, StageWeights], Stages]:
+    """Of every stage of this process."""
+    options, stream, state = trainer.options, trainer.stream, trainer._state
+    mine = owned(state)
+    total = sum(
+        math.prod(entry.pieces.shape) for entry in state.entries.values() if entry.trainable
+    )
+    weights: dict[Place, StageWeights] = {}
+    updates: dict[Place, StageUpdate] = {}
+    for lane in trainer._lanes:
+        for stage, module in sorted(lane.modules.items()):
+            place = stage, lane.index
+            optimizer = trainer.optimizers[place]
+            scheduler = None if stream.scheduler is None else stream.scheduler(optimizer)
+            weights[place] = StageWeights(
+                module, optimizer, stream.mode, trainer.versions, stage,
+                scheduler=scheduler, total_updates=stream.total_updates, guard=stream.guard,
+            )  # fmt: skip
+            if stream.watch:
+                weights[place].watch(stream.watch)
+            part = sum(parameter.numel() for _, parameter in mine[place])
+            clipping = Clipping(
+                options.clip_norm, stream.clip, options.clip_value, part / max(total, 1)
+            )
+            updates[place] = StageUpdate(
+                Lane(lane.index, lane.spec, {stage: module}), trainer._held, weights[place],
+                [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
+            )  # fmt: skip
+    stages = Stages(
+        trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
+        trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
+        crew=trainer._crew, recompute=options.recomputes(len(trainer.spec.stages)),
+    )  # fmt: skip
+    return weights, stages

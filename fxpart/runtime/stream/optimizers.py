@@ -1,0 +1,70 @@
+"""One optimizer for each stage of this process, over the parameters that the stage owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.runtime.groups import Group, own
+from fxpart.runtime.held import Held
+from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
+from fxpart.runtime.state import ModelState, Place
+
+Optimizers = Mapping[Place, torch.optim.Optimizer]
+
+
+def owned(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
+    """The trainable parameters that each stage and lane of this process owns, in model order."""
+    found: dict[Place, list[tuple[str, nn.Parameter]]] = {
+        (stage, lane.index): [] for lane in state.lanes for stage in sorted(lane.modules)
+    }
+    for name, entry in state.entries.items():
+        for (stage, lane), tensor in entry.copies.items():
+            if entry.trainable and stage == entry.spec.owner and isinstance(tensor, nn.Parameter):
+                found[stage, lane].append((name, tensor))
+    return found
+
+
+def make_all(given: Any, state: ModelState, groups: Sequence[Group]) -> Optimizers:
+    """An optimizer for each; raises FXP109 as :func:`~fxpart.runtime.optimizer.make_optimizer`."""
+    return {
+        place: make_optimizer(given, [p for _, p in mine], own(groups, mine))
+        for place, mine in owned(state).items()
+    }
+
+
+def gather(
+    state: ModelState, held: Held, optimizers: Optimizers, *, first_only: bool
+) -> dict[str, Any]:
+    """Their state by original names: see :func:`~fxpart.runtime.optimizer_state`."""
+    return gather_optimizer(state, held, _together(optimizers), first_only=first_only)
+
+
+def plan_loads(
+    state: ModelState,
+    held: Held,
+    optimizers: Optimizers,
+    given: Mapping[str, Any],
+    groups: Sequence[Group],
+) -> list[Callable[[], None]]:
+    """What puts gathered state back into each; FXP110 before it."""
+    return [plan_load(state, held, each, given, groups) for each in optimizers.values()]
+
+
+def _together(optimizers: Optimizers) -> Any:
+    """One view of all: the same groups with everybody's parameters, and all state."""
+    first, *others = optimizers.values()
+    groups = [dict(group) for group in first.param_groups]
+    for index, group in enumerate(groups):
+        group["params"] = list(group["params"])
+        for other in others:
+            group["params"] += other.param_groups[index]["params"]
+    state: dict[torch.Tensor, Any] = {}
+    for each in optimizers.values():
+        state |= each.state
+    return SimpleNamespace(param_groups=groups, state=state, state_dict=first.state_dict)

@@ -1,0 +1,420 @@
+"""One stage of a stream: forwards, backwards and updates in an order that is fixed for good.
+
+A stage that fails goes on with zeros and updates no more; what it sends says so, and stages that
+are told of it update no more either, so that no rank waits in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.agreement import lost
+from fxpart.runtime.cell import Cell, Roots
+from fxpart.runtime.instruction import Failure
+from fxpart.runtime.links import Link
+from fxpart.runtime.shapes import Sizes, shape
+from fxpart.runtime.stage import StageTable
+from fxpart.runtime.stream.layout import Layout, Parcel
+from fxpart.runtime.stream.ports import END, Form, Header, Inlet, Outlet
+from fxpart.runtime.stream.ties import Ties
+from fxpart.runtime.stream.updates import StageUpdate
+from fxpart.runtime.ties import Shared
+from fxpart.runtime.transport import (
+    BACKWARD,
+    FORWARD,
+    PeerLostError,
+    TransferTimeoutError,
+    Transport,
+)
+from fxpart.runtime.weights import StageWeights
+from fxpart.schedule.action import Action, Kind
+from fxpart.schedule.versions import Read, Versions
+
+T = TypeVar("T")
+AHEAD = 2  # receives that stand ready beyond those that the sender's lead asks for
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A minibatch on one rank: see :class:`fxpart.runtime.instruction.Feed`."""
+
+    inputs: Sequence[dict[str, torch.Tensor]]
+    weights: Sequence[float]
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stage's lane runs. ranks: of all stages of the lane. alone: no other process."""
+
+    rank: int
+    lane: int
+    ranks: Sequence[int]
+    transport: Transport
+    device: torch.device
+    alone: bool
+    threads: bool
+
+
+class Runner:
+    """Runs one stage.
+
+    forwards, backwards: of the stream so far. losses: of the microbatches since they were taken.
+    failure: of the stage itself; halted: it, or one before it, has failed.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        table: StageTable,
+        seat: Seat,
+        versions: Versions,
+        weights: StageWeights,
+        update: StageUpdate,
+    ) -> None:
+        """update: done after the last backward of each minibatch."""
+        self.stage = table.index
+        self.seat = seat
+        self.weights = weights
+        self.losses: dict[int, torch.Tensor] = {}
+        self.failure: Failure | None = None
+        self.halted = self.lost = False
+        self.doing = Action(self.stage, Kind.F, 0)
+        self.ties = Ties(layout, self.stage, table.module)
+        self.versions = versions
+        self.read_last = 0
+        self._layout = layout
+        self._table = table
+        self._mode = weights.mode
+        self._update = update
+        self._sizes: Sequence[Sizes] = ()
+        self._ahead = layout.ahead[self.stage]
+        self._into = self._inlets(layout.forward, layout.producers(self.stage), FORWARD)
+        self._back = self._inlets(layout.backward, layout.consumers(self.stage), BACKWARD)
+        self._out = self._outlets(layout.forward, layout.targets(self.stage), FORWARD)
+        self._return = self._outlets(layout.backward, layout.returns(self.stage), BACKWARD)
+        self.begin(versions)
+
+    def begin(self, versions: Versions) -> None:
+        """A stream begins, after ``versions.start`` updates."""
+        self.versions = versions
+        self.forwards = self.backwards = 0
+        self.updates = versions.start
+        self._cells: dict[int, Cell] = {}
+        self._shares: dict[int, float] = {}
+        self._ends: list[int] = []
+        self._open = False
+        self.ties.begin()
+        for _, _, inlet in (*self._into, *self._back):
+            inlet.begin()
+        for _, _, outlet in (*self._out, *self._return):
+            outlet.begin()
+
+    @property
+    def done(self) -> tuple[int, ...]:
+        """Grows with everything that the stage does."""
+        taken = [inlet.taken for _, _, inlet in (*self._into, *self._back)]
+        return (self.forwards, self.backwards, *taken)
+
+    # -- a call ---------------------------------------------------------------------------------
+
+    def minibatch(self, batch: Batch, sizes: Sequence[Sizes], *, closing: bool) -> Iterator[None]:
+        """All from the minibatch's first forward to just before the next one's.
+
+        sizes: of its microbatches' symbols. closing: the stream ends with it. Yields while a
+        message is not there.
+        """
+        first, count = self.forwards, len(batch.keys)
+        self._sizes = sizes
+        self._open = not (closing or self.seat.alone)
+        for _, _, inlet in (*self._into, *self._back):
+            inlet.expect(first + count if closing else None)
+        self._ends.append(first + count - 1)
+        for index in range(count):
+            yield from self._do_forward(first + index, batch, index)
+            behind = first + index - self._ahead + 1
+            if behind >= 0:
+                yield from self._do_backward(behind)
+
+    def drain(self) -> Iterator[None]:
+        """All backwards that are left; then the stream has ended on this stage."""
+        for _, _, inlet in (*self._into, *self._back):
+            inlet.close(self.forwards + int(self._open))
+        while self.backwards < self.forwards:
+            yield from self._do_backward(self.backwards)
+        self._fill()
+        for peer, _, inlet in (*self._into, *self._back):
+            while inlet.left:
+                while not inlet.ready():
+                    yield
+                header, _ = self._take(inlet)
+                assert header.microbatch == END, f"stage {peer} sends on: {header}"
+        for _, _, outlet in (*self._out, *self._return):
+            self._moving(outlet, outlet.finish)
+
+    def _fill(self) -> None:
+        """Send what receivers have posted in vain, and one message that says that this ends."""
+        if not self._open:
+            return
+        total, ahead = self.forwards, self._layout.ahead
+        for peer, _, outlet in self._out:
+            posted = total + self._posts(peer, self.stage, backward=False)
+            self._moving(outlet, partial(outlet.end, posted))
+        for peer, _, outlet in self._return:
+            posted = max(0, total - ahead[peer] + 1) + self._posts(peer, self.stage, backward=True)
+            self._moving(outlet, partial(outlet.end, max(posted, total + 1)))
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def _do_forward(self, microbatch: int, batch: Batch, index: int) -> Iterator[None]:
+        self.doing = Action(self.stage, Kind.F, microbatch)
+        for _, _, inlet in self._into:
+            while not inlet.ready():
+                yield
+        cell = Cell(self._table)
+        read = self.versions.read(self._mode, self.stage, microbatch)
+        for peer, parcel, inlet in self._into:
+            version = self.versions.read(self._mode, peer, microbatch).version
+            tensors = self._checked(inlet, peer, microbatch, version)
+            for link, tensor in zip(parcel.links, tensors, strict=False):
+                cell.inputs[link.input] = tensor
+            if len(tensors) > len(parcel.links):
+                self.ties.borrow(parcel.shared, tensors[len(parcel.links) :])
+        self._expect_updates(read.forward, "F", microbatch)
+        self.read_last = read.version
+        self.forwards += 1
+        self._attempt(lambda: self._compute(cell, microbatch, batch, index, read))
+        if self.halted:
+            header = Header(microbatch, read.version, halted=True)
+            self._send_zeros(self._out, header)
+
+    def _compute(self, cell: Cell, microbatch: int, batch: Batch, index: int, read: Read) -> None:
+        table, changed = self._table, False
+        for position, name in table.user:
+            cell.inputs[position] = batch.inputs[index][name]
+        lent: dict[int, list[torch.Tensor]] = {}
+        if self.ties.borrowed:
+            self.weights.lend(microbatch, self.ties.borrowed)
+        with self.weights.forward(microbatch):
+            cell.forward(batch.keys[index], train=True)
+            for peer, parcel, _ in self._out:
+                if parcel.shared:
+                    changed = self._layout.changed(
+                        self._mode, self.versions, self.stage, microbatch
+                    )
+                    lent[peer] = self.ties.lent(parcel.shared) if changed else []
+        self._cells[microbatch] = cell
+        if table.loss is not None:
+            self.losses[microbatch] = cell.outputs[table.loss].detach()
+            self._shares[microbatch] = batch.weights[index]
+        header = Header(microbatch, read.version, halted=False)
+        sent = [self._values(cell, p.links, microbatch, forward=True) for _, p, _ in self._out]
+        for (peer, _, outlet), tensors in zip(self._out, sent, strict=True):
+            outlet.send(header, [*tensors, *lent.get(peer, [])])
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def _do_backward(self, microbatch: int) -> Iterator[None]:
+        self.doing = Action(self.stage, Kind.B, microbatch)
+        for _, _, inlet in self._back:
+            while not inlet.ready():
+                yield
+        roots = Roots(self._table)
+        sums: list[tuple[int, Shared, torch.Tensor]] = []
+        for peer, parcel, inlet in self._back:
+            version = self.versions.backward(peer, microbatch)
+            tensors = self._checked(inlet, peer, microbatch, version)
+            for link, tensor in zip(parcel.links, tensors, strict=False):
+                roots.add(link, tensor)
+            parts = tensors[len(parcel.links) :]
+            sums += [(peer, s, t) for s, t in zip(parcel.shared, parts, strict=True)]
+        applied = self.versions.backward(self.stage, microbatch)
+        self._expect_updates(applied, "B", microbatch)
+        self.backwards += 1
+        self._attempt(lambda: self._compute_back(microbatch, roots, sums, applied))
+        if self.halted:
+            header = Header(microbatch, applied, halted=True)
+            self._send_zeros(self._return, header)
+        if self._ends[0] == microbatch:
+            self._ends.pop(0)
+            self._attempt(lambda: self._update.run(halted=self.halted), always=True)
+            self.updates += 1
+
+    def _compute_back(
+        self,
+        microbatch: int,
+        roots: Roots,
+        sums: list[tuple[int, Shared, torch.Tensor]],
+        applied: int,
+    ) -> None:
+        table, ties = self._table, self.ties
+        cell = self._cells.pop(microbatch)
+        if table.loss is not None:
+            roots.add_loss(cell.outputs[table.loss], self._shares.pop(microbatch))
+        self._update.begins(last=self._ends[0] == microbatch)
+        roots.add_shared(ties.before(sums))
+        with self.weights.backward(microbatch):
+            if table.trains or ties.involved:
+                cell.backward(roots)
+        ties.after(sums)
+        header = Header(microbatch, applied, halted=False)
+        sent = [
+            [*self._values(cell, p.links, microbatch, forward=False), *ties.give(p.shared)]
+            for _, p, _ in self._return
+        ]
+        for (_, _, outlet), tensors in zip(self._return, sent, strict=True):
+            outlet.send(header, tensors)
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _attempt(self, do: Callable[[], None], *, always: bool = False) -> None:
+        """Do it unless the stage has failed; a failure is kept. Lost connections are raised."""
+        if self.halted and not always:
+            return
+        try:
+            do()
+        except Exception as cause:
+            if isinstance(cause, (TransferTimeoutError, PeerLostError)) and not self.seat.threads:
+                raise self._lost(cause, []) from cause
+            self.fail(cause)
+
+    def fail(self, cause: Exception) -> None:
+        """The stage goes on with zeros from here on."""
+        if self.failure is None:
+            self.failure = Failure(self.seat.rank, self.doing, cause)
+        self.halt()
+
+    def halt(self) -> None:
+        """No more updates; zeros in place of results."""
+        self.halted = True
+        self._cells.clear()
+        self._shares.clear()
+
+    def _send_zeros(self, ports: list[tuple[int, Parcel, Outlet]], header: Header) -> None:
+        """In the place of what the stage would have sent, as far as it has not."""
+        for _, _, outlet in ports:
+            if outlet.sent <= header.microbatch:
+                self._moving(outlet, partial(outlet.zeros, header))
+
+    def _checked(
+        self, inlet: Inlet, peer: int, microbatch: int, version: int
+    ) -> list[torch.Tensor]:
+        header, tensors = self._take(inlet)
+        if header.halted:
+            self.halt()
+        if header.microbatch == END:
+            raise error(
+                "FXP501",
+                where=f"rank {self.seat.rank}, {self.doing}",
+                why=f"rank {inlet.source} (stage {peer}) has ended the stream of microbatches: it "
+                "drained, evaluated or saved where this rank trains on",
+                fix="give every rank the same script, arguments and batches in the same order",
+            )
+        found = (header.microbatch, header.version)
+        assert found == (microbatch, version), (
+            f"rank {self.seat.rank}, stage {self.stage}, {self.doing}: microbatch and version "
+            f"{(microbatch, version)} expected of stage {peer}, {found} found"
+        )
+        return tensors
+
+    def _take(self, inlet: Inlet) -> tuple[Header, list[torch.Tensor]]:
+        return self._moving(inlet, inlet.take)
+
+    def _moving(self, port: Inlet | Outlet, do: Callable[[], T]) -> T:
+        try:
+            return do()
+        except (TransferTimeoutError, PeerLostError) as cause:
+            peers = [port.source] if isinstance(port, Inlet) else []
+            raise self._lost(cause, peers) from cause
+
+    def _lost(
+        self, cause: TransferTimeoutError | PeerLostError, peers: Sequence[int]
+    ) -> FxpartError:
+        self.lost = True
+        what = f"stage {self.stage}, action {self.doing}, microbatch {self.doing.microbatch}"
+        for peer in peers:
+            what += f", waiting for rank {peer} (stage {self.seat.ranks.index(peer)})"
+        return lost(self.seat.rank, what, cause)
+
+    def _expect_updates(self, expected: int, kind: str, microbatch: int) -> None:
+        """The run's own counters are those of the schedule."""
+        found = (self.updates, self.updates if self.halted else self.weights.updates)
+        assert found == (expected, expected), (
+            f"rank {self.seat.rank}, stage {self.stage}, {self.stage}{kind}{microbatch}: "
+            f"{expected} updates expected, {found} found"
+        )
+
+    def _values(
+        self, cell: Cell, links: Sequence[Link], microbatch: int, *, forward: bool
+    ) -> list[torch.Tensor]:
+        """What is sent over the links; FXP900 where it is not what was compiled."""
+        found, sizes = [], self._sizes[microbatch % len(self._sizes)]
+        for link in links:
+            value = cell.value(link, forward=forward)
+            wanted = shape(link.shape)(sizes)
+            if value.shape != wanted or value.dtype != link.dtype:
+                raise error(
+                    "FXP900",
+                    where=f"value {link.name} from stage {link.source} to stage {link.target}",
+                    why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {wanted} was "
+                    "compiled",
+                    fix="",
+                )
+            found.append(value.detach().to(link.sent).contiguous())
+        return found
+
+    def _form(self, parcel: Parcel, lender: int | None) -> Callable[[int], Form]:
+        """The tensors of each microbatch's message; lender: the stage whose weights it carries."""
+        shapes = [(shape(link.shape), link.sent, link.dtype) for link in parcel.links]
+        shared = [(shape(s.link.shape)({}), s.link.sent, s.link.dtype) for s in parcel.shared]
+
+        def form(microbatch: int) -> Form:
+            sizes = self._sizes[microbatch % len(self._sizes)]
+            found: Form = [(of(sizes), sent, dtype) for of, sent, dtype in shapes]
+            if shared and (
+                lender is None
+                or self._layout.changed(self._mode, self.versions, lender, microbatch)
+            ):
+                found += shared
+            return found
+
+        return form
+
+    def _inlets(
+        self, parcels: dict[tuple[int, int], Parcel], peers: Sequence[int], channel: int
+    ) -> list[tuple[int, Parcel, Inlet]]:
+        seat, found = self.seat, []
+        for peer in peers:
+            parcel, forward = parcels[peer, self.stage], channel == FORWARD
+            ends = (seat.ranks[peer], seat.rank, channel)
+            form = self._form(parcel, peer if forward else None)
+            ahead = self._posts(self.stage, peer, backward=not forward)
+            inlet = Inlet(seat.transport, ends, seat.device, form, ahead)
+            found.append((peer, parcel, inlet))
+        return found
+
+    def _outlets(
+        self, parcels: dict[tuple[int, int], Parcel], peers: Sequence[int], channel: int
+    ) -> list[tuple[int, Parcel, Outlet]]:
+        seat, found = self.seat, []
+        for peer in peers:
+            parcel, forward = parcels[self.stage, peer], channel == FORWARD
+            ends = (seat.rank, seat.ranks[peer], channel)
+            form = self._form(parcel, self.stage if forward else None)
+            window = max(1, self._posts(peer, self.stage, backward=not forward))
+            outlet = Outlet(seat.transport, ends, seat.device, form, window)
+            found.append((peer, parcel, outlet))
+        return found
+
+    def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:
+        """Receives that stand ready: none in one process; else what the sender may be ahead."""
+        if self.seat.alone:
+            return 0
+        ahead = self._layout.ahead
+        return AHEAD if backward else AHEAD + ahead[sender] - ahead[receiver]

@@ -1,0 +1,411 @@
+"""The trainer of a stream: every stage updates by itself, and the pipeline does not drain."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
+from fxpart.runtime.batch import Cut, Shape
+from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.groups import Groups, assign
+from fxpart.runtime.inference import Inference
+from fxpart.runtime.instruction import Failure
+from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.optimizer import check_elementwise, describe_groups
+from fxpart.runtime.stream.build import build, check_program
+from fxpart.runtime.stream.layout import Layout
+from fxpart.runtime.stream.optimizers import Optimizers, gather, make_all, plan_loads
+from fxpart.runtime.stream.options import StreamOptions
+from fxpart.runtime.stream.shared import refresh
+from fxpart.runtime.stream.word import Counts, Word, Words, bits, number
+from fxpart.schedule.versions import Versions
+
+
+class StreamTrainer(Inference):
+    """Trains a program's stages asynchronously; every rank makes one and gives it equal batches.
+
+    optimizers: of this process, by stage and lane; ``optimizer`` is the first. updates: of every
+    stage that are certain: minibatches begun, less those in flight. last_rows: of the last global
+    batch. last_grad_norm: the newest global norm that is known, where it is computed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments: see :class:`~fxpart.runtime.assembly.Assembly` and :class:`StreamOptions`.
+
+        FXP109 for what cannot be trained so: several stages a rank, copies of stages, a sharded
+        optimizer.
+        """
+        self.stream = StreamOptions.taken(kwargs)
+        self.optimizers: Optimizers = {}
+        super().__init__(*args, **kwargs)
+        check_program(self.spec, self._ranks, self.options, self.stream, self.optimizer)
+        self._layout = Layout.of(self.spec)
+        self.versions = Versions(self._layout.ahead, self.microbatches)
+        self.versions.check(self.stream.mode)
+        self._weights, self._stages = build(self)
+        self._words = Words(self._transport)
+        self._losses: deque[tuple[int, torch.Tensor]] = deque()
+        self._shapes: Mapping[str, Shape] = {}
+        self._others: Mapping[str, Shape] = {}
+        self._streaming = False  # something is in flight
+        self._first = 0  # the call that began the stream
+        self._spread = True  # holders of shared parameters have their owners' weights
+        self._cut: Cut | None = None
+        self.draining = self.stream.mode.flush  # after every minibatch, for good
+        self.last_rows = 0
+        self.last_grad_norm: torch.Tensor | None = None
+
+    # -- training -------------------------------------------------------------------------------
+
+    def step(
+        self, batch: Any, accumulate: bool = False, *, local: bool = False
+    ) -> torch.Tensor | None:
+        """One more minibatch into the pipeline; the newest loss that every rank knows.
+
+        That is the loss of an earlier call (by :attr:`lag`), and None before there is one; losses
+        that no call has returned come with :meth:`drain`. accumulate: refused, FXP109: each
+        minibatch ends with an update, and one update to several batches is ``microbatches``. local:
+        as for a synchronous trainer. A failure on any rank is raised on every rank as the same
+        FXP504, as many calls later; the training has ended then.
+        """
+        if accumulate:
+            raise error(
+                "FXP109", where="step(accumulate=True)",
+                why="an asynchronous stage updates after each minibatch, whose backwards end calls "
+                "later", fix="give larger batches, and more microbatches",
+            )  # fmt: skip
+        if not self.spec.loss:
+            raise error(
+                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+            )
+        self._check_whole()
+        cut = self._next(batch, local)
+        self._run(cut, closing=self._closes(cut))
+        self.last_rows = sum(cut.rows)
+        return self._newest()
+
+    def drain(self) -> list[torch.Tensor]:
+        """Finish what is in flight; the losses that no call has returned, in order."""
+        self._settle()
+        found = [loss for _, loss in self._losses]
+        self._losses.clear()
+        return found
+
+    def taken(self) -> list[tuple[int, torch.Tensor]]:
+        """The losses that are known and were not taken or returned, with their calls."""
+        found = list(self._losses)
+        self._losses.clear()
+        return found
+
+    @property
+    def lag(self) -> int:
+        """After how many calls a minibatch's loss is known."""
+        return 0 if self.draining else self.versions.lag
+
+    @property
+    def updates(self) -> int:
+        """Minibatches that every stage of this process has updated with."""
+        return min(runner.updates for runner in self._stages.runners.values())
+
+    # -- what looks at the whole model ------------------------------------------------------------
+
+    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
+        """As ever, after a drain."""
+        self._settle()
+        return super().eval_step(batch, local=local)
+
+    def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
+        """As ever, after a drain."""
+        self._settle()
+        return super().predict(batch, first_only=first_only, local=local)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().evaluate(*args, **kwargs)
+
+    def state_dict(self, **how: Any) -> dict[str, torch.Tensor]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().state_dict(**how)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[Path, ...]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().save_pretrained(*args, **kwargs)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """As ever, after a drain."""
+        self._settle()
+        super().load_state_dict(state, strict=strict)
+
+    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
+        """As ever, after a drain."""
+        assert self.optimizer is not None, "there is no optimizer"
+        self._settle()
+        self._together(f"optimizer_state_dict {first_only}")
+        with reporting(self._transport, "gathering optimizer state"):
+            return gather(self._state, self._held, self.optimizers, first_only=first_only)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As ever, after a drain."""
+        self._settle()
+
+        def plan() -> tuple[list[Callable[[], None]], str]:
+            loads = plan_loads(self._state, self._held, self.optimizers, state, self._groups)
+            return loads, " ".join(sorted(state["state"]))
+
+        for load in agree(self._transport, "the optimizer state", plan):
+            load()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Refused, FXP109: each stage drops its gradients with its own update."""
+        raise error(
+            "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
+            fix="a synchronous trainer has them",
+        )  # fmt: skip
+
+    # -- a call ---------------------------------------------------------------------------------
+
+    def _next(self, batch: Any, local: bool) -> Cut:
+        """The batch in microbatches, as all ranks are known to have it.
+
+        They compare it where the pipeline is empty. In a stream it is of the same sizes; a batch of
+        others ends the stream first, which ranks that go on hear from the next message.
+        """
+        if self._streaming:
+            try:
+                seen = self._feed.look(batch, local=local)
+                if seen.shapes == self._shapes:
+                    return self._feed.cut(seen, self.microbatches, self._others)
+            except FxpartError:
+                pass  # all ranks hear of it below
+            self._drain()
+        read = self._read(self._source, batch, "asynchronous training", local)
+        read.confirm()
+        cut = read.cut
+        self._shapes, self._others = read.value.shapes, read.others
+        return cut
+
+    def _closes(self, cut: Cut) -> bool:
+        """Whether the pipeline drains behind the minibatch."""
+        few = len(cut.rows) != self.microbatches
+        if self._streaming and few:
+            self._drain()
+        return few or self.draining or self.calls < self.stream.warm_up
+
+    def _run(self, cut: Cut, *, closing: bool) -> None:
+        if not self._streaming:
+            self._first = self.calls
+        for update in self._stages.updates.values():
+            update.waits = closing and self._globally
+        self._stages.minibatch(self._feed.parts(cut), self._keys(cut), closing=closing)
+        self._cut, self._streaming, self._spread = cut, not closing, False
+        call, self.calls = self.calls, self.calls + 1
+        self._say(call, cut)
+        while len(self._words) > (0 if closing else self.versions.lag):
+            self._hear()
+        if closing:
+            if self._globally:
+                self._update_together()
+            self._begin()
+
+    @property
+    def _globally(self) -> bool:
+        """Whether a drained minibatch's update looks at all stages' gradients at once."""
+        return self.options.clip_norm is not None or self.options.log_grad_norm
+
+    def _update_together(self) -> None:
+        """After a drained minibatch: the update of a synchronous trainer."""
+        with reporting(self._transport, "sharing gradients"):
+            self._each_lane(self._held.finish)
+            norms = gradient_norms(self._state, self._held)
+        self.last_grad_norm = norms.total
+        if self.options.clip_norm is not None:
+            clip_norm(self._state, self._held, norms.total, self.options.clip_norm)
+        if self.options.clip_value is not None:
+            clip_value(self._state, self._held, self.options.clip_value)
+        for update in self._stages.updates.values():
+            update.step()
+
+    def _begin(self) -> None:
+        """The pipeline is empty: the next minibatch begins a stream."""
+        self.versions = Versions(self._layout.ahead, self.microbatches, self.updates)
+        self._stages.begin(self.versions)
+        self._streaming = False
+
+    def _drain(self) -> None:
+        """End the stream: all that is in flight, and all that was said."""
+        self._stages.drain()
+        while self._words:
+            self._hear(drained=True)
+        self._say(self.calls, None)
+        self._hear(drained=True)
+        self._begin()
+
+    def _settle(self) -> None:
+        """For calls that look at the whole model: drain, and give holders their owners' weights."""
+        self._check_whole()
+        if self._streaming:
+            self._drain()
+        if not self._spread:
+            with reporting(self._transport, "sharing parameters"):
+                refresh(self._state)
+            self._spread = True
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
+        """One for each stage of this process, with the same groups everywhere; the first."""
+
+        def make() -> tuple[Optimizers, str]:
+            self._groups = () if groups is None else assign(groups, self._state.trainable())
+            made = make_all(given, self._state, self._groups)
+            names = " ".join(",".join(group.names) for group in self._groups)
+            for each in made.values():
+                check_elementwise(each, self._held.cut())
+            return made, f"{describe_groups(next(iter(made.values())))} {names}"
+
+        self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
+        return next(iter(self.optimizers.values()))
+
+    def _describe(self, optimizer: Any) -> str:
+        return f"{super()._describe(optimizer)} stream {self.stream.describe()}"
+
+    # -- word of the other ranks ------------------------------------------------------------------
+
+    def _say(self, call: int, cut: Cut | None) -> None:
+        """Tell the others of a call; cut: its minibatch, None of a drain."""
+        first = next(iter(self._stages.runners.values()))
+        failed = sum(r.failure is not None for r in self._stages.runners.values())
+        loss = None if cut is None or failed else self._loss(cut)
+        updates = list(self._stages.updates.values())
+        skipped = 0
+        for update in updates:
+            skipped += update.skipped
+            update.skipped = False
+        square = sum(u.square for (_, lane), u in self._stages.updates.items() if lane == 0)
+        halted = any(r.halted for r in self._stages.runners.values())
+        counts = first.forwards, first.backwards, first.updates, first.read_last
+        word = Word(
+            failed, skipped, int(loss is not None), bits(0.0 if loss is None else loss.item()),
+            *counts, bits(0.0 if updates[0].waits else square), int(halted),
+        )  # fmt: skip
+        with reporting(self._transport, "telling the other ranks"):
+            self._words.say(call, word, self._counts(ended=cut is None or not self._streaming))
+
+    def _loss(self, cut: Cut) -> torch.Tensor | None:
+        """The minibatch's loss, where it is computed here: as a synchronous trainer sums it."""
+        for runner in self._stages.runners.values():
+            if runner.losses:
+                total: torch.Tensor | None = None
+                for index, (_, loss) in enumerate(sorted(runner.losses.items())):
+                    part = loss * cut.weights[index]
+                    total = part if total is None else total + part
+                runner.losses.clear()
+                return total
+        return None
+
+    def _hear(self, *, drained: bool = False) -> None:
+        """Act on the oldest word: the same on every rank, at the same call."""
+        with reporting(self._transport, "hearing of the other ranks"):
+            call, words, expected = self._words.hear()
+        if any(word.failed for word in words):
+            self._fail(drained=drained)
+        for rank, (word, counts) in enumerate(zip(words, expected, strict=True)):
+            assert word.halted or word.counts == counts, (
+                f"process {rank}, call {call}: (forwards, backwards, updates, version) are "
+                f"{counts} by the schedule, {word.counts} found"
+            )
+        for word in words:
+            if word.told:
+                self._losses.append((call, self._as_loss(number(word.loss))))
+                break
+        total = sum(number(word.square) for word in words) ** 0.5
+        if self._globally and 0 < total < math.inf:
+            self.last_grad_norm = torch.tensor(total)
+            for update in self._stages.updates.values():
+                update.known = total
+        if any(word.skipped for word in words) and not self.draining:
+            self.draining = True
+            self._tell_of_fallback(call)
+            if not drained and self._streaming:
+                self._drain()
+
+    def _fail(self, *, drained: bool) -> None:
+        """Raise the same error on every rank, with nothing left under way."""
+        runners = self._stages.runners.values()
+        failures = [r.failure for r in runners if r.failure is not None]
+        self._stages.halt()
+        if self._streaming and not drained:
+            self._stages.drain()
+        with reporting(self._transport, "sharing a failure"):
+            while self._words:
+                self._words.hear()
+            mine = [_problem(failure) for failure in failures]
+            problems = merge(self._transport.exchange_bytes(problems_of(mine)))
+        self._stages.broken = problems[0].why
+        raise AgreedError(problems) from (failures[0].cause if failures else None)
+
+    def _counts(self, *, ended: bool) -> list[Counts]:
+        """What each process's first stage has done by the schedule. ended: the stream has."""
+        total = next(iter(self._stages.runners.values())).forwards
+        batches, found = self.calls - self._first, []
+        alone = len(self._transport.local) == self._transport.ranks
+        for rank in self._transport.local[:1] if alone else range(self._transport.ranks):
+            stage = next(k for k, row in enumerate(self._ranks) if rank in row)
+            back = total if ended else max(0, total - self._layout.ahead[stage] + 1)
+            updates = batches if ended else back // self.versions.every
+            read = self.versions.read(self.stream.mode, stage, total - 1)
+            found.append((total, back, self.versions.start + updates, read.version))
+        return found
+
+    def _newest(self) -> torch.Tensor | None:
+        return self._losses.pop()[1] if self._losses else None
+
+    def _as_loss(self, value: float) -> torch.Tensor:
+        values = [
+            v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
+        ]
+        device = self._devices[self._transport.local[0]]
+        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
+
+    def _tell_of_fallback(self, call: int) -> None:
+        warnings.warn(
+            f"gradients of the minibatch of call {call} are not all finite: its update was left "
+            "out, and from now on the pipeline drains after every minibatch",
+            stacklevel=4,
+        )
+
+    def _check_whole(self) -> None:
+        if self._stages.broken is not None:
+            raise error(
+                "FXP504", where="this process",
+                why=f"an earlier failure ended the training: {self._stages.broken}",
+                fix="start the job again from its last checkpoint",
+            )  # fmt: skip
+
+
+def _problem(failure: Failure) -> Problem:
+    action, cause = failure.action, failure.cause
+    where = (
+        f"rank {failure.rank}, stage {action.stage}, action {action}, "
+        f"microbatch {action.microbatch} of the stream"
+    )
+    if isinstance(cause, FxpartError):
+        first = cause.problems[0]
+        return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
+    return Problem(
+        "FXP504",
+        where,
+        f"{type(cause).__name__}: {cause}",
+        "other stages may have made an update more: go on from the last checkpoint",
+    )
