@@ -8,25 +8,25 @@ which part of it; the backward makes it from whatever the parameter's data then 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from fxpart.compat import view_base, writes
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 
 
 class Part(NamedTuple):
     """A view of a parameter, or of it cast to another dtype.
 
-    microbatch: whose forward saved it. size, stride: in elements of ``dtype``. offset: in bytes,
-    from where the parameter begins. cast: the dtype to which the values are converted first.
+    at: the parameter's place. size, stride: in elements of ``dtype``. offset: in bytes, from where
+    the parameter begins. cast: the dtype to which the values are converted first. conjugated,
+    negated: as ``Tensor.is_conj`` and ``Tensor.is_neg``.
     """
 
-    microbatch: int
-    parameter: torch.Tensor
+    at: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -35,9 +35,9 @@ class Part(NamedTuple):
     conjugated: bool = False
     negated: bool = False
 
-    def make(self) -> torch.Tensor:
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The view, of what the parameter's data are now."""
-        whole = self.parameter.detach()
+        whole = parameter.detach()
         if self.cast is not None:
             whole = whole.to(self.cast)
         if self.dtype == whole.dtype:
@@ -58,34 +58,56 @@ class Part(NamedTuple):
 class SavedWeights:
     """The saved-tensor hooks of one stage.
 
-    follows: whether what a forward casts from a parameter alone is made again too, so that the
-    backward sees its own weights in it. Otherwise it stays as the forward made it, and so does
-    all else that a forward computes from weights (a normed weight, several put side by side).
-    reading: the microbatch whose backward runs, for which parameters hold what it is to see; -1
-    if none.
+    parameters: that hold its weights while it runs. follows: whether what a forward casts from a
+    parameter alone is made again too, so that the backward sees its own weights in it. Otherwise it
+    stays as the forward made it, and so does all else that a forward computes from weights (a
+    normed weight, several put side by side).
     """
 
-    def __init__(self, follows: bool, where: str) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], follows: bool, where: str) -> None:
         """where: the stage, in messages."""
+        self.parameters = parameters
         self.follows = follows
-        self.reading = -1
+        dtypes = {p.dtype for p in parameters}
+        self._plain = dtypes.pop() if len(dtypes) == 1 else None
         self._where = where
+        self._places = {id(p): at for at, p in enumerate(parameters)}
+        self._wholes = [
+            Part(at, p.size(), p.stride(), 0, p.dtype) for at, p in enumerate(parameters)
+        ]
+        self._reading = -1
+        self._own = False
+        self._addresses: list[int] = []
+        self._views: dict[Part, torch.Tensor] = {}
 
-    def hooks(
-        self, parameters: Iterable[torch.Tensor], microbatch: int
-    ) -> AbstractContextManager[Any]:
-        """The context of a forward. parameters: those that hold its weights, on every device.
+    @contextmanager
+    def reading(self, microbatch: int, *, own: bool) -> Iterator[None]:
+        """Around a backward, for which the parameters hold what it is to see.
+
+        own: that is their own data, of which views that were made once stay good.
+        """
+        if own:
+            addresses = [p.data_ptr() for p in self.parameters]
+            if addresses != self._addresses:  # somebody put other tensors there
+                self._addresses, self._views = addresses, {}
+        self._reading, self._own = microbatch, own
+        try:
+            yield
+        finally:
+            self._reading = -1
+
+    def hooks(self, microbatch: int) -> AbstractContextManager[Any]:
+        """The context of a forward, for which the parameters hold what it is to read.
 
         A tensor that is no weight is kept as it is; FXP109 if it was written when it is asked for,
         which autograd itself looks after only where there are no hooks.
         """
-        where: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
+        where: dict[int, int] = {}
+        for at, parameter in enumerate(self.parameters):
             address = parameter.untyped_storage().data_ptr()
             if address:  # otherwise it has no elements
-                where.setdefault(address, []).append(parameter)
-        dtypes = {p.dtype for found in where.values() for p in found}
-        plain = dtypes.pop() if len(dtypes) == 1 else None
+                where[address] = -1 if address in where else at
+        wholes, parameters = self._wholes, self.parameters
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
@@ -93,76 +115,85 @@ class SavedWeights:
             except NotImplementedError:  # sparse: no storage, so no view of a parameter
                 found = None
             if found is not None:
-                return _part(tensor, found, microbatch)
+                return wholes[found] if tensor is parameters[found] else self._part(tensor, found)
             if tensor.is_leaf:
                 return tensor, writes(tensor)
-            if self.follows and tensor.dtype is not plain:
-                made = _cast(tensor, where, microbatch)
+            if self.follows and tensor.dtype is not self._plain:
+                made = self._cast(tensor)
                 if made is not None:
                     return made
             # Detached: an op that saves its own result would keep itself alive.
             return tensor.detach(), writes(tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        def unpack(kept: Any) -> torch.Tensor:
+            if type(kept) is Part:
+                return self._view(kept, microbatch)
+            tensor, version = kept
+            if writes(tensor) != version:
+                raise self._changed(tensor)
+            return tensor  # type: ignore[no-any-return]
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
-        if type(kept) is Part:
-            if kept.microbatch != self.reading:
-                raise error(
-                    "FXP900",
-                    where=self._where,
-                    why=f"a weight that microbatch {kept.microbatch} used was asked for while "
-                    f"weights were set for {'none' if self.reading < 0 else self.reading}",
-                    fix="",
-                )
-            return kept.make()
-        tensor, version = kept
-        if writes(tensor) != version:
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _view(self, part: Part, microbatch: int) -> torch.Tensor:
+        """What stands for a part in the backward that runs."""
+        if self._reading != microbatch:
             raise error(
-                "FXP109",
+                "FXP900",
                 where=self._where,
-                why=f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed "
-                "in place after the forward had used it",
-                fix="do not write it in place, or train synchronously: weights='flush'",
+                why=f"a weight that microbatch {microbatch} used was asked for while weights were "
+                f"set for {'none' if self._reading < 0 else self._reading}",
+                fix="",
             )
-        return tensor  # type: ignore[no-any-return]
+        if not self._own or part.cast is not None or part.negated:
+            return part.of(self.parameters[part.at])
+        found = self._views.get(part)
+        if found is None:
+            found = self._views[part] = part.of(self.parameters[part.at])
+        return found
 
+    def _part(self, tensor: torch.Tensor, at: int) -> Part:
+        """Where a tensor lies in a parameter; at: -1 if several share its storage."""
+        begin = int(tensor.storage_offset() * tensor.element_size())
+        at = self._among(tensor, begin) if at < 0 else at
+        parameter = self.parameters[at]
+        begin -= int(parameter.storage_offset() * parameter.element_size())
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        if not parameter.is_complex() and not dtype.is_complex:
+            return Part(at, size, stride, begin, dtype)
+        marks = tensor.is_conj(), tensor.is_neg()
+        return Part(at, size, stride, begin, dtype, None, *marks)
 
-def _part(tensor: torch.Tensor, among: list[torch.Tensor], microbatch: int) -> Part:
-    """Where a tensor lies in a parameter; among: all parameters in its storage."""
-    begin = tensor.storage_offset() * tensor.element_size()
-    parameter, start = among[0], among[0].storage_offset() * among[0].element_size()
-    for other in among[1:]:  # the last that begins before it
-        at = other.storage_offset() * other.element_size()
-        if start < at <= begin:
-            parameter, start = other, at
-    return Part(
-        microbatch,
-        parameter,
-        tensor.size(),
-        tensor.stride(),
-        int(begin - start),
-        tensor.dtype,
-        None,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    def _among(self, tensor: torch.Tensor, begin: int) -> int:
+        """The last of the parameters in a tensor's storage that begins where it does, or before."""
+        address = tensor.untyped_storage().data_ptr()
+        starts = [
+            (p.storage_offset() * p.element_size(), at)
+            for at, p in enumerate(self.parameters)
+            if p.untyped_storage().data_ptr() == address
+        ]
+        return max((s for s in starts if s[0] <= begin), default=min(starts))[1]
 
+    def _cast(self, tensor: torch.Tensor) -> Part | None:
+        """How to make a tensor again that is a parameter cast, or a view of one."""
+        base = view_base(tensor)
+        made_by = base.grad_fn
+        if made_by is None or made_by.name() != "ToCopyBackward0" or base.dtype != tensor.dtype:
+            return None
+        parameter = getattr(made_by.next_functions[0][0], "variable", None)
+        if parameter is None or base.stride() != parameter.stride():
+            return None
+        at = self._places.get(id(parameter))
+        if at is None:
+            return None
+        begin = int((tensor.storage_offset() - base.storage_offset()) * base.element_size())
+        return Part(at, tensor.size(), tensor.stride(), begin, tensor.dtype, base.dtype)
 
-def _cast(
-    tensor: torch.Tensor, where: dict[int, list[torch.Tensor]], microbatch: int
-) -> Part | None:
-    """How to make a tensor again that is a parameter cast, or a view of one."""
-    base = view_base(tensor)
-    made_by = base.grad_fn
-    if made_by is None or made_by.name() != "ToCopyBackward0" or base.dtype != tensor.dtype:
-        return None
-    parameter = getattr(made_by.next_functions[0][0], "variable", None)
-    if parameter is None or base.stride() != parameter.stride():
-        return None
-    if not any(parameter is p for p in where.get(parameter.untyped_storage().data_ptr(), ())):
-        return None
-    offset = int((tensor.storage_offset() - base.storage_offset()) * base.element_size())
-    return Part(
-        microbatch, parameter, tensor.size(), tensor.stride(), offset, tensor.dtype, base.dtype
-    )
+    def _changed(self, tensor: torch.Tensor) -> FxpartError:
+        return error(
+            "FXP109",
+            where=self._where,
+            why=f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in "
+            "place after the forward had used it",
+            fix="do not write it in place, or train synchronously: weights='flush'",
+        )

@@ -85,8 +85,7 @@ class StageWeights:
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         self._places = [at for at, p in enumerate(listed) if p.requires_grad]
         self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
-        own = {id(p): p for p in (*self._parameters, *module.parameters())}
-        self._all: list[torch.Tensor] = list(own.values())
+        every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
         self._predictor: Predictor | None = (
             predictor(mode.rule, optimizer, scheduler=scheduler) if mode.predicts else None
         )
@@ -95,7 +94,7 @@ class StageWeights:
             Correction(optimizer, staleness=gap) if mode.backward == "corrected" and gap else None
         )
         where = f"stage {stage} ({type(module).__name__})"
-        self._saved = SavedWeights(mode.backward != "forward", where)
+        self._saved = SavedWeights(every, mode.backward != "forward", where)
         self._held = Held()
         self._flying: dict[int, _Flight] = {}
         self._lent: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
@@ -132,7 +131,7 @@ class StageWeights:
             flight.watched = Watched(self._parameters, tensors)
         with (
             self._holding(tensors, flight),
-            self._saved.hooks(self._all, microbatch),
+            self._saved.hooks(microbatch),
         ):
             yield
         self._flying[microbatch] = flight
@@ -155,12 +154,9 @@ class StageWeights:
             if rho is not None:
                 self._rhos.append((microbatch, rho))
         tensors = self._find(self._seen(flight), microbatch)
-        self._saved.reading = microbatch
-        try:
-            with self._holding(tensors, flight):
-                yield
-        finally:
-            self._saved.reading = -1
+        own = tensors is None and not flight.lent
+        with self._holding(tensors, flight), self._saved.reading(microbatch, own=own):
+            yield
         del self._flying[microbatch]
         self._behind += 1
         self._recent.append(Used(microbatch, flight.source.version, read.forward, self.updates))
@@ -177,7 +173,7 @@ class StageWeights:
         if self._wanted(now):
             self._held.put(now, [p.detach().clone() for p in self._parameters])
         steps = not self._guard or finite(self._parameters)
-        rules = [rule for rule in (self._predictor, self._correction) if rule is not None]
+        rules = self._rules()
         for rule in rules:
             rule.before_update()
         if steps:
@@ -225,15 +221,34 @@ class StageWeights:
         return 1 + self._held.most
 
     def bytes(self) -> int:
-        """Bytes of the copies that are held now, beside the parameters themselves."""
+        """Bytes held now beside the parameters: copies, what was lent, what rules keep."""
         lent = [t for lent in self._borrowed() for t in lent.values()]
         watched = [f.watched for f in self._flying.values() if f.watched is not None]
         kept = [t for w in watched for t in (*w.predicted, *w.stale)]
-        return storage_bytes([*self._held.tensors(), *lent, *kept])
+        rules = sum(rule.held() for rule in self._rules())
+        return rules + storage_bytes([*self._held.tensors(), *lent, *kept])
 
     def counters(self) -> Counters:
         """What has run, and what it read."""
         return Counters(self._next, self._behind, self.updates, tuple(self._recent))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a drained stage's next computations depend on beside parameters and optimizer."""
+        assert not self._flying, "drain before saving"
+        return {
+            "updates": self.updates,
+            "rules": [rule.state_dict() for rule in self._rules()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, with a new stream."""
+        self.updates = state["updates"]
+        for rule, kept in zip(self._rules(), state["rules"], strict=True):
+            rule.load_state_dict(kept)
+        self.restart(self.updates)
+
+    def _rules(self) -> list[Predictor | Correction]:
+        return [rule for rule in (self._predictor, self._correction) if rule is not None]
 
     def _source(self, read: Read) -> Source:
         return Source(read.version, read.look_forward)
