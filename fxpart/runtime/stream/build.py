@@ -43,9 +43,7 @@ def check_program(
     if problems:
         where = f"weights={stream.mode.name}"
         raise FxpartError(
-            Problem(
-                "FXP109", f"weights={stream.mode.name}", f"an asynchronous trainer with {why}", f
-            )
+            Problem("FXP109", where, f"an asynchronous trainer with {why}", fix)
             for why, fix in problems
         )
 
