@@ -12,6 +12,7 @@ from section 1 of the notes on weight versions. Which of them a mode reads is it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ Weights = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 # What is left of an update's movement when the staleness has passed (PipeMare's D).
-DECAY = 2.718281828459045**-2
+DECAY = math.exp(-2)
 
 
 class HandModel(Protocol):
@@ -211,20 +212,29 @@ def discounted(rate: float, gap: int, step: int, total: int | None) -> float:
 
 
 def moved(before: Version, after: Version, gap: int) -> Weights:
-    """PipeMare's T2: the mean movement of an update, gamma = D^(1 / gap)."""
+    """PipeMare's T2: the mean movement of an update, gamma d + (1 - gamma) (W' - W).
+
+    gamma = D^(1 / gap). W is taken away before W' is added, as where only one of them is kept: that
+    rounds otherwise than their difference.
+    """
     if not gap:
         return {}
     gamma = DECAY ** (1 / gap)
-    zero = {name: torch.zeros_like(w) for name, w in after.weights.items()}
-    past = {**zero, **before.moved}
-    return {
-        name: gamma * past[name] + (1 - gamma) * (w - before.weights[name])
-        for name, w in after.weights.items()
-    }
+    found: Weights = {}
+    for name, weight in after.weights.items():
+        past = before.moved.get(name, torch.zeros_like(weight)) * gamma
+        found[name] = past.add(before.weights[name], alpha=gamma - 1).add(weight, alpha=1 - gamma)
+    return found
 
 
 def corrected(kept: Version, gap: int) -> Weights:
-    """The weights that the forward is thought to have had: those of now, less what moved since."""
-    if not kept.moved or not gap:
+    """The weights that the forward is thought to have had: those of now, less what moved since.
+
+    Before the first update nothing has moved.
+    """
+    if not gap:
         return dict(kept.weights)
-    return {name: w - gap * kept.moved[name] for name, w in kept.weights.items()}
+    return {
+        name: w.add(kept.moved[name], alpha=-gap) if kept.moved else w
+        for name, w in kept.weights.items()
+    }

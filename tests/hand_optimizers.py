@@ -86,13 +86,14 @@ class HandAdamW:
     def predict(
         self, weight: torch.Tensor, state: State, rates: list[float], step: int
     ) -> torch.Tensor:
-        """Rule 2: W - s lr m' / (sqrt(v') + epsilon), m' and v' with bias correction."""
+        """Rule 2: W - s lr m' / (sqrt(v') + epsilon), and the decay that comes with it."""
         if not rates or "m" not in state:
             return weight
         done = number_of(state, "step")
         root = (tensor_of(state, "v").sqrt() / math.sqrt(1 - self.beta2**done)).add(self.epsilon)
-        whole = -sum(rates) / (1 - self.beta1**done)
-        return weight.addcdiv(tensor_of(state, "m"), root, value=whole)
+        whole = sum(rates) / (1 - self.beta1**done)
+        shorter = weight * (1 - sum(rate * self.decay for rate in rates))
+        return shorter.addcdiv(tensor_of(state, "m"), root, value=-whole)
 
 
 @dataclass(frozen=True)

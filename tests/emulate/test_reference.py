@@ -54,7 +54,7 @@ def test_updates_are_those_of_torch_bit_for_bit(name: str, dtype: torch.dtype) -
 def test_predictions_are_the_notes_numbers() -> None:
     one = torch.ones((), dtype=torch.float64)
     sgd = hand.HandSgd(lambda update: 0.1)
-    adam = hand.HandAdamW(lambda update: 0.001)
+    adam = hand.HandAdamW(lambda update: 0.001, decay=0.0)
     state: hand.State = {"v": 0.5 * one}
     assert [sgd.predict(one, state, [0.1] * s, 5).item() for s in (1, 2, 3)] == pytest.approx(
         [0.95, 0.90, 0.85]
@@ -82,6 +82,26 @@ def test_horizons_of_the_notes() -> None:
         for k in range(4)
     ]
     assert worked == [(6, 9), (7, 9), (8, 9), (9, 9)]
+
+
+def test_kernels_have_their_formulas() -> None:
+    draw = torch.Generator().manual_seed(5)
+    g, x = (torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    targets = torch.tensor([0, 3, 1, 2, 2, 0])
+    y, logs = x.tanh(), x - x.exp().sum(1, keepdim=True).log()
+    close = partial(torch.testing.assert_close, rtol=1e-14, atol=1e-15)
+    close(models.tanh_slope(g, y), g * (1 - y * y))
+    close(models.softmax_slope(g, logs), g - logs.exp() * g.sum(1, keepdim=True))
+    close(models.mean_loss(logs, targets), -logs[torch.arange(6), targets].sum() / 6)
+
+
+def test_movement_has_its_formula() -> None:
+    draw = torch.Generator().manual_seed(6)
+    old, new, past = (torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(3))
+    before = hand.Version({"w": old}, moved={"w": past})
+    found = reference.moved(before, hand.Version({"w": new}), 3)["w"]
+    gamma = torch.e ** (-2 / 3)
+    torch.testing.assert_close(found, gamma * past + (1 - gamma) * (new - old), rtol=1e-13, atol=0)
 
 
 def built(name: str, dtype: torch.dtype) -> tuple[nn.Module, Any, Any, Any]:
