@@ -28,11 +28,16 @@ from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import LanePart
+from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.stream.options import StreamOptions
+from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
 from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.capture import Captured
+
+_FLUSHED = "1f1b"  # the schedule of what an asynchronous trainer does drained
 
 
 def make_trainer(
@@ -43,9 +48,13 @@ def make_trainer(
     timeout: float,
     strict: bool = True,
     **options: Any,
-) -> Trainer:
-    """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own."""
+) -> Trainer | StreamTrainer:
+    """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own.
+
+    weights: where they come from; or a weight mode, or the name of one, in place of the plan's.
+    """
     plan, spec = program.plan, program.spec
+    weights, options["stream"] = _stream(plan, weights, options)
     _check_frozen(program)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
@@ -71,6 +80,35 @@ def make_trainer(
     )
     made.model_config = program.captured.config
     return made
+
+
+def _stream(plan: Plan, given: Any, options: dict[str, Any]) -> tuple[Any, WeightMode | None]:
+    """Where weights come from, and the weight mode of a trainer that does not drain.
+
+    None for a synchronous one: where neither the plan nor the caller asks for another mode than
+    "flush". FXP109 for options that only the other kind has, and for plans with other schedules.
+    """
+    named = isinstance(given, WeightMode) or (isinstance(given, str) and given in MODES)
+    mode = weight_mode(given if named else plan.weights)
+    source = None if named else given
+    only = StreamOptions.names(options)
+    if mode.name == "flush" and plan.schedule != "async":
+        if only:
+            raise error(
+                "FXP109",
+                where=f"trainer({only[0]}=)",
+                why="only an asynchronous trainer has it",
+                fix=f'weights="spectrain", or another of {", ".join(MODES)}',
+            )
+        return source, None
+    if plan.schedule not in ("async", _FLUSHED):
+        raise error(
+            "FXP109",
+            where=f"weights={mode.name}",
+            why=f"the plan's schedule is {plan.schedule}",
+            fix='compile(..., mode="async"), or constraints={"schedule": "1f1b"}',
+        )
+    return source, mode
 
 
 def _check_frozen(program: Program) -> None:
@@ -148,16 +186,20 @@ class _Places:
             lanes.append(Lane(lane, own, modules))
         return lanes
 
-    def trainer(self, lanes: Sequence[Lane], **options: Any) -> Trainer:
-        """The trainer of this process's lanes by the plan."""
+    def trainer(
+        self, lanes: Sequence[Lane], *, stream: WeightMode | None, **options: Any
+    ) -> Trainer | StreamTrainer:
+        """The trainer of this process's lanes by the plan; stream: the mode of one not drained."""
         first = lanes[0]
-        return Trainer(
+        if stream is not None:
+            options["weights"] = stream
+        return (Trainer if stream is None else StreamTrainer)(
             first.spec,
             first.modules,
             ranks=self.ranks,
             transport=self.transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan),
+            schedule=as_given(self.plan) if stream is None else _FLUSHED,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,
@@ -184,7 +226,7 @@ def load_trainer(
     weights: Any,
     timeout: float = 300.0,
     **options: Any,
-) -> Trainer:
+) -> Trainer | StreamTrainer:
     """A trainer of an exported program: no model, no capture and no solver are needed.
 
     directory: what Program.export wrote; every digest is checked before anything is imported
@@ -206,6 +248,7 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
+    options["stream"] = _stream(plan, None, options)[1]
     return places.trainer(lanes, optimizer=optimizer, **options)
 
 
