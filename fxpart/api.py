@@ -13,10 +13,10 @@ from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
-from fxpart.deciding import decide
 from fxpart.errors import error
 from fxpart.exact import Parts, apply_plan, fields_of, write
 from fxpart.front import Asked, Front, make_front, of_model
+from fxpart.modes import with_mode
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.planned.scheduled import plan_schedule
@@ -26,11 +26,11 @@ from fxpart.requests import Request, captured_so, check_trainable, make_request,
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
+from fxpart.weighing import weigh
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.interop import PipelineStages
-    from fxpart.runtime.trainer import Trainer
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
     from fxpart.verify import Verification
@@ -53,6 +53,8 @@ def compile(
     batch_dims: Mapping[str, int | None] | None = None,
     precision: str | None = None,
     transfer_dtype: str | None = None,
+    mode: str | None = None,
+    weights: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -76,7 +78,10 @@ def compile(
     runs model and loss under torch.autocast in bfloat16 (parameters and optimizer stay as they
     are); by default the plan's, or "fp32", the model as it is. transfer_dtype: "bfloat16" sends
     float32 values and gradients as that from rank to rank; by default the plan's, or as they are.
-    progress: told of incumbent and bound while the planner solves.
+    mode: "sync" (by default), "async" (1F1B that never drains), or "auto", the faster of both by
+    simulation. weights: which weights an asynchronous plan's forwards and backwards read, a name of
+    :mod:`fxpart.schedule.weight_modes`, by default "spectrain". progress: told of incumbent and
+    bound while the planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -89,7 +94,10 @@ def compile(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_numbers(constraints, precision, transfer_dtype, chosen), seed,
+            with_mode(
+                with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights, chosen
+            ),
+            seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
     )  # fmt: skip
@@ -117,6 +125,8 @@ def propose(
     batch_dims: Mapping[str, int | None] | None = None,
     precision: str | None = None,
     transfer_dtype: str | None = None,
+    mode: str | None = None,
+    weights: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -132,7 +142,7 @@ def propose(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_numbers(constraints, precision, transfer_dtype), seed,
+            with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
     )  # fmt: skip
@@ -259,14 +269,18 @@ class Program:
         timeout: float = 300.0,
         need_loss: bool = True,
         **options: Any,
-    ) -> Trainer:
+    ) -> Any:
         """A trainer of this process's ranks: all of them, or under torchrun its own.
+
+        A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or ``weights``
+        is a weight mode, a :class:`~fxpart.runtime.stream.StreamTrainer`.
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
         the model itself: a safetensors file or the folder of a checkpoint (sharded ones too), of
         which each rank reads its own part, or a function (name, meta tensor) -> tensor;
-        ``strict=False`` leaves out what the model does not have.
+        ``strict=False`` leaves out what the model does not have. Or a weight mode, or its name
+        ("spectrain"), in place of the plan's.
         timeout: seconds that any wait between ranks may take. need_loss: refuse a model without a
         loss (FXP106) rather than train it on the mean square of its outputs. options: further
         fields of :class:`fxpart.runtime.options.Options`.
@@ -327,10 +341,11 @@ def _solve(
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """The program with the least step time: on the given mesh, or on the best of those proposed."""
-    found = decide(front, microbatches, progress)
+    answer = weigh(front, microbatches, progress)
+    found = answer.decided
     return Program(
         found.plan,
-        request=front.request,
+        request=answer.request,
         annotations=front.annotations,
         problem=found.problem,
         **fields_of(found.parts),

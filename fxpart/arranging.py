@@ -17,6 +17,7 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.folding import Folded
+from fxpart.modes import ASYNC
 from fxpart.plan import Plan
 from fxpart.planned.rearranged import overfull, predicted, rescheduled
 from fxpart.planned.searched import searched
@@ -63,6 +64,8 @@ def priced_as(
     if "schedule" not in constraints:
         return dict(constraints)
     words = tuple(word.strip() for word in str(constraints["schedule"]).split(","))
+    if words == (ASYNC,):
+        return dict(constraints)
     return {**constraints, "schedule": ",".join(plain(words))}
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpart.arranging import priced_as
 from fxpart.errors import FxpartError, error
+from fxpart.modes import ASYNC, drained
 from fxpart.optimizers import choose
 from fxpart.plan import Alternative, Certificate, Plan, PlanModel
 from fxpart.planned.rejected import Comparison
@@ -84,12 +85,10 @@ def costed(
 
     space: by default all that can be trained: the same degrees for every stage, no recompute.
     """
-    allowed = space or trainable(captured)
+    allowed = space or trainable(captured, request.mode)
     if levels := _wished_levels(request):
         allowed = replace(allowed, zero=levels)  # one that another rules out may be wished for
-    constraints = priced_as(request.constraints) if space is None else request.constraints
-    wanted = str(constraints.get("schedule", "1f1b")).split(",")
-    schedules = tuple(name for word in wanted for name in get_args(ScheduleName) if name == word)
+    schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
         captured,
@@ -99,9 +98,21 @@ def costed(
         microbatches=microbatches,
         optimizer=request.optimizer,
         schedules=schedules,
+        weights=request.weights if ASYNC in schedules else "stash",
         space=allowed,
         transfer_dtype=request.transfer_dtype,
     )
+
+
+def _schedules(request: Request, *, priced: bool) -> tuple[ScheduleName, ...]:
+    """Those to choose from. priced: those by which degrees are chosen, in the place of others."""
+    given = request.constraints
+    if request.mode == ASYNC:
+        return ("async",)
+    kept = priced_as(drained(given)) if priced else drained(given)
+    words = [word.strip() for word in str(kept.get("schedule", "1f1b")).split(",")]
+    words += [ASYNC] if request.mode == "auto" and not priced else []
+    return tuple(name for word in words for name in get_args(ScheduleName) if name == word)
 
 
 def _wished_levels(request: Request) -> tuple[int, ...]:
@@ -110,15 +121,18 @@ def _wished_levels(request: Request) -> tuple[int, ...]:
     return tuple(n for w in wishes if (w.kind, w.key) == ("fix", "zero") for n in w.numbers)
 
 
-def trainable(captured: Captured) -> Space:
-    """Every stage with the same degrees, replicas that share the batch evenly, no recompute."""
+def trainable(captured: Captured, mode: str = "sync") -> Space:
+    """Every stage with the same degrees, replicas that share the batch evenly, no recompute.
+
+    In a stream ranks do not share an optimizer: each updates by itself, at once.
+    """
     batch = captured.batch_size
     free = captured.symbolic
     return Space(
         data=tuple(d for d in range(1, batch + 1) if batch % d == 0) if free else (1,),
         tensor=None if free else (1,),
         expert=(1,),
-        zero=(0, 1, 2, 3),
+        zero=(0, 1, 2, 3) if mode == "sync" else (0,),
         recompute=("none",),
         uniform=True,
     )
@@ -238,6 +252,9 @@ def certificate(chosen: Chosen) -> Certificate:
     found = sorted({degrees(problem, i)[:4] for i in range(len(problem.options))})
     words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, _, _ in found))
     levels = ", ".join(map(str, sorted({zero for *_, zero in found})))
+    schedules = ", ".join(problem.schedules)
+    if ASYNC in problem.schedules:
+        schedules += f" (weights {problem.weights}, its predictions not counted)"
     return Certificate(
         status=solution.status,
         objective=objective,
@@ -247,7 +264,7 @@ def certificate(chosen: Chosen) -> Certificate:
         over=(
             f"dp x tp of {words}, the same for every stage, ZeRO {levels}, {problem.min_stages} to "
             f"{problem.max_stages} stages, microbatches of {counts}, schedules "
-            f"{', '.join(problem.schedules)}, each block priced by itself"
+            f"{schedules}, each block priced by itself"
         ),
     )
 

@@ -15,13 +15,14 @@ from fxpart.arranging import PLAIN, Arranging, plain, wished
 from fxpart.codegen.export import export
 from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
+from fxpart.modes import ASYNC
 from fxpart.optimizers import choose
 from fxpart.plan import Plan, PlanModel
 from fxpart.planned.hosts import hosts_of
 from fxpart.planned.scheduled import plan_schedule, recomputed
 from fxpart.planning import Shared, difference, make_plan
 from fxpart.prediction import HostLoad
-from fxpart.price import price, step_sums
+from fxpart.price import copying_of, price, step_sums
 from fxpart.pricing.live import with_live_tensors
 from fxpart.pricing.orders import best_order
 from fxpart.pricing.sharing import Sharing, StepSums
@@ -52,6 +53,7 @@ from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.objective import Evaluation
 from fxpart.solver.portfolio import explain_infeasible, solve
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
+from fxpart.streaming import Streaming
 
 _BRANCHES = 3.0  # seconds at most for graphs of stages, whose search takes the longest
 
@@ -114,7 +116,6 @@ def solve_exactly(
     )
     problem = limited(problem, request, places.starts)
     problem, places = _in_best_order(problem, places, request)
-    made = _stages(problem, places, request)
     answer = _Answer(
         request=request,
         captured=captured,
@@ -127,6 +128,10 @@ def solve_exactly(
         places=places,
         looked=looked,
     )
+    if request.mode == ASYNC:
+        plan, parts = answer.streamed(problem)
+        return with_live_tensors(plan, problem, local, captured, sharing), parts
+    made = _stages(problem, places, request)
     if made.over or not is_measured(request.cost_model):
         plan, parts = answer.plan(made, made.solution)
     else:
@@ -245,6 +250,18 @@ class _Answer:
         limit = _limit(self.request)
         found = Arranging(problem, self.request, self.plan, self.parts, shared, limit)
         return found.best(plan, parts)
+
+    def streamed(self, problem: PartitionProblem) -> tuple[Plan, Parts]:
+        """The best asynchronous plan."""
+        request = self.request
+        ordered = self.places.ordered(request.cluster)
+        copying = copying_of(ordered, request.cost_model, request.mesh.size)
+
+        def known(choice: Choice, evaluation: Evaluation) -> Evaluation:
+            return self.refined(problem, choice, evaluation).evaluation
+
+        limit = _limit(request)
+        return Streaming(problem, request, copying, self.plan, known, limit).best()
 
     def refined(self, problem: PartitionProblem, choice: Choice, evaluation: Evaluation) -> Refined:
         """The evaluation with whole stages as they were measured; a stage of several ranks not."""

@@ -20,7 +20,7 @@ __all__ = [
     "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 5
+VERSION = 6
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +167,9 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     edges: (source, target, whether gradients come back) for each pair of the program's stages (see
     ``program_stages``) that exchanges values every microbatch, skips included; empty where each
     feeds the next.
+    weights: which weights forwards and backwards read, a mode of
+    :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async", and with
+    no other.
     actions: for the schedule "found", which a solver found for these stages, the computations of
     each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
     under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
@@ -198,7 +201,10 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     actions: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16"] = "fp32"
     transfer_dtype: Literal["", "bfloat16"] = ""
-    weights: Literal["flush", "stash"] = "flush"
+    weights: Literal[
+        "flush", "lookahead", "stash", "vertical", "2bw", "naive", "spectrain", "spectrain-v2",
+        "pipeoptim", "xpipe", "pipemare", "nadam-stash",
+    ] = "flush"  # fmt: skip
     optimizer: str = "adamw"
     seed: int = 0
     prediction: Prediction

@@ -11,6 +11,7 @@ from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.planned.hosts import hosts_of
 from fxpart.planned.predicted import edges, predict
 from fxpart.planned.rejected import Comparison
+from fxpart.planned.streamed import as_weights
 from fxpart.planned.words import label
 from fxpart.solver.joint.objective import JointEvaluation, JointScorer, JointStage, degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
@@ -59,7 +60,7 @@ def make_joint_plan(
         batch_size=batch_size,
         microbatches=choice.microbatches,
         schedule=choice.schedule,
-        weights="stash" if choice.schedule == "async" else "flush",
+        weights=as_weights(problem.weights) if choice.schedule == "async" else "flush",
         precision=precision_of(constraints),
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,

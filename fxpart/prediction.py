@@ -16,7 +16,11 @@ class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peak memory of a rank in bytes, by cause."""
+    """Peak memory of a rank in bytes, by cause.
+
+    copies: of weights beside the parameters, which an asynchronous schedule's weight mode holds:
+    versions that backwards still read, predicted weights, running means of updates.
+    """
 
     weights: int
     gradients: int
@@ -24,13 +28,14 @@ class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activations: int
     buffers: int
     transfers: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
         """All parts together, in bytes."""
         return (
             self.weights + self.gradients + self.optimizer
-            + self.activations + self.buffers + self.transfers
+            + self.activations + self.buffers + self.transfers + self.copies
         )  # fmt: skip
 
 
@@ -52,13 +57,15 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Seconds per microbatch: forward and backward (with recomputation and collectives inside a
     stage, whose share is collective), transfer (between stages), gather (ZeRO 3's weights).
     Seconds per step: sync (gradient sums over replicas, and ZeRO's other gathering), tie (messages
-    about shared parameters), optimizer, overhead (the runtime's own, where measured). Bytes at the
+    about shared parameters), optimizer, overhead (the runtime's own, where measured), predict
+    (weights looked ahead, of an asynchronous schedule). Bytes at the
     peak; workspace: those of ``memory.activations`` that live only while a block runs. in_flight:
     microbatches whose activations are held at once. peak: bytes that the rank's tensors take at
     most at once, found by following a step op by op; at most ``memory.total``, which has every part
     at its largest; 0 where it was not followed. top: the ten largest tensors at that moment.
     pieces: of a stage of several pieces the (forward, backward) seconds of each, where they are
-    known; together those of the stage.
+    known; together those of the stage. staleness: the most updates that the stage applies between a
+    forward and its backward; 0 where the pipeline drains before each update.
     """
 
     ranks: tuple[int, ...]
@@ -72,6 +79,7 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     collective_seconds: float = 0.0
     gather_seconds: float = 0.0
     tie_seconds: float = 0.0
+    predict_seconds: float = 0.0
     memory: Memory
     memory_limit: int
     in_flight: int
@@ -79,6 +87,7 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     peak: int = 0
     top: tuple[LiveTensor, ...] = ()
     pieces: tuple[tuple[float, float], ...] = ()
+    staleness: int = 0
 
     @property
     def busy_seconds(self) -> float:
@@ -93,8 +102,10 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def step_only_seconds(self) -> float:
         """beta: seconds once a step."""
-        once = (self.sync_seconds, self.tie_seconds, self.optimizer_seconds, self.overhead_seconds)
-        return fsum(once)
+        return fsum(
+            (self.sync_seconds, self.tie_seconds, self.optimizer_seconds, self.overhead_seconds,
+             self.predict_seconds)
+        )  # fmt: skip
 
 
 class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +133,8 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike. hosts: that ranks
     share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
     rehearsed_seconds: what a step of this very plan took when the profile rehearsed it; 0 where it
-    did not.
+    did not. flushed_seconds: of an asynchronous plan, a step of the same stages if they drained
+    before each update (1F1B, simulated); its other seconds are a minibatch's in the full stream.
     """
 
     step_seconds: float
@@ -132,6 +144,7 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hosts: tuple[HostLoad, ...] = ()
     method: Literal["simulation", "closed form"] = "simulation"
     rehearsed_seconds: float = 0.0
+    flushed_seconds: float = 0.0
 
     @property
     def expected_seconds(self) -> float:
@@ -157,6 +170,7 @@ class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: float
     overhead: float
     bubble: float
+    predictions: float = 0.0
 
     def named(self) -> dict[str, float]:
         """The parts by what people call them, in order."""
@@ -169,6 +183,7 @@ class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "sums of shared parameters": self.ties,
             "the optimizer": self.optimizer,
             "the runtime": self.overhead,
+            "predicting weights": self.predictions,
             "the bubble": self.bubble,
         }
 
@@ -189,7 +204,8 @@ def step_parts(
     """What a step of ``step`` seconds is made of; fill: of the schedule, see ``schedules.fill``."""
     entry = bottleneck(ranks, microbatches, fill)
     once = (
-        entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds, entry.overhead_seconds
+        entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds, entry.overhead_seconds,
+        entry.predict_seconds,
     )  # fmt: skip
     moves = [
         microbatches * part
@@ -208,6 +224,7 @@ def step_parts(
         ties=once[1],
         optimizer=once[2],
         overhead=once[3],
+        predictions=once[4],
         bubble=bubble if bubble > _ROUNDING * step else 0.0,
     )
 

@@ -126,6 +126,13 @@ def step_sums(
     return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh), copying)
 
 
+def copying_of(cluster: Cluster, cost_model: str | CostModel, lanes: int = 1) -> tuple[float, ...]:
+    """Seconds to read or write a byte, by the device types of :func:`price`'s problem."""
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    devices, _ = kinds(grouped(cluster, lanes))
+    return tuple(Own.of(model, device).copying for device in devices)
+
+
 def _rows(captured: Captured, batch: int, sharing: Sharing) -> int:
     """Rows of a step that one rank has; FXP105 where the ranks cannot share them evenly.
 

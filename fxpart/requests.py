@@ -12,8 +12,11 @@ from fxpart.cluster import Cluster
 from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.modes import NAMES, drained, mode_of, weights_of
+from fxpart.modes import faults as mode_faults
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import PRECISIONS, TRANSFER_DTYPES, precision_of, transfer_dtype_of
+from fxpart.schedule.weight_modes import MODES
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.wishes.parse import NUMBERS, SAME, WORDS
 from fxpart.solver.joint.wishes.parse import faults as wish_faults
@@ -37,6 +40,8 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "layout": (str, ()),
     "precision": (str, PRECISIONS),
     "transfer_dtype": (str, TRANSFER_DTYPES),
+    "mode": (str, NAMES),
+    "weights": (str, tuple(MODES)),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
@@ -79,6 +84,16 @@ class Request:
     def transfer_dtype(self) -> str:
         """As what float32 goes from rank to rank, "" as it is."""
         return transfer_dtype_of(self.constraints)
+
+    @property
+    def mode(self) -> str:
+        """ "sync", "async" or "auto"."""
+        return mode_of(self.constraints)
+
+    @property
+    def weights(self) -> str:
+        """The weight mode of a plan that does not drain."""
+        return weights_of(self.constraints)
 
     @property
     def sharded(self) -> bool:
@@ -190,7 +205,7 @@ def captured_so(
 
 def check_trainable(request: Request) -> None:
     """The schedules asked for can be run; FXP109 naming those that cannot."""
-    wanted = str(request.constraints.get("schedule", TRAINED[0])).split(",")
+    wanted = str(drained(request.constraints).get("schedule", TRAINED[0])).split(",")
     wrong = [name.strip() for name in wanted if name.strip() not in TRAINED]
     if wrong:
         raise error(
@@ -266,7 +281,7 @@ def _faults(constraints: Constraints) -> list[Problem]:
         elif kind is float and not (number and float(value) > 0):
             problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
     if not problems:
-        problems += wish_faults(constraints)
+        problems += [*wish_faults(constraints), *mode_faults(constraints)]
     if not constraints.get("mesh"):
         fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
         problems += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "async": 0.0}
-MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers")
+MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies")
 
 
 def ranks_of(text: str) -> list[int]:
@@ -59,6 +59,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "rejected": others[: len(raw["alternatives"])],
         "changes": others[len(raw["alternatives"]) :],
         "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
+        "asynchrony": asynchrony(raw, rows),
         "certificate": raw["certificate"], "degrees": raw["degrees"],
         "not_runnable": not_runnable(raw),
     }  # fmt: skip
@@ -68,14 +69,14 @@ NAMES = {
     "compute": "computation", "collectives": "collectives inside stages",
     "transfers": "transfers between stages", "gathers": "gathering weights",
     "sums": "gradient sums", "ties": "sums of shared parameters", "optimizer": "the optimizer",
-    "overhead": "the runtime", "bubble": "the bubble",
+    "overhead": "the runtime", "predictions": "predicting weights", "bubble": "the bubble",
 }  # fmt: skip
 
 
 def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """A stage's figures."""
     names = ("forward", "backward", "collective", "gather", "transfer", "sync", "tie", "optimizer",
-             "overhead")  # fmt: skip
+             "overhead", "predict")  # fmt: skip
     seconds = {f"{name}_seconds": entry[f"{name}_seconds"] for name in names}
     total = sum(entry["memory"][name] for name in MEMORY)
     spans = stage["pieces"] or [[stage["first"], stage["last"]]]
@@ -93,10 +94,28 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
         "ranks": entry["ranks"], "devices": one, **{name: stage[name] for name in kept}, **seconds,
         "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
         "step_only_seconds": sum(
-            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead")
+            entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead", "predict")
         ),
         "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
         "free": entry["memory_limit"] - total, "in_flight": entry["in_flight"],
+    }  # fmt: skip
+
+
+def asynchrony(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What a stream gains and costs; None for a plan that drains."""
+    if raw["schedule"] != "async":
+        return None
+    given, m = raw["prediction"], raw["microbatches"]
+    seconds, flushed = given["simulated_seconds"], given["flushed_seconds"]
+    names = ("stage", "in_flight", "staleness", "predict_seconds")
+    return {
+        "weights": raw["weights"], "seconds": seconds, "flushed_seconds": flushed,
+        "faster": flushed / seconds if flushed else None,
+        "at_most": (m + max(r["in_flight"] for r in rows) - 1) / m,
+        "by_stage": [
+            {**{name: entry[name] for name in names}, "copies": entry["memory"]["copies"]}
+            for entry in given["ranks"]
+        ],
     }  # fmt: skip
 
 
@@ -122,6 +141,7 @@ def parts_of(one: dict[str, Any], m: int, step: float) -> dict[str, float]:
         "transfers": m * one["transfer_seconds"], "gathers": m * one["gather_seconds"],
         "sums": one["sync_seconds"], "ties": one["tie_seconds"],
         "optimizer": one["optimizer_seconds"], "overhead": one["overhead_seconds"],
+        "predictions": one["predict_seconds"],
     }  # fmt: skip
     return {**parts, "bubble": step - sum(parts.values())}
 
@@ -179,8 +199,8 @@ def not_runnable(raw: dict[str, Any]) -> list[Any]:
     return [
         reason
         for reason, holds in (
-            ("schedule", raw["schedule"] == "async"),
             ("differ", len({tuple(s[d] for d in degrees) for s in raw["stages"]}) > 1),
+            ("ZeRO", raw["schedule"] == "async" and any(s["zero"] for s in raw["stages"])),
             ("share", raw["sharding"] is None and max(whole) > 1),
         )
         if holds

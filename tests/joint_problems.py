@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from fxpart.schedule.weight_modes import MODES
 from fxpart.solver.joint.problem import (
     Boundary,
     JointProblem,
@@ -20,6 +21,8 @@ from fxpart.solver.joint.problem import (
     Work,
     rows_of,
 )
+
+STREAMS = tuple(name for name, mode in MODES.items() if not mode.flush)
 
 
 def ring(count: int, latency: float, inverse: float, passes: float = 2.0) -> Line:
@@ -162,7 +165,7 @@ def random_problem(seed: int) -> JointProblem:
         for b in range(blocks - 1)
     ]  # fmt: skip
     ties = [Tie(name="t", blocks=(0, blocks - 1))] if rng.random() < 0.3 else []
-    return make(
+    problem = make(
         forward=[[rng.uniform(0.1, 3) for _ in range(kinds_count)] for _ in range(pools)],
         kinds=kinds,
         batch=batch,
@@ -185,6 +188,12 @@ def random_problem(seed: int) -> JointProblem:
         no_cut_after=tuple(b for b in range(blocks - 1) if rng.random() < 0.1),
         uniform=rng.random() < 0.3,
     )
+    return with_weights(problem, seed)
+
+
+def with_weights(problem: JointProblem, seed: int) -> JointProblem:
+    """The same with one of the weight modes that do not drain."""
+    return replace(problem, weights=STREAMS[seed % len(STREAMS)])
 
 
 def rich_problem(seed: int) -> JointProblem:
@@ -242,7 +251,7 @@ def rich_problem(seed: int) -> JointProblem:
         ),
         uniform=rng.random() < 0.3,
     )
-    return _with_experts(problem, rng)
+    return with_weights(_with_experts(problem, rng), seed)
 
 
 def _with_experts(problem: JointProblem, rng: random.Random) -> JointProblem:

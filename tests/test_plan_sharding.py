@@ -18,6 +18,8 @@ from fxpart.report.sharding import why
 
 GOLDEN = Path(__file__).parent / "golden"
 
+LATER = ("predict_seconds", "staleness")  # of a rank, since version 6
+
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
     """A plan whose stages are four ranks each."""
@@ -87,7 +89,7 @@ def test_a_plan_of_lanes_is_valid_and_round_trips() -> None:
 def test_a_plan_of_version_1_still_loads() -> None:
     raw = json.loads((GOLDEN / "plan_version_1.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_1.json")
-    assert found.version == 5 and Plan.loads(found.dumps()) == found
+    assert found.version == 6 and Plan.loads(found.dumps()) == found
     assert [entry.ranks for entry in found.prediction.ranks] == [(0,), (1,)]
     # Sums of shared parameters, which were all that a stage of one rank summed up.
     assert [entry.tie_seconds for entry in found.prediction.ranks] == [
@@ -106,7 +108,7 @@ def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
     for entry in raw["prediction"]["ranks"]:
         group = found.prediction.ranks[entry["stage"]]
         assert group.sync_seconds == entry["sync_seconds"] and group.tie_seconds == 0
-        assert msgspec.to_builtins(group.memory) == entry["memory"]
+        assert msgspec.to_builtins(group.memory) == {**entry["memory"], "copies": 0}
     raw["prediction"]["ranks"][5]["in_flight"] = 2
     apart = Plan.loads(json.dumps(raw)).prediction.ranks
     assert [entry.ranks for entry in apart] == [(0, 1, 2, 3), (4,), (5,), (6, 7)]
@@ -115,17 +117,31 @@ def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
 def test_a_plan_of_version_3_minds_no_hosts() -> None:
     raw = json.loads((GOLDEN / "plan_version_3.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_3.json")
-    assert found.version == 5 and Plan.loads(found.dumps()) == found
+    assert found.version == 6 and Plan.loads(found.dumps()) == found
     assert found.prediction.hosts == ()
     assert {entry.overhead_seconds for entry in found.prediction.ranks} == {0.0}
     again = json.loads(found.dumps())
     for entry in again["prediction"]["ranks"]:
-        for name in ("overhead_seconds", "peak", "top", "pieces"):
+        for name in ("overhead_seconds", "peak", "top", "pieces", *LATER):
             del entry[name]
-    del again["prediction"]["hosts"], again["prediction"]["rehearsed_seconds"]
+        del entry["memory"]["copies"]
+    for name in ("hosts", "rehearsed_seconds", "flushed_seconds"):
+        del again["prediction"][name]
     for name in ("actions", "precision", "transfer_dtype"):
         del again[name]
     assert {**again, "version": 3} == raw
+
+
+def test_a_plan_of_version_5_keeps_the_copies_of_its_stash_among_its_weights() -> None:
+    raw = json.loads((GOLDEN / "plan_version_5.json").read_text())
+    found = Plan.load(GOLDEN / "plan_version_5.json")
+    assert found.version == 6 and Plan.loads(found.dumps()) == found
+    assert (found.schedule, found.weights) == ("async", "stash")
+    again = json.loads(found.dumps())
+    for entry in again["prediction"]["ranks"]:
+        assert entry["memory"].pop("copies") == 0 and [entry.pop(n) for n in LATER] == [0.0, 0]
+    assert again["prediction"].pop("flushed_seconds") == 0.0
+    assert {**again, "version": 5} == raw
 
 
 def test_a_plan_of_version_2_with_a_wrong_device_is_refused() -> None:

@@ -331,5 +331,9 @@ def test_what_runs_is_told() -> None:
     again = (msgspec.structs.replace(plain.stages[0], recompute="full"), *plain.stages[1:])
     assert msgspec.structs.replace(plain, stages=again, schedule="zb-h1").runnable == ()
     wide = (msgspec.structs.replace(plain.stages[0], ranks=(0, 1)), *plain.stages[1:])
-    assert len(msgspec.structs.replace(plain, stages=wide, schedule="async").runnable) == 2
+    assert len(msgspec.structs.replace(plain, stages=wide).runnable) == 1
+    stream = msgspec.structs.replace(plain, schedule="async", weights="stash")
+    assert stream.runnable == ()
+    shared = tuple(msgspec.structs.replace(s, zero=1) for s in plain.stages)
+    assert "ZeRO" in " ".join(msgspec.structs.replace(stream, stages=shared).runnable)
     assert Alternative(stages=1, microbatches=1, step_seconds=None, why="").what == ""

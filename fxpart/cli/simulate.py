@@ -9,6 +9,7 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.plan import Plan
+from fxpart.planned.streams import steady_seconds
 
 if TYPE_CHECKING:
     from fxpart.schedule.steps import Steps
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("plan", type=click.Path())
 @click.option("--schedule", help="Another schedule in the plan's place, such as gpipe.")
 @click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Another number.")
-@click.option("--steps", "-n", type=click.IntRange(1, 1000), default=1, help="Several steps.")
+@click.option("--steps", "-n", type=click.IntRange(1, 1000), help="Several steps; 1 if not given.")
 @click.option("--no-flush", is_flag=True, help="The next step follows at once (1F1B alone).")
 @click.option(
     "--no-contention", is_flag=True, help="As if each rank had the cores of its host to itself."
@@ -29,7 +30,7 @@ def command(
     plan: str,
     schedule: str | None,
     microbatches: int | None,
-    steps: int,
+    steps: int | None,
     no_flush: bool,
     no_contention: bool,
     trace: str | None,
@@ -37,30 +38,37 @@ def command(
 ) -> int:
     """Run PLAN's schedule by its predicted costs; no model is needed.
 
-    Microbatches keep the size that the plan gives them, whatever their number here.
+    Microbatches keep the size that the plan gives them, whatever their number here. An asynchronous
+    plan runs as many minibatches as it takes to fill and to drain, and a few between.
     """
-    from fxpart.report.timeline import plan_steps
+    from fxpart.report.timeline import plan_steps, stream_steps, streams
 
     loaded = Plan.load(plan)
+    window = None
+    if steps is None and streams(loaded, schedule):
+        steps, *window = stream_steps(loaded, microbatches)
     found = plan_steps(
-        loaded, schedule, microbatches, steps=steps, flush=not no_flush,
+        loaded, schedule, microbatches, steps=steps or 1, flush=False if no_flush else None,
         contention=not no_contention,
     )  # fmt: skip
+    steady = found.steady_seconds if window is None else steady_seconds(found.ends, *window)
     if trace is not None:
         from fxpart.cli.report import write
 
         write(trace, output.as_json(found.timeline.chrome_trace()))
         output.note(f"wrote {trace}")
     if as_json:
-        output.data({**found.timeline.as_dict(), "ends": list(found.ends)})
+        output.data(
+            {**found.timeline.as_dict(), "ends": list(found.ends), "steady_seconds": steady}
+        )
         return 0
-    for line in _lines(loaded, found, no_contention):
+    for line in _lines(loaded, found, no_contention, steady):
         output.text(line)
     return 0
 
 
-def _lines(plan: Plan, found: Steps, alone: bool) -> list[str]:
-    """What a person reads."""
+def _lines(plan: Plan, found: Steps, alone: bool, steady: float) -> list[str]:
+    """What a person reads. steady: seconds of a step once the pipeline is full."""
     from fxpart.plan_io.runs import text_of
     from fxpart.report import units
     from fxpart.report.table import shortened
@@ -69,7 +77,8 @@ def _lines(plan: Plan, found: Steps, alone: bool) -> list[str]:
     whole = timeline.step_seconds
     what = units.seconds(whole)
     if count > 1:
-        what += f" for {count} steps, {units.seconds(found.steady_seconds)} each after the first"
+        when = "once the pipeline is full" if timeline.name == "async" else "after the first"
+        what += f" for {count} steps, {units.seconds(steady)} each {when}"
     words = ["sums, optimizer and the runtime included"]
     hosts = plan.prediction.hosts
     if hosts and alone:

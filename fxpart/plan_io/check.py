@@ -15,6 +15,7 @@ from fxpart.plan_io.check_prediction import prediction
 from fxpart.plan_io.check_sharding import sharding
 from fxpart.plan_io.check_stages import Faults, edges, mesh, order, ranks, stages, ties
 from fxpart.plan_io.runs import shorten
+from fxpart.schedule.weight_modes import MODES
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
@@ -98,7 +99,7 @@ def _counts(plan: Plan) -> Faults:
                 yield f"{field}[{index}]", "stages and microbatches start at 1"
             if other.step_seconds is not None and other.unfit_seconds is not None:
                 yield f"{field}[{index}]", "it fits and does not fit"
-    if (plan.weights == "stash") != (plan.schedule == "async"):
+    if MODES[plan.weights].flush == (plan.schedule == "async"):
         yield "weights", f"{plan.weights} does not go with the schedule {plan.schedule}"
 
 

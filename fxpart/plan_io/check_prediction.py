@@ -60,11 +60,18 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
             yield f"{where}.full", f"it is below the number of ranks, {len(load.ranks)}"
 
 
+def streams(plan: Plan) -> bool:
+    """Whether minibatches follow each other without a drain."""
+    return plan.schedule == "async"
+
+
 def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:
     if not entry.ranks:
         yield f"{where}.ranks", "there are none"
-    if not 1 <= entry.in_flight <= plan.microbatches:
+    if entry.in_flight < 1 or (entry.in_flight > plan.microbatches and not streams(plan)):
         yield f"{where}.in_flight", f"{entry.in_flight} of {plan.microbatches} microbatches"
+    if not streams(plan) and (entry.staleness or entry.memory.copies or entry.predict_seconds):
+        yield where, f"the schedule {plan.schedule} has neither staleness nor copies of weights"
     if entry.memory.total > entry.memory_limit:
         total = entry.memory.total
         yield f"{where}.memory", f"{total} bytes, above the {entry.memory_limit} allowed"

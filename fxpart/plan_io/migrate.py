@@ -48,6 +48,14 @@ def _four(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _five(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 6 can say more weight modes, and what they hold, cost and leave out.
+
+    In version 5 the copies of the mode "stash" were among the weights' bytes, where they stay.
+    """
+    return raw
+
+
 def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
     """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
     found: list[Any] = []
@@ -83,7 +91,7 @@ def _list(value: Any) -> list[Any]:
 
 
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four}
+MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four, 5: _five}
 
 
 def upgrade(

@@ -9,7 +9,7 @@ from fxpart.errors import error
 if TYPE_CHECKING:
     from fxpart.plan import Plan
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async")
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
@@ -20,6 +20,10 @@ def reasons(plan: Plan) -> tuple[str, ...]:
     degrees = {(s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero) for s in plan.stages}
     if len(degrees) > 1:
         found.append("its stages differ in data, tensor or expert parallelism or in ZeRO")
+    if plan.schedule == "async" and any(stage.zero for stage in plan.stages):
+        found.append(
+            "its stages share optimizers (ZeRO), and asynchronous ones update by themselves"
+        )
     if plan.sharding is None and any(len(s.ranks) > 1 for s in plan.stages):
         found.append("it does not say how the ranks of a stage share its operations")
     return tuple(found)

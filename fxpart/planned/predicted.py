@@ -41,6 +41,7 @@ def _entry(stage: JointStage, index: int, ranks: tuple[int, ...]) -> RankPredict
             activations=memory.activations,
             buffers=memory.buffers,
             transfers=memory.transfers,
+            copies=memory.copies,
         ),
         memory_limit=stage.memory_limit,
         in_flight=stage.in_flight,

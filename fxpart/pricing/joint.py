@@ -50,6 +50,7 @@ def joint_problem(
     microbatches: int | None = None,
     optimizer: object = "adamw",
     schedules: Sequence[ScheduleName] = ("1f1b",),
+    weights: str = "stash",
     space: Space | None = None,
     transfer_dtype: str = "",
 ) -> tuple[JointProblem, dict[str, str]]:
@@ -57,8 +58,9 @@ def joint_problem(
 
     graph: with blocks and what autograd saves (level ANNOTATED), of one process: not sharded.
     batch_size: rows of one step. microbatches: a number, or None to let the solver choose.
-    optimizer: as :func:`fxpart.optimizers.choose` takes it. space: what may be chosen.
-    transfer_dtype: what float32 is sent as from stage to stage, "" as it is.
+    optimizer: as :func:`fxpart.optimizers.choose` takes it. weights: the weight mode of the
+    schedule "async". space: what may be chosen. transfer_dtype: what float32 is sent as from stage
+    to stage, "" as it is.
     Raises FXP105 (the batch cannot be cut), FXP109 (an argument), FXP201 (no blocks) and FXP403 (no
     link).
     """
@@ -92,6 +94,7 @@ def joint_problem(
         ties=model.ties,
         microbatches=rows.counts,
         schedules=_schedules(schedules),
+        weights=weights,
         max_stages=stages,
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         uniform=allowed.uniform,

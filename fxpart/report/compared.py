@@ -139,8 +139,16 @@ AGREES = 0.02
 def compare(plan: Plan, recording: Recording) -> Comparison:
     """The figures of a recording that belongs to the plan (see :func:`.measured.belongs`).
 
-    FXP109 where no recorded step has the plan's number of microbatches.
+    FXP109 where no recorded step has the plan's number of microbatches, and for an asynchronous
+    plan, whose ranks have no step in common.
     """
+    if plan.schedule == "async":
+        raise error(
+            "FXP109",
+            where=f"a recording of {plan.model.name}",
+            why="the plan is asynchronous: minibatches overlap, and there is no step to compare",
+            fix="compare minibatches a second with `fxpart simulate`",
+        )
     kept = _full(recording, plan.microbatches)
     timeline = played(plan)
     whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))

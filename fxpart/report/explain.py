@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from fxpart.plan import Certificate, Plan, PlanInput
 from fxpart.plan_io.runs import text_of
 from fxpart.report import sharding, units
-from fxpart.report.explained import Explanation, Rejected, StepFigures
+from fxpart.report.explained import Asynchrony, Explanation, Rejected, StepFigures
 from fxpart.report.figures import explanation
-from fxpart.report.stages import memory_table, stage_table
+from fxpart.report.stages import memory_table, stage_table, stream_table
 from fxpart.report.table import shortened, table
 
 
@@ -22,6 +22,7 @@ def explain(plan: Plan) -> str:
         _stages(found),
         _step(found),
         _memory(found),
+        _stream(found),
         sharding.lines(plan),
         ["How good it is", *(line for words in certificate(plan) for line in _wrapped(words))],
         _rejected("Rejected", found.rejected),
@@ -75,7 +76,8 @@ def crowded_words(found: Explanation) -> list[str]:
 def schedule(plan: Plan) -> str:
     """The schedule, and the pieces of each stage where there are several."""
     pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
-    return f"{plan.schedule}{pieces}"
+    weights = f" with weights {plan.weights}" if plan.weights != "flush" else ""
+    return f"{plan.schedule}{pieces}{weights}"
 
 
 def spare(found: Explanation) -> str:
@@ -139,6 +141,28 @@ def pace_words(found: Explanation) -> list[str]:
 def _memory(found: Explanation) -> list[str]:
     words = [line for sentence in memory_words(found) for line in _wrapped(sentence)]
     return ["Peak memory by rank", *_indented(memory_table(found)), *words]
+
+
+def _stream(found: Explanation) -> list[str]:
+    """What asynchronous training gains and costs."""
+    given = found.asynchrony
+    if given is None:
+        return []
+    words = [line for sentence in stream_words(given) for line in _wrapped(sentence)]
+    return ["Asynchronous training", *words, *_indented(stream_table(given))]
+
+
+def stream_words(given: Asynchrony) -> list[str]:
+    """What a stream gains, and by which weights, as sentences."""
+    words = [f"No stage waits for an update of another; weights by the mode {given.weights}."]
+    if given.faster is not None:
+        words.append(
+            f"A minibatch takes {units.seconds(given.seconds)} in the full stream, and "
+            f"{units.seconds(given.flushed_seconds)} if these stages drained before each update: "
+            f"{given.faster:.2f} times as fast, where equal stages with nothing else to do gain "
+            f"(m + S - 1) / m = {given.at_most:.2f}."
+        )
+    return words
 
 
 def memory_words(found: Explanation) -> list[str]:

@@ -106,6 +106,7 @@ class StageFigures(_Struct, frozen=True, kw_only=True):
     tie_seconds: float
     optimizer_seconds: float
     overhead_seconds: float
+    predict_seconds: float
     microbatch_seconds: float
     step_only_seconds: float
     memory: Memory
@@ -129,12 +130,42 @@ class Crowded(_Struct, frozen=True, kw_only=True):
     assumed: float
 
 
+class StageStream(_Struct, frozen=True, kw_only=True):
+    """One stage of an asynchronous plan: the updates that its forwards miss at most, and its costs.
+
+    copies: bytes of weights beside the parameters. predict_seconds: a minibatch.
+    """
+
+    stage: int
+    in_flight: int
+    staleness: int
+    copies: int
+    predict_seconds: float
+
+
+class Asynchrony(_Struct, frozen=True, kw_only=True):
+    """What an asynchronous plan gains, and what that costs.
+
+    seconds: a minibatch of the full stream; flushed_seconds: a step of the same stages if they
+    drained (both simulated; 0 where the latter was not found), faster: the latter over the former.
+    at_most: (m + S - 1) / m, which equal stages gain where nothing else takes time.
+    """
+
+    weights: str
+    seconds: float
+    flushed_seconds: float
+    faster: float | None
+    at_most: float
+    by_stage: tuple[StageStream, ...]
+
+
 class Explanation(_Struct, frozen=True, kw_only=True):
     """Everything that ``fxpart explain plan.json --json`` says.
 
     devices: those of the cluster, used or not. binding: rejected choices that would be faster and
     do not fit. hosts: those whose ranks slow each other down; empty where none do, or where the
-    simulation takes all ranks to compute all the time. certificate, degrees: as in the plan.
+    simulation takes all ranks to compute all the time. asynchrony: None where the pipeline drains
+    before each update. certificate, degrees: as in the plan.
     not_runnable: why this version cannot train by the plan.
     """
 
@@ -156,6 +187,7 @@ class Explanation(_Struct, frozen=True, kw_only=True):
     changes: tuple[Rejected, ...]
     by_stage: tuple[StageFigures, ...]
     hosts: tuple[Crowded, ...]
+    asynchrony: Asynchrony | None
     certificate: Certificate
     degrees: Certificate | None
     not_runnable: tuple[str, ...]

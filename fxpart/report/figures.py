@@ -8,12 +8,14 @@ from fxpart.plan import Alternative, Plan, RankPrediction
 from fxpart.plan_io.runs import text_of
 from fxpart.prediction import HostLoad, bottleneck, pace, step_parts
 from fxpart.report.explained import (
+    Asynchrony,
     Crowded,
     Explanation,
     Fullest,
     Pace,
     Rejected,
     StageFigures,
+    StageStream,
     StepFigures,
 )
 from fxpart.schedule.crowd import factor
@@ -49,6 +51,7 @@ def explanation(plan: Plan) -> Explanation:
         changes=changes,
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
         hosts=tuple(_crowd(load) for load in plan.prediction.hosts),
+        asynchrony=_asynchrony(plan),
         certificate=plan.certificate,
         degrees=plan.degrees,
         not_runnable=plan.runnable,
@@ -163,7 +166,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
     names = (
         "forward_seconds", "backward_seconds", "collective_seconds", "gather_seconds",
         "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds", "overhead_seconds",
-        "microbatch_seconds", "step_only_seconds", "in_flight",
+        "predict_seconds", "microbatch_seconds", "step_only_seconds", "in_flight",
     )  # fmt: skip
     decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute",
                  "label", "parameters")  # fmt: skip
@@ -178,6 +181,31 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         free=entry.memory_limit - entry.memory.total,
         **{name: getattr(stage, name) for name in decisions},
         **{name: getattr(entry, name) for name in names},
+    )
+
+
+def _asynchrony(plan: Plan) -> Asynchrony | None:
+    """What a stream gains and costs."""
+    if plan.schedule != "async":
+        return None
+    given, m = plan.prediction, plan.microbatches
+    seconds, flushed = given.simulated_seconds, given.flushed_seconds
+    return Asynchrony(
+        weights=plan.weights,
+        seconds=seconds,
+        flushed_seconds=flushed,
+        faster=flushed / seconds if seconds and flushed else None,
+        at_most=(m + max(row.in_flight for row in given.ranks) - 1) / m,
+        by_stage=tuple(
+            StageStream(
+                stage=row.stage,
+                in_flight=row.in_flight,
+                staleness=row.staleness,
+                copies=row.memory.copies,
+                predict_seconds=row.predict_seconds,
+            )
+            for row in given.ranks
+        ),
     )
 
 

@@ -15,15 +15,16 @@ from fxpart.report.explain import (
     pace_words,
     rejected_rows,
     schedule,
+    stream_words,
 )
 from fxpart.report.explained import Explanation, Rejected
 from fxpart.report.figures import explanation
 from fxpart.report.overlay import drawn, overlay_svg
-from fxpart.report.stages import degrees
+from fxpart.report.stages import copied, degrees, stream_rows
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
-from fxpart.report.timeline import plan_timeline
+from fxpart.report.timeline import plan_timeline, streams
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.recording import Recording
 
@@ -44,7 +45,7 @@ def report_html(
         (
             _head(plan), _cards(plan, found), _measured(plan, recording, comparison),
             _timeline(plan), _step(found), _memory(plan, found),
-            _stages(found), _sharding(plan), _certificate(plan),
+            _stream(found), _stages(found), _sharding(plan), _certificate(plan),
             _rejected("Rejected", found.rejected),
             _rejected("With one decision changed", found.changes), _ties(plan),
             _pairs("Where the costs come from", plan.provenance),
@@ -132,6 +133,8 @@ def _timeline(plan: Plan) -> str:
         drawn = max(1, DRAWN // (2 * len(plan.stages)))
     timeline = plan_timeline(plan, microbatches=drawn)
     caption = "One step by the predicted costs."
+    if streams(plan):
+        caption = "Three minibatches of the stream, and its end, by the predicted costs."
     if drawn < plan.microbatches:
         caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."
     names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
@@ -153,13 +156,23 @@ def _step(found: Explanation) -> str:
 
 
 def _memory(plan: Plan, found: Explanation) -> str:
-    key = _key([(f"m{i}", name) for i, name in enumerate(PARTS)])
+    held = [i for i, name in enumerate(PARTS) if name != "copies" or copied(found)]
+    key = _key([(f"m{i}", PARTS[i]) for i in held])
     caption = "The line is the limit of the rank."
     words = "".join(f"<p>{escape(line)}</p>" for line in memory_words(found))
     return (
         f"<h2>Peak memory</h2>\n<figure>{memory_svg(plan)}{key}"
         f"<figcaption>{caption}</figcaption></figure>{words}"
     )
+
+
+def _stream(found: Explanation) -> str:
+    given = found.asynchrony
+    if given is None:
+        return ""
+    words = "".join(f"<p>{escape(line)}</p>" for line in stream_words(given))
+    heads, *rows = stream_rows(given)
+    return f"<h2>Asynchronous training</h2>\n{words}{_table(heads, rows, left=set())}"
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:

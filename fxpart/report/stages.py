@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fxpart.plan_io.runs import numbers_of, text_of
 from fxpart.report import units
-from fxpart.report.explained import Explanation, StageFigures
+from fxpart.report.explained import Asynchrony, Explanation, StageFigures
 from fxpart.report.table import shortened, table
 
 LONG = 16  # up to so many rows each stands by itself
@@ -39,19 +39,50 @@ def stage_table(found: Explanation) -> list[str]:
 
 def memory_table(found: Explanation) -> list[str]:
     """Peak memory by cause, against the limit."""
+    extra = copied(found)
     heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
-             "transfers", "in flight")  # fmt: skip
+             "transfers", *(("copies",) if extra else ()), "in flight")  # fmt: skip
 
     def cells(one: StageFigures) -> tuple[str, ...]:
         memory = one.memory
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations,
-                 memory.buffers, memory.transfers)  # fmt: skip
+        parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations,
+                 memory.buffers, memory.transfers]  # fmt: skip
+        parts += [memory.copies] if extra else []
         share = one.total / one.limit if one.limit else 0.0
         sizes = (units.size(one.total), units.size(one.limit), units.percent(share))
         return (*sizes, *map(units.size, parts), str(one.in_flight))
 
     rows = [(shortened(ranks(group), 16), *rest) for group, rest in _groups(found, cells)]
     return table(heads, ">" * len(heads), rows)
+
+
+def copied(found: Explanation) -> bool:
+    """Whether any stage holds copies of weights."""
+    return any(one.memory.copies for one in found.by_stage)
+
+
+def stream_table(found: Asynchrony) -> list[str]:
+    """:func:`stream_rows` as text."""
+    heads, *rows = stream_rows(found)
+    return table(heads, ">>>>>", rows)
+
+
+def stream_rows(found: Asynchrony) -> list[tuple[str, ...]]:
+    """Under a row of heads, of each stage what it runs ahead, what it misses, and what that costs.
+
+    Of many stages that follow each other and miss and cost the same, the first.
+    """
+    heads = ("stage", "in flight", "misses", "copies of weights", "predicting")
+    rows = [
+        (
+            str(one.stage), str(one.in_flight), units.plural(one.staleness, "update"),
+            units.size(one.copies), units.seconds(one.predict_seconds),
+        )
+        for one in found.by_stage
+    ]  # fmt: skip
+    if len(rows) > LONG:
+        rows = [row for k, row in enumerate(rows) if not k or row[2:] != rows[k - 1][2:]]
+    return [heads, *rows]
 
 
 def degrees(one: StageFigures) -> str:

@@ -5,17 +5,27 @@ from __future__ import annotations
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import edges_of, plan_schedule, stage_of
 from fxpart.planned.steps import StageTimes, steps_in_time
+from fxpart.planned.streams import NAME as STREAM
+from fxpart.planned.streams import window
 from fxpart.schedule.steps import Steps
 from fxpart.schedule.timeline import Timeline
+
+_DRAWN = 3  # minibatches of a stream
 
 
 def plan_timeline(plan: Plan, name: str | None = None, microbatches: int | None = None) -> Timeline:
     """When everything of one step happens, by the plan's predicted costs.
 
-    For the plan's own schedule and microbatches the step takes ``prediction.simulated_seconds``.
-    Microbatches keep the size that the plan gives them, whatever their number here.
+    For the plan's own schedule and microbatches the step takes ``prediction.simulated_seconds``; of
+    an asynchronous plan it is the first minibatches of its stream, and their end. Microbatches keep
+    the size that the plan gives them, whatever their number here.
     """
-    return plan_steps(plan, name, microbatches).timeline
+    return plan_steps(plan, name, microbatches, steps=_DRAWN if streams(plan, name) else 1).timeline
+
+
+def streams(plan: Plan, name: str | None = None) -> bool:
+    """Whether the schedule, by default the plan's, goes on from minibatch to minibatch."""
+    return (plan.schedule if name is None else name) == STREAM
 
 
 def plan_steps(
@@ -24,15 +34,24 @@ def plan_steps(
     microbatches: int | None = None,
     *,
     steps: int = 1,
-    flush: bool = True,
+    flush: bool | None = None,
     contention: bool = True,
 ) -> Steps:
-    """Several steps; see :func:`fxpart.planned.steps.steps_in_time`. Raises FXP109."""
+    """Several steps; see :func:`fxpart.planned.steps.steps_in_time`. Raises FXP109.
+
+    flush: by default as the schedule does.
+    """
     schedule = plan_schedule(plan, name, microbatches)
+    drains = not streams(plan, name) if flush is None else flush
     return steps_in_time(
         schedule, edges_of(plan), plan.prediction.ranks, plan.prediction.hosts,
-        steps=steps, flush=flush, contention=contention,
+        steps=steps, flush=drains, contention=contention,
     )  # fmt: skip
+
+
+def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int, int]:
+    """Minibatches to simulate of the plan as a stream; see :func:`.planned.streams.window`."""
+    return window(len(plan.stages), microbatches or plan.microbatches)
 
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:

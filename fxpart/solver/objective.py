@@ -34,7 +34,7 @@ class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     activations: in_flight times what autograd saves, plus the largest workspace. transfers: each
     received value, and each sent one that is not saved anyway, once for each microbatch in flight
-    (it is kept until the backward).
+    (it is kept until the backward). copies: of weights beside the parameters, in a stream.
     """
 
     weights: int
@@ -43,13 +43,14 @@ class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     activations: int
     buffers: int
     transfers: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
         """All parts together, in bytes."""
         return (
             self.weights + self.gradients + self.optimizer
-            + self.activations + self.buffers + self.transfers
+            + self.activations + self.buffers + self.transfers + self.copies
         )  # fmt: skip
 
 

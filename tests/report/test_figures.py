@@ -118,6 +118,11 @@ def columns(head: str, line: str) -> list[str]:
     return re.split(r" {2,}", line.strip())
 
 
+def wanted_copies(rows: list[dict[str, Any]]) -> bool:
+    """Whether the table of memory has a column for copies of weights."""
+    return any(row["memory"]["copies"] for row in rows)
+
+
 def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
     """Stages and their memory, row by row."""
     rows = wanted["by_stage"]
@@ -141,7 +146,8 @@ def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
     for one, line in zip(rows, memory[1:], strict=False):
         cells = columns(memory[0], line)
         figures = [one["total"], one["limit"], one["total"] / one["limit"]]
-        figures += [one["memory"][name] for name in MEMORY] + [one["in_flight"]]
+        held = [name for name in MEMORY if name != "copies" or wanted_copies(rows)]
+        figures += [one["memory"][name] for name in held] + [one["in_flight"]]
         assert cells[0] == one["ranks"] or "…" in cells[0]
         for cell, value in zip(cells[1:], figures, strict=True):
             if cell != "under 0.05 %":

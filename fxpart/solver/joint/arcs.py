@@ -85,13 +85,13 @@ def deepest(
     """The most stages to the end with which each interval fits; 0 where it never does.
 
     max_stages where depth does not matter: what is in flight grows with the stages to the end, one
-    by one up to the number of microbatches, except under GPipe, which has all of them in flight.
+    by one up to the number of microbatches (in a stream without an end), except under GPipe, which
+    has all of them in flight.
     """
     problem = tables.problem
-    copied = schedule == "async"  # a copy of the weights for each microbatch in flight
-    still = sizes.standing - sizes.weights if copied else sizes.standing
-    moving = sizes.each + sizes.weights if copied else sizes.each
-    room = problem.pools[pool].memory - still
+    moving, room = sizes.each, problem.pools[pool].memory - sizes.standing
+    if schedule == "async":
+        return sizes.copied.deepest(room, moving, sizes.weights, microbatches)
     flying = np.where(
         moving > 0, room // np.maximum(moving, 1), np.where(room < 0, 0, microbatches)
     )

@@ -10,6 +10,7 @@ from math import inf, isfinite
 import numpy as np
 
 from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.schedules import fill, in_flight
@@ -52,16 +53,16 @@ def estimates(
     t, once = bounds.costs(m)
     total, steps = (t * counts).sum(axis=1), (once * counts).sum(axis=1)
     cuts = len(problem.blocks) - len(set(problem.no_cut_after)) - 1
-    needs = _bytes(stacked, m)
+    needs, copied = _bytes(stacked, m), Copied(problem.weights, problem.max_stages)
     for option in np.flatnonzero((work >= 0) & np.isfinite(total)).tolist():
         pool = int(stacked.pool[option])
         most = min(problem.max_stages, int(stacked.devices[pool] // stacked.size[option]))
         most = min(most, (cuts + 1) // virtual)
         for stages in _counts(problem.min_stages, most):
             flying = in_flight(schedule, m, stages, 0, virtual)
-            copies = flying if schedule == "async" else 1
+            extra = copied.extra(m, stages) if schedule == "async" else 0
             standing, weights, flow, moved = (float(x[option]) for x in needs)
-            memory = (standing + (copies - 1) * weights + flying * flow) / stages
+            memory = (standing + extra * weights + flying * flow) / stages
             if memory > stacked.memory[pool]:
                 continue
             hop = float(stacked.transfer.latency[pool])

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import (
     JointProblem,
@@ -23,7 +24,7 @@ from fxpart.solver.joint.problem import (
     State,
     Work,
 )
-from fxpart.solver.joint.schedules import in_flight, weight_copies
+from fxpart.solver.joint.schedules import in_flight
 from fxpart.solver.joint.state import Part
 from fxpart.solver.objective import tie_messages
 
@@ -38,26 +39,27 @@ class IntervalSizes:
     """Bytes of one option at one microbatch count, [first, last].
 
     standing: with one copy of the weights and nothing in flight; each: for a microbatch in flight;
-    weights: of one copy.
+    weights: of one copy. copied: how many more a stream holds.
     """
 
     standing: Bytes
     each: Bytes
     weights: Bytes
+    copied: Copied
 
     def memory(self, schedule: ScheduleName, microbatches: int, to_end: int) -> Bytes:
         """Bytes as the stage that has ``to_end`` stages from itself to the end, itself included."""
         flying = in_flight(schedule, microbatches, to_end, 0)
-        copies = weight_copies(schedule, microbatches, to_end, 0)
-        return self.standing + flying * self.each + (copies - 1) * self.weights
+        extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
+        return self.standing + flying * self.each + extra * self.weights
 
     def total(
         self, at: tuple[int, int], schedule: ScheduleName, microbatches: int, to_end: int
     ) -> int:
         """The entry of :meth:`memory` for one interval."""
         flying = in_flight(schedule, microbatches, to_end, 0)
-        copies = weight_copies(schedule, microbatches, to_end, 0)
-        return int(self.standing[at] + flying * self.each[at] + (copies - 1) * self.weights[at])
+        extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
+        return int(self.standing[at] + flying * self.each[at] + extra * self.weights[at])
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class IntervalTables:
             standing=held.standing + self._workspace(option, layout, work),
             each=self._bytes(work.activation) + self._values(work.rows)[3],
             weights=held.weight,
+            copied=self.scorer.copied,
         )
 
     def _sums(self, by_kind: Sequence[float]) -> Floats:

@@ -8,9 +8,9 @@ blocks, the values that it receives, and the ties that it holds:
     T = fill * sum_s t_s + max_s((m - fill) t_s + beta_s)
 
 The optimizer's seconds fall by the number of replicas that share it (ZeRO 1 to 3). Memory:
-weights * copies + gradients + optimizer state (each cut by its ZeRO level) + buffers
-+ flying * (activations + received and sent values) + the largest workspace (with ZeRO 3 also the
-largest block's whole weights, gathered).
+weights * (1 + extra copies of a stream) + gradients + optimizer state (each cut by its ZeRO level)
++ buffers + flying * (activations + received and sent values) + the largest workspace (with ZeRO 3
+also the largest block's whole weights, gathered).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -30,7 +31,7 @@ from fxpart.solver.joint.problem import (
     ranks,
     rows_of,
 )
-from fxpart.solver.joint.schedules import fill, in_flight, weight_copies
+from fxpart.solver.joint.schedules import fill, in_flight
 from fxpart.solver.joint.state import StageState
 from fxpart.solver.objective import StageMemory, tie_messages
 
@@ -101,6 +102,7 @@ class JointScorer:
     def __init__(self, problem: JointProblem) -> None:
         """Index works by what needs them, values by consumer, and ties by block."""
         self.problem = problem
+        self.copied = Copied(problem.weights, problem.max_stages)
         self.works: dict[tuple[int, int, int, str], Work] = {
             (w.pool, w.layout, w.rows, w.recompute): w for w in problem.works
         }
@@ -136,9 +138,9 @@ class JointScorer:
                 faults.append(f"stage {s} cannot run {m} microbatches on {option.data} replicas")
                 continue
             flying = in_flight(choice.schedule, m, count, s, choice.virtual)
-            copies = weight_copies(choice.schedule, m, count, s)
+            extra = self.copied.extra(m, count - s) if choice.schedule == "async" else 0
             mine = tuple(pieces[s::count])
-            stages.append(self.stage(index, work, mine, m, flying, copies))
+            stages.append(self.stage(index, work, mine, m, flying, extra))
         if len(stages) < count:
             return JointEvaluation(seconds=float("inf"), stages=(), faults=tuple(faults))
         seconds = step_seconds(
@@ -162,9 +164,9 @@ class JointScorer:
         pieces: tuple[tuple[int, int], ...],
         microbatches: int,
         flying: int,
-        copies: int = 1,
+        extra: int = 0,
     ) -> JointStage:
-        """These pieces as one stage with option ``index``."""
+        """These pieces as one stage with option ``index``. extra: copies of its weights."""
         problem = self.problem
         option = problem.options[index]
         layout, pool = problem.layouts[option.layout], problem.pools[option.pool]
@@ -191,7 +193,8 @@ class JointScorer:
             ),
             optimizer_seconds=state.steps(),
             memory=StageMemory(
-                weights=copies * state.kept("weight"),
+                weights=state.kept("weight"),
+                copies=extra * state.kept("weight"),
                 gradients=state.kept("gradient"),
                 optimizer=state.kept("optimizer"),
                 activations=flying * saved + workspace,
@@ -258,6 +261,11 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
         faults.append(f"{choice.microbatches} microbatches are not among those to choose from")
     if choice.schedule not in problem.schedules:
         faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
+    most = Copied(problem.weights, problem.max_stages).limit(choice.microbatches)
+    if choice.schedule == "async" and count > most:
+        faults.append(
+            f"{count} stages, {problem.weights} is made for {most} with so few microbatches"
+        )
     if choice.virtual > 1 and choice.virtual not in problem.virtual:
         faults.append(f"{choice.virtual} pieces a stage, allowed are {problem.virtual}")
     ends = {start - 1 for start in choice.starts[1:]}

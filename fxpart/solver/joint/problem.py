@@ -170,8 +170,8 @@ class JointProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     option without one cannot be chosen with that count (nor where data * m exceeds the batch).
     no_cut_after: no stage may end after these blocks; cut_after: a stage must end after these.
     pins: wishes. virtual: stages per rank that "interleaved" may use. uniform: every stage has the
-    same data, tensor and expert degree, ZeRO level and recompute. bubble and memory of the
-    schedules: :mod:`fxpart.solver.joint.schedules`.
+    same data, tensor and expert degree, ZeRO level and recompute. weights: the weight mode of
+    "async". bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedules`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -187,6 +187,7 @@ class JointProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ties: tuple[Tie, ...] = ()
     microbatches: tuple[int, ...] = (1,)
     schedules: tuple[ScheduleName, ...] = ("1f1b",)
+    weights: str = "stash"
     virtual: tuple[int, ...] = (2,)
     min_stages: int = 1
     max_stages: int = 1

@@ -1,9 +1,9 @@
-"""What the objective knows of each schedule: its bubble, its memory, its copies of weights.
+"""What the objective knows of each schedule: its bubble and what it keeps in flight.
 
 Step time of S stages with m microbatches: T = fill * sum_s t_s + max_s((m - fill) t_s + beta_s).
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), interleaved
 (Megatron-LM, SC'21), ZB-H1 (Qi et al. 2023, whose bubble is a third where F, B and W take equal
-times), asynchronous 1F1B (PipeDream, SOSP'19; weight copies of the "stash" mode).
+times), asynchronous 1F1B (PipeDream, SOSP'19; its copies of weights: :mod:`.copies`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ def in_flight(
 ) -> int:
     """Microbatches whose activations stage ``stage`` of ``stages`` holds at its peak.
 
-    m for GPipe; min(m, S - s) for 1F1B, ZB-H1 and the asynchronous schedule; interleaved holds
-    2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th each, here rounded up to whole microbatches.
+    m for GPipe; min(m, S - s) for 1F1B and ZB-H1; S - s for the asynchronous schedule, whose next
+    minibatch follows at once; interleaved holds 2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th
+    each, here rounded up to whole microbatches.
     """
     to_end = stages - stage
+    if schedule == "async":
+        return to_end
     if schedule == "gpipe":
         return microbatches
     if schedule == "interleaved" and virtual > 1:
         pieces = 2 * (to_end - 1) + (virtual - 1) * stages + 1
         return min(microbatches, -(-pieces // virtual))
     return min(microbatches, to_end)
-
-
-def weight_copies(schedule: ScheduleName, microbatches: int, stages: int, stage: int) -> int:
-    """Copies of a stage's weights: one for each minibatch in flight of the asynchronous one."""
-    return in_flight(schedule, microbatches, stages, stage) if schedule == "async" else 1

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.solver.joint.bounds import CheapBounds, Prices
+from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import ScheduleName
 from fxpart.solver.joint.runs import Runs
 from fxpart.solver.joint.schedules import fill
@@ -193,7 +194,7 @@ class Tables:
         share = fill(schedule)
         t, once = self._seconds(microbatches, pairs)
         load, filling = (microbatches - share) * t + once, share * t
-        flights = self._flights(schedule, pairs)
+        flights = self._flights(microbatches, schedule, pairs)
         paid = prices.pools[self.stacked.pool[pairs.option]] * self.stacked.size[pairs.option]
         keep = self._hopeful(prices, pairs.cls, filling, load, paid, best) & (flights >= 1)
         return pairs.option[keep], pairs.cls[keep], filling[keep], load[keep], flights[keep]
@@ -237,8 +238,8 @@ class Tables:
                 sizes = sizes + np.where(holds[cls], tied, 0)
         return sizes
 
-    def _flights(self, schedule: ScheduleName, pairs: _Pairs) -> Ints:
-        """The most microbatches in flight for which memory suffices."""
+    def _flights(self, microbatches: int, schedule: ScheduleName, pairs: _Pairs) -> Ints:
+        """The most microbatches in flight that memory allows, with their copies of weights."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, zero = s.layout[option], s.zero[option]
         kept = []
@@ -252,11 +253,10 @@ class Tables:
         standing += _peaks(s.workspace[:, s.kinds], pairs.work, runs.first[cls], runs.last[cls])
         most = _peaks(self._whole, layout, runs.first[cls], runs.last[cls])
         standing += np.where(zero == 3, most, 0)
-        if schedule == "async":  # a copy of the weights for each microbatch in flight
-            each += kept[0]
-        else:
-            standing += kept[0]
-        room = s.memory[s.pool[option]] - standing
+        room = s.memory[s.pool[option]] - standing - kept[0]
+        if schedule == "async":
+            copied = Copied(s.problem.weights, s.problem.max_stages)
+            return copied.deepest(room, each, kept[0], microbatches)
         flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)
         return np.where(room >= 0, flights, -1)
 

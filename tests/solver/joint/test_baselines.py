@@ -101,7 +101,7 @@ def test_pipedream_has_the_least_slowest_stage() -> None:
                 and problem.layouts[o.layout].tensor == 1
             ),
             microbatches=problem.microbatches[:1],
-            schedules=("async",),  # whose objective is the slowest stage
+            schedules=("async",), weights="stash",  # whose objective is the slowest stage
             max_stages=len(problem.blocks),
             uniform=False,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from joint_problems import random_problem, rich_problem, transformer
 
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.problem import JointProblem
-from fxpart.solver.joint.schedules import in_flight, weight_copies
+from fxpart.solver.joint.schedules import in_flight
 
 
 def agree(problem: JointProblem) -> int:
@@ -24,9 +24,11 @@ def agree(problem: JointProblem) -> int:
                     for schedule in problem.schedules:
                         for to_end in (1, 3):
                             flying = in_flight(schedule, m, to_end, 0)
-                            copies = weight_copies(schedule, m, to_end, 0)
+                            extra = 0
+                            if schedule == "async":
+                                extra = tables.scorer.copied.extra(m, to_end)
                             stage = tables.scorer.stage(
-                                index, work, ((first, last),), m, flying, copies
+                                index, work, ((first, last),), m, flying, extra
                             )
                             at = first, last
                             assert costs.seconds[at] == pytest.approx(stage.seconds, rel=1e-12)

@@ -110,10 +110,13 @@ def test_entries_are_stages_as_the_objective_defines_them() -> None:
                         run = ((int(runs.first[cls]), int(runs.last[cls])),)
                         most = min(int(entries.flights[e]), 10**6)
                         for flying in (most, most + 1):
-                            copies = flying if schedule == "async" else 1
-                            stage = scorer.stage(index, work, run, m, flying, copies)
+                            extra, limit = 0, 10**6
+                            if schedule == "async":
+                                limit = scorer.copied.limit(m)
+                                extra = scorer.copied.extra(m, flying)
+                            stage = scorer.stage(index, work, run, m, flying, extra)
                             fits = stage.memory.total <= stage.memory_limit
-                            assert fits == (flying == most or most == 10**6)
+                            assert fits == (flying == most) or most == limit
                         load = (m - share) * stage.seconds + stage.step_only_seconds
                         assert entries.filling[e] == pytest.approx(share * stage.seconds, abs=1e-9)
                         assert entries.load[e] == pytest.approx(load, rel=1e-12, abs=1e-9)

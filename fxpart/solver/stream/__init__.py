@@ -1,0 +1,1 @@
+"""Cuts for a stream of microbatches that is never drained: asynchronous 1F1B."""
