@@ -20,7 +20,7 @@ from fxpart.compat import (
 )
 
 # Elements that are worked on at a time: what stays in a core's cache, and what fills a GPU.
-CPU_BLOCK = 1 << 17
+CPU_BLOCK = 1 << 16
 DEVICE_BLOCK = 1 << 25
 
 

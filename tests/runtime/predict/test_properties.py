@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from optimizers_stepped import (
     OPTIMIZERS,
     bits,
@@ -143,6 +143,7 @@ def test_decaying_is_exact_without_gradients(name: str) -> None:
     assert farthest(expected[0], expected[1]) > 1e-4 or name == "sgd"
 
 
+@settings(max_examples=40)
 @given(
     lr=st.floats(1e-4, 0.5),
     updates=st.integers(1, 8),
