@@ -11,7 +11,7 @@ from typing import IO, Any, Literal
 
 from fxpart.errors import error
 
-Kind = Literal["start", "evaluation", "epoch", "failure", "end"]
+Kind = Literal["start", "evaluation", "epoch", "fallback", "failure", "end"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Event:
     """Something beside the steps.
 
     kind: "start", "evaluation" (values: loss and metrics), "epoch" (one pass over the data has
-    ended), "failure" (error: why fit raises) or "end" (why: "steps", "epochs", "data", or
+    ended), "fallback" (why: an asynchronous pipeline drains after every minibatch from now on),
+    "failure" (error: why fit raises) or "end" (why: "steps", "epochs", "data", or
     "early stopping"). step: updates so far.
     """
 

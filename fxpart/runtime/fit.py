@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from fxpart.runtime.loader import each, guarded
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class Fit:
         run = self._run
         while True:
             before = self.step
-            for group in self._groups(each(self._transport, self._data(self._batches))):
+            for group in self._groups(self._each()):
                 self._update(group)
                 if run.every and self.step % run.every == 0 and self._evaluate():
                     return "early stopping"
@@ -127,10 +130,18 @@ class Fit:
             if (run.steps is None and run.epochs is None) or iter_once(self._batches):
                 return "data"
 
+    def _each(self) -> Iterator[Any]:
+        """The batches of an epoch."""
+        return each(self._transport, self._data(self._batches))
+
+    def _guarded(self, what: str, do: Callable[[], T]) -> T:
+        """The user's own function; what it raises is raised on every rank."""
+        return guarded(self._transport, what, do)
+
     def _data(self, given: Any) -> Iterable[Any]:
         if not callable(given) or hasattr(given, "__iter__"):
             return given  # type: ignore[no-any-return]
-        made: Iterable[Any] = guarded(self._transport, "the batches", given)
+        made: Iterable[Any] = self._guarded("the batches", given)
         return made
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
@@ -164,7 +175,7 @@ class Fit:
         for callback in self._run.callbacks:
             tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
             what = f"callback {_name(callback)}.on_step after step {self.step}"
-            guarded(self._transport, what, partial(tell, info))
+            self._guarded(what, partial(tell, info))
 
     def _evaluate(self) -> bool:
         """Evaluate, tell of it, and say whether to stop."""
@@ -180,12 +191,12 @@ class Fit:
         """The scheduler, or what a function of the optimizer makes of it."""
         if given is None or hasattr(given, "step"):
             return given
-        return guarded(self._transport, "the scheduler", lambda: given(self._optimizer))
+        return self._guarded("the scheduler", lambda: given(self._optimizer))
 
     def _schedule(self) -> None:
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         if self._scheduler is not None and not isinstance(self._scheduler, plateau):
-            guarded(self._transport, "the scheduler", self._scheduler.step)
+            self._guarded("the scheduler", self._scheduler.step)
 
     def _rates(self) -> tuple[float, ...]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
@@ -197,7 +208,7 @@ class Fit:
             tell = getattr(callback, "on_event", None)
             if tell is not None:
                 what = f"callback {_name(callback)}.on_event({kind})"
-                guarded(self._transport, what, partial(tell, event))
+                self._guarded(what, partial(tell, event))
 
     def _report(self, cause: BaseException) -> None:
         """Tell the callbacks of a failure; what they raise now is noted, and hides nothing."""

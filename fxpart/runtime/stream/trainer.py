@@ -6,8 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,21 +14,25 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups, assign
-from fxpart.runtime.inference import Inference
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer import check_elementwise, describe_groups
 from fxpart.runtime.stream.build import build, check_program
+from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.layout import Layout
-from fxpart.runtime.stream.optimizers import Optimizers, gather, make_all, plan_loads
+from fxpart.runtime.stream.optimizers import Optimizers, make_all
 from fxpart.runtime.stream.options import StreamOptions
+from fxpart.runtime.stream.report import StageReport, together
 from fxpart.runtime.stream.shared import refresh
+from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Counts, Word, Words, bits, number
+from fxpart.runtime.weights import Counters
 from fxpart.schedule.versions import Versions
 
 
-class StreamTrainer(Inference):
+class StreamTrainer(Whole):
     """Trains a program's stages asynchronously; every rank makes one and gives it equal batches.
 
     optimizers: of this process, by stage and lane; ``optimizer`` is the first. updates: of every
@@ -60,6 +63,7 @@ class StreamTrainer(Inference):
         self._spread = True  # holders of shared parameters have their owners' weights
         self._cut: Cut | None = None
         self.draining = self.stream.mode.flush  # after every minibatch, for good
+        self.listeners: list[Callable[[str], object]] = []
         self.last_rows = 0
         self.last_grad_norm: torch.Tensor | None = None
 
@@ -86,24 +90,88 @@ class StreamTrainer(Inference):
             raise error(
                 "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
             )
+        self.feed(batch, local=local)
+        return self._losses.pop()[1] if self._losses else None
+
+    def feed(self, batch: Any, *, local: bool = False) -> int:
+        """As :meth:`step`, and losses wait to be :meth:`taken`; the number of this call."""
         self._check_whole()
         cut = self._next(batch, local)
-        self._run(cut, closing=self._closes(cut))
+        closing = self._closes(cut)
+        self._run(cut, closing=closing)
         self.last_rows = sum(cut.rows)
-        return self._newest()
+        return self.calls - 1
 
     def drain(self) -> list[torch.Tensor]:
         """Finish what is in flight; the losses that no call has returned, in order."""
+        return [loss for _, loss in self.finish()]
+
+    def finish(self) -> list[tuple[int, torch.Tensor]]:
+        """As :meth:`drain`, with the calls."""
         self._settle()
-        found = [loss for _, loss in self._losses]
-        self._losses.clear()
-        return found
+        return self.taken()
 
     def taken(self) -> list[tuple[int, torch.Tensor]]:
         """The losses that are known and were not taken or returned, with their calls."""
         found = list(self._losses)
         self._losses.clear()
         return found
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something is."""
+        return self._streaming
+
+    def abort(self, cause: Exception) -> NoReturn:
+        """Raise it on every rank, as many calls later: this one goes on with zeros until then.
+
+        Only where something is in flight, and the other ranks make further calls.
+        """
+        assert self._streaming and self._cut is not None, "nothing is in flight: tell it directly"
+        next(iter(self._stages.runners.values())).fail(cause)
+        while True:  # until it is heard
+            self._run(self._cut, closing=False)
+
+    def fit(self, batches: Any, **run: Any) -> Fitted:
+        """As :meth:`fxpart.runtime.trainer.Trainer.fit`; nothing drains but for evaluations.
+
+        Callbacks hear of a step when its loss is known, some calls later, in order; those that are
+        left when the pipeline drains, which it does before an evaluation and at the end. FXP109 for
+        accumulate (each minibatch is an update) and scheduler (each stage has its own: give it to
+        :meth:`fxpart.api.Program.trainer`).
+        """
+        return StreamFit(self, batches, checked(run)).go()
+
+    def record(self, **_: Any) -> NoReturn:
+        """Refused, FXP109: a recording is of whole steps, and here none ends where it began."""
+        raise error(
+            "FXP109", where="record()",
+            why="a recording is of whole steps; a stream's minibatches end calls after they begin",
+            fix='record the same plan with weights="flush" and schedule="1f1b"',
+        )  # fmt: skip
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Per stage the most updates between a forward and its backward, in a full pipeline."""
+        stages = range(len(self.spec.stages))
+        return tuple(0 if self.draining else self.versions.gap(stage) for stage in stages)
+
+    @property
+    def counters(self) -> dict[int, Counters]:
+        """What each stage of this process has run and read since the stream began, by stage."""
+        return {stage: w.counters() for (stage, _), w in self._weights.items()}
+
+    def report(self) -> tuple[StageReport, ...]:
+        """Of all stages: staleness, copies, predictions. Drains; every rank must call it."""
+        self._settle()
+        self._together("report")
+        mine = [
+            StageReport.of(stage, self.staleness[stage], weights)
+            for (stage, lane), weights in self._weights.items()
+            if lane == 0
+        ]
+        with reporting(self._transport, "sharing reports"):
+            return together(self._transport, mine)
 
     @property
     def lag(self) -> int:
@@ -114,64 +182,6 @@ class StreamTrainer(Inference):
     def updates(self) -> int:
         """Minibatches that every stage of this process has updated with."""
         return min(runner.updates for runner in self._stages.runners.values())
-
-    # -- what looks at the whole model ------------------------------------------------------------
-
-    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
-        """As ever, after a drain."""
-        self._settle()
-        return super().eval_step(batch, local=local)
-
-    def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
-        """As ever, after a drain."""
-        self._settle()
-        return super().predict(batch, first_only=first_only, local=local)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As ever, after a drain."""
-        self._settle()
-        return super().evaluate(*args, **kwargs)
-
-    def state_dict(self, **how: Any) -> dict[str, torch.Tensor]:
-        """As ever, after a drain."""
-        self._settle()
-        return super().state_dict(**how)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[Path, ...]:
-        """As ever, after a drain."""
-        self._settle()
-        return super().save_pretrained(*args, **kwargs)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """As ever, after a drain."""
-        self._settle()
-        super().load_state_dict(state, strict=strict)
-
-    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
-        """As ever, after a drain."""
-        assert self.optimizer is not None, "there is no optimizer"
-        self._settle()
-        self._together(f"optimizer_state_dict {first_only}")
-        with reporting(self._transport, "gathering optimizer state"):
-            return gather(self._state, self._held, self.optimizers, first_only=first_only)
-
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As ever, after a drain."""
-        self._settle()
-
-        def plan() -> tuple[list[Callable[[], None]], str]:
-            loads = plan_loads(self._state, self._held, self.optimizers, state, self._groups)
-            return loads, " ".join(sorted(state["state"]))
-
-        for load in agree(self._transport, "the optimizer state", plan):
-            load()
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Refused, FXP109: each stage drops its gradients with its own update."""
-        raise error(
-            "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
-            fix="a synchronous trainer has them",
-        )  # fmt: skip
 
     # -- a call ---------------------------------------------------------------------------------
 
@@ -368,9 +378,6 @@ class StreamTrainer(Inference):
             found.append((total, back, self.versions.start + updates, read.version))
         return found
 
-    def _newest(self) -> torch.Tensor | None:
-        return self._losses.pop()[1] if self._losses else None
-
     def _as_loss(self, value: float) -> torch.Tensor:
         values = [
             v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
@@ -379,11 +386,13 @@ class StreamTrainer(Inference):
         return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
 
     def _tell_of_fallback(self, call: int) -> None:
-        warnings.warn(
+        text = (
             f"gradients of the minibatch of call {call} are not all finite: its update was left "
-            "out, and from now on the pipeline drains after every minibatch",
-            stacklevel=4,
+            "out, and from now on the pipeline drains after every minibatch"
         )
+        warnings.warn(text, stacklevel=5)
+        for listener in self.listeners:
+            listener(text)
 
     def _check_whole(self) -> None:
         if self._stages.broken is not None:

@@ -1,0 +1,124 @@
+"""A training run over a stream: losses belong to the minibatch of an earlier call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.agreement import AgreedError, agree
+from fxpart.runtime.callbacks import StepInfo
+from fxpart.runtime.fit import Fit, Run
+
+if TYPE_CHECKING:
+    from fxpart.runtime.stream.trainer import StreamTrainer
+
+T = TypeVar("T")
+_END = object()
+
+
+def checked(given: Mapping[str, Any]) -> Run:
+    """The arguments of a run; FXP109 for those that a stream cannot have, too."""
+    try:
+        run = Run(**given).check()
+    except TypeError as cause:
+        known = ", ".join(field.name for field in fields(Run))
+        raise error("FXP109", where="fit", why=str(cause), fix=f"one of {known}") from cause
+    if run.accumulate != 1:
+        raise error(
+            "FXP109", where=f"fit(accumulate={run.accumulate})",
+            why="an asynchronous stage updates after each minibatch, whose backwards end calls "
+            "later", fix="give larger batches, and more microbatches",
+        )  # fmt: skip
+    if run.scheduler is not None:
+        raise error(
+            "FXP109", where="fit(scheduler=)",
+            why="each stage has an optimizer of its own, and steps its scheduler with its updates",
+            fix="program.trainer(..., scheduler=a function of an optimizer)",
+        )  # fmt: skip
+    return run
+
+
+class StreamFit(Fit):
+    """One run of an asynchronous trainer. step: minibatches given, each of them an update."""
+
+    def __init__(self, trainer: StreamTrainer, batches: Any, run: Run) -> None:
+        """See :class:`~fxpart.runtime.fit.Fit`."""
+        super().__init__(trainer, batches, run)  # type: ignore[arg-type]
+        self._stream = trainer
+        self._rows: dict[int, tuple[int, int, int]] = {}  # by call: step, epoch, rows
+
+    def _loop(self) -> str:
+        listener = partial(self._tell, "fallback")
+        self._stream.listeners.append(lambda text: listener(why=text))
+        try:
+            why = super()._loop()
+            self._finish()
+        finally:
+            self._stream.listeners.pop()
+        return why
+
+    def _each(self) -> Iterator[Any]:
+        """The batches; the pipeline is empty where they end, so that ranks can be compared."""
+        source = self._guarded("the batches", lambda: iter(self._data(self._batches)))
+        while True:
+            batch = self._guarded("the batches", lambda: next(source, _END))
+            if batch is _END:
+                break
+            yield batch
+        if not self._stream.in_flight:
+            agree(self._transport, "the batches", lambda: (True, "the data has ended"))
+
+    def _update(self, group: list[Any]) -> None:
+        (batch,) = group
+        call = self._stream.feed(batch, local=self._run.local)
+        self.step += 1
+        self._rows[call] = self.step, self.epoch, self._stream.last_rows
+        self._tell_known()
+
+    def _evaluate(self) -> bool:
+        self._finish()
+        return super()._evaluate()
+
+    def _finish(self) -> None:
+        """Drain, and tell of all steps that are left."""
+        for call, loss in self._stream.finish():
+            self._tell_step(call, float(loss))
+
+    def _tell_known(self) -> None:
+        for call, loss in self._stream.taken():
+            self._tell_step(call, float(loss))
+
+    def _tell_step(self, call: int, loss: float) -> None:
+        step, epoch, rows = self._rows.pop(call)
+        now, norm = time.perf_counter(), self._stream.last_grad_norm
+        self.loss = loss
+        info = StepInfo(
+            step, epoch, loss, self._rates(), None if norm is None else float(norm), rows,
+            now - self._last, self._stream.rank,
+        )  # fmt: skip
+        self._last = now
+        for callback in self._run.callbacks:
+            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
+            name = getattr(callback, "__name__", type(callback).__name__)
+            self._guarded(f"callback {name}.on_step after step {step}", partial(tell, info))
+
+    def _guarded(self, what: str, do: Callable[[], T]) -> T:
+        """What raises here while something is in flight is heard by the others as a failure."""
+        if not self._stream.in_flight:
+            return super()._guarded(what, do)
+        try:
+            return do()
+        except AgreedError:
+            raise
+        except Exception as cause:
+            if isinstance(cause, FxpartError) and cause.code in ("FXP503", "FXP504"):
+                raise
+            told = error(
+                "FXP507", where=what, why=f"{type(cause).__name__}: {cause}",
+                fix="correct it there; every rank has ended this run, and none waits",
+            )  # fmt: skip
+            self._stream.abort(cause if isinstance(cause, FxpartError) else told)

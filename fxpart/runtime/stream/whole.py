@@ -1,0 +1,81 @@
+"""What looks at the whole model between two streams: evaluation, prediction, state in and out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.agreement import agree, reporting
+from fxpart.runtime.inference import Inference
+from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
+
+
+class Whole(Inference):
+    """The calls of a synchronous trainer that drain an asynchronous one first."""
+
+    optimizers: Optimizers
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Drain, and give holders of shared parameters their owners' weights."""
+
+    def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
+        """As ever, after a drain."""
+        self._settle()
+        return super().eval_step(batch, local=local)
+
+    def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
+        """As ever, after a drain."""
+        self._settle()
+        return super().predict(batch, first_only=first_only, local=local)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().evaluate(*args, **kwargs)
+
+    def state_dict(self, **how: Any) -> dict[str, torch.Tensor]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().state_dict(**how)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[Path, ...]:
+        """As ever, after a drain."""
+        self._settle()
+        return super().save_pretrained(*args, **kwargs)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """As ever, after a drain."""
+        self._settle()
+        super().load_state_dict(state, strict=strict)
+
+    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
+        """As ever, after a drain."""
+        assert self.optimizer is not None, "there is no optimizer"
+        self._settle()
+        self._together(f"optimizer_state_dict {first_only}")
+        with reporting(self._transport, "gathering optimizer state"):
+            return gather(self._state, self._held, self.optimizers, first_only=first_only)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As ever, after a drain."""
+        self._settle()
+
+        def plan() -> tuple[list[Callable[[], None]], str]:
+            loads = plan_loads(self._state, self._held, self.optimizers, state, self._groups)
+            return loads, " ".join(sorted(state["state"]))
+
+        for load in agree(self._transport, "the optimizer state", plan):
+            load()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Refused, FXP109: each stage drops its gradients with its own update."""
+        raise error(
+            "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
+            fix="a synchronous trainer has them",
+        )  # fmt: skip
