@@ -21,10 +21,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from allocations import Peak
 from record import parser as benchmark_parser
 from record import write
 from torch import nn
+from transient_bytes import Peak
 
 from fxpart.runtime.predict import RULES, Predictor, predictor
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from allocations import Peak
 from live_bytes import live
 from torch import nn
+from transient_bytes import Peak
 
 from fxpart.runtime.predict import Correction, predictor
 
