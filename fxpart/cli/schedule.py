@@ -131,8 +131,10 @@ def simulate(
     """Run a schedule in time: step, bubble, ranks.
 
     --sends: overlapped (receives are posted ahead), buffered (a receive holds its rank),
-    rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime).
+    rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime). With --weights of a
+    stream: seconds of an update once the pipeline is full, and with a flush after each.
     """
+    from fxpart.cli import versions
     from fxpart.schedule.simulate import simulate as simulated
 
     source = Source(**given)
@@ -147,20 +149,18 @@ def simulate(
         schedule, edges = source.load(ahead, back)
         made = schedules.ready(schedule, edges, ahead, back, halves)
         schedules.proved(made, edges, source, [made.microbatches] * count)
-    found = simulated(
-        made, edges, ahead, back,
-        (lambda stage, peer, kind: moved[stage]) if any(moved) else None,
-        split=halves, sends=sends,
-    )  # fmt: skip
+    transfers = (lambda stage, peer, kind: moved[stage]) if any(moved) else None
+    found = simulated(made, edges, ahead, back, transfers, split=halves, sends=sends)
+    pace = versions.pace(made, source, edges, ahead, back, transfers, sends)
     if trace is not None:
         from fxpart.cli.report import write
 
         write(trace, output.as_json(found.chrome_trace()))
         output.note(f"wrote {trace}")
     if as_json:
-        output.data(found.as_dict())
+        output.data(found.as_dict() | ({} if pace is None else pace.as_dict()))
         return 0
-    for line in _timed(made, found):
+    for line in (*_timed(made, found), *([] if pace is None else [pace.line()])):
         output.text(line)
     return 0
 

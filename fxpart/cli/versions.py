@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fxpart.cli.schedules import Source
-    from fxpart.schedule.action import Schedule
+    from fxpart.schedule.action import Schedule, StageEdge
+    from fxpart.schedule.causes import Sends
     from fxpart.schedule.copies import WeightCopies
+    from fxpart.schedule.simulate import Transfer
+
+_FULL = 4  # updates that are timed once the pipeline is full
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of an update: once the stream is full, and of 1F1B with a flush after each."""
+
+    update_seconds: float
+    flushed_seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """For a person."""
+        from fxpart.report import units
+
+        said = f"  an update takes {units.seconds(self.update_seconds)} once the pipeline is full"
+        if self.update_seconds:
+            gain = self.flushed_seconds / self.update_seconds
+            said += f", {units.seconds(self.flushed_seconds)} with a flush after each: {gain:.2f}x"
+        return said
+
+
+def pace(
+    schedule: Schedule,
+    source: Source,
+    edges: Sequence[StageEdge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Transfer | None,
+    sends: Sends,
+) -> Pace | None:
+    """How fast a stream updates, by costs of each stage; None where there is none."""
+    from fxpart.schedule.make import lowered
+    from fxpart.schedule.simulate import simulate
+    from fxpart.schedule.weight_modes import weight_mode
+
+    if source.weights is None or weight_mode(source.weights).flush:
+        return None
+    every, ranks = source.update(schedule), schedule.stage_rank
+
+    def last(name: str, updates: int) -> float:
+        made = lowered(
+            name, ranks, updates * every, edges, forward=forward, backward=backward
+        )  # fmt: skip
+        return simulate(made, edges, forward, backward, transfer, sends=sends).step_seconds
+
+    filled = -(-len(ranks) // every) + 1
+    steady = last("async", filled + _FULL) - last("async", filled)
+    return Pace(steady / _FULL, last("1f1b", 1))
 
 
 def as_data(schedule: Schedule, source: Source) -> dict[str, object]:

@@ -21,8 +21,9 @@ _Copy = tuple[str, int, int]
 class WeightCopies:
     """Copies of a stage's weights.
 
-    kept: the most held between computations, the weights themselves among them. transient: held
-    during one computation alone. deltas: running means of the updates (PipeMare).
+    kept: the most that later computations need, the weights themselves among them. transient: what
+    one computation makes for itself (the runtime may keep it for the next if that wants the same,
+    never beside another). deltas: running means of the updates (PipeMare).
     """
 
     kept: int
