@@ -14,7 +14,8 @@ from fxpart.plan import Plan
 
 PAGES = (
     "annotations", "clusters", "glossary", "how_it_chooses", "one_process", "precision",
-    "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve", "training",
+    "prediction", "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve",
+    "training",
 )  # fmt: skip
 
 
@@ -28,7 +29,8 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
     Pages: `annotations`, `clusters`, `glossary`, `how_it_chooses`, `one_process`, `precision`,
-    `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`, `training`.
+    `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`,
+    `training`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)

@@ -64,6 +64,11 @@ def seconds(call: Callable[[], object]) -> float:
     return taken
 
 
+def copied(weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    """New tensors with the same numbers."""
+    return [p.detach().clone() for p in weights]
+
+
 def ratios(name: str, millions: float, rounds: int) -> dict[str, object]:
     """Times of each rule's prediction over that of the step, and its memory."""
     weights = model(millions)
@@ -75,11 +80,11 @@ def ratios(name: str, millions: float, rounds: int) -> dict[str, object]:
     optimizer.step()
     for look in rules.values():
         look.after_update()
-    copies = [seconds(lambda: [p.detach().clone() for p in weights]) for _ in range(rounds)]
     found: dict[str, object] = {}
     for rule in list(rules):
         look = rules.pop(rule)
         look.predict(AHEAD)
+        copies = [seconds(partial(copied, weights)) for _ in range(rounds)]
         pairs = [
             (seconds(optimizer.step), seconds(partial(look.predict, AHEAD))) for _ in range(rounds)
         ]

@@ -273,6 +273,16 @@ def test_a_loaded_state_predicts_the_same(rule: str, name: str) -> None:
         assert all(map(torch.equal, look.predict(3), predictor(rule, again).predict(3)))
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adamw", "nadam", "rmsprop"])
+def test_half_precision(rule: str, name: str) -> None:
+    _, _, look = stepped(name, rule, dtype=torch.bfloat16)
+    exact = stepped(name, rule)[2].predict(2)
+    for made, p, close in zip(look.predict(2), look.parameters, exact, strict=True):
+        assert made.dtype == torch.bfloat16 and not torch.equal(made, p)
+        assert torch.allclose(made.float(), close, atol=0.05)
+
+
 def test_complex_parameters() -> None:
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam):
         for rule in RULES:
