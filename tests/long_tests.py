@@ -33,6 +33,7 @@ _CASES = (
     r"test_memory_saved\.py::test_many_random_models",
     r"test_random_programs\.py::test_more_random_programs",
     r"test_crowd\.py::test_against_a_machine_at_length",
+    r"weights/test_zoo\.py::\S*\[(transformer|llama|mamba|bert)\]",
     r"test_soak\.py::test_a_planted_leak_is_found\[(threads|descriptors)\]",
 )
 _LONG = re.compile("|".join(_CASES))
