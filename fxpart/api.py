@@ -16,7 +16,7 @@ from fxpart.cluster import Cluster
 from fxpart.errors import error
 from fxpart.exact import Parts, apply_plan, fields_of, write
 from fxpart.front import Asked, Front, make_front, of_model
-from fxpart.modes import with_mode
+from fxpart.modes import ASYNC, with_mode
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.planned.scheduled import plan_schedule
@@ -329,7 +329,18 @@ class Program:
             )
 
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
-        """Train beside one process and compare losses, gradients, parameters."""
+        """Train beside one process and compare losses, gradients, parameters.
+
+        FXP109 for an asynchronous plan, whose forwards miss updates that one process has.
+        """
+        if self.plan.schedule == ASYNC:
+            raise error(
+                "FXP109",
+                where="verify",
+                why="the plan is asynchronous: its forwards miss updates that one process has, so "
+                "that its numbers are others",
+                fix='plan with mode="sync" to compare; `fxpart emulate` says what asynchrony does',
+            )
         from fxpart.verify import verify
 
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)

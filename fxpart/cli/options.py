@@ -12,6 +12,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import error
+from fxpart.modes import NAMES, STREAMS, WEIGHTS
 
 if TYPE_CHECKING:
     from fxpart.api import Program, Proposed
@@ -45,6 +46,8 @@ class Request:
     time_limit: float | None = None
     precision: str | None = None
     transfer_dtype: str | None = None
+    mode: str | None = None
+    weights: str | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
@@ -109,6 +112,8 @@ class Request:
             "seed": self.seed,
             "precision": self.precision,
             "transfer_dtype": self.transfer_dtype,
+            "mode": self.mode,
+            "weights": self.weights,
         }
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
@@ -173,6 +178,14 @@ def compile_options(command: Command) -> Command:
             click.option(
                 "--transfer-dtype", metavar="NAME",
                 help="bfloat16 sends float32 between ranks as that.",
+            ),
+            click.option(
+                "--mode", type=click.Choice(NAMES),
+                help="async never drains the pipeline; auto is what is faster. By default sync.",
+            ),
+            click.option(
+                "--weights", metavar="NAME",
+                help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}.",
             ),
             click.option("--seed", type=int, default=0, show_default=True),
         )

@@ -57,6 +57,17 @@ def asked_trace(path: str, recorded: int, steps: int) -> Asked:
     return Asked(found, recorded)
 
 
+def check_traced(plan: Plan) -> None:
+    """FXP109 for an asynchronous plan: its minibatches overlap, and there is no step to measure."""
+    if plan.schedule == "async":
+        raise error(
+            "FXP109",
+            where="--trace",
+            why="the plan is asynchronous: minibatches overlap, and there is no step to measure",
+            fix="leave --trace out; `fxpart simulate PLAN` says what is expected of its stream",
+        )
+
+
 def ended(done: int) -> FxpartError:
     """FXP109: the data ended before the first recorded step."""
     return error(

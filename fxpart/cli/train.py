@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
-from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, ended
+from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
+from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.plan import Plan
-    from fxpart.runtime import Trainer
     from fxpart.target import Workload
 
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
-@click.option("--weights", type=click.Path(), help="A safetensors file or checkpoint folder.")
+@click.option(
+    "--load", type=click.Path(),
+    help="Start from a safetensors file or checkpoint folder; --weights takes it too.",
+)  # fmt: skip
 @click.option("--save", type=click.Path(), help="Write the trained weights into this folder.")
 @click.option(
     "--compile", "compile_stages", is_flag=True, help="Compile each stage by torch.compile."
@@ -42,6 +45,7 @@ def command(
     steps: int,
     lr: float | None,
     clip_norm: float | None,
+    load: str | None,
     weights: str | None,
     save: str | None,
     trace: str | None,
@@ -55,28 +59,33 @@ def command(
     Batches come from the Workload's data; without data, the example batch is repeated. With
     --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
-    --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads.
+    --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads. An
+    asynchronous plan's losses are known a few steps later, and the last ones when it has drained.
     """
     from fxpart.environment import launch
 
     how = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
-    request = Request(**options)
+    if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
+        load, weights = load or weights, None
+    request = Request(**options, weights=weights)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
     if started is None and nproc is not None and nproc > 1:
         from fxpart.cli.processes import run_on
 
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
-        more |= {"--weights": weights, "--save": save}
+        more |= {"--load": load, "--save": save}
         more |= {"--compile": how["compile_stages"], "--pin": how["pin"]}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return run_on(request, nproc, "train", more, as_json)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
+    if asked is not None:
+        check_traced(program.plan)
     before = None if asked is None else bare_bytes()
     optimizer = _optimizer(request, workload, lr)
-    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=weights, **how)
+    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=load, **how)
     first = started is None or started.rank == 0
     if first and how["pin"] and trainer.pinned.why:
         output.note(f"not pinned: {trainer.pinned.why}")
@@ -84,6 +93,7 @@ def command(
         output.note("no data in the target: the example batch is repeated")
     run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
     _traced(run, steps, asked, before, program.plan)
+    run.finish()
     if save is not None:
         files = trainer.save_pretrained(save)
         if first:
@@ -108,15 +118,20 @@ def _traced(run: _Run, steps: int, asked: Asked | None, before: int | None, plan
 
 @dataclass
 class _Run:
-    """The steps, and how far they have come. first: whether this process is the one that tells."""
+    """The steps, and how far they have come. first: whether this process is the one that tells.
 
-    trainer: Trainer
+    trainer: a synchronous or an asynchronous one. seconds: by call of the latter, of minibatches
+    whose loss is not known yet, (step, how long the call took).
+    """
+
+    trainer: Any
     batches: Iterator[Any]
     target: str
     first: bool
     as_json: bool
     done: int = 0
     ended: bool = False
+    seconds: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> None:
         """Steps ``start`` to ``stop``, the first being 1, or until the data ends."""
@@ -128,13 +143,38 @@ class _Run:
                 self.ended = True
                 return
             before = time.perf_counter()
-            loss = float(self.trainer.step(batch))
+            call = self.trainer.feed(batch) if self.streams else 0
+            loss = 0.0 if self.streams else float(self.trainer.step(batch))
             seconds = time.perf_counter() - before
             self.done = step
-            if self.first and self.as_json:
-                output.line({"step": step, "loss": loss, "seconds": seconds})
-            elif self.first:
-                output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
+            if not self.streams:
+                self._tell(step, loss, seconds)
+                continue
+            self.seconds[call] = step, seconds
+            self._tell_known(self.trainer.taken())
+
+    def finish(self) -> None:
+        """Drain an asynchronous trainer, and tell the losses that are known then."""
+        if self.streams:
+            self._tell_known(self.trainer.finish())
+
+    @property
+    def streams(self) -> bool:
+        """Whether losses are known later than their steps."""
+        from fxpart.runtime.stream import StreamTrainer
+
+        return isinstance(self.trainer, StreamTrainer)
+
+    def _tell_known(self, losses: list[tuple[int, Any]]) -> None:
+        for call, loss in losses:
+            step, seconds = self.seconds.pop(call)
+            self._tell(step, float(loss), seconds)
+
+    def _tell(self, step: int, loss: float, seconds: float) -> None:
+        if self.first and self.as_json:
+            output.line({"step": step, "loss": loss, "seconds": seconds})
+        elif self.first:
+            output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
 
 
 def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:

@@ -68,8 +68,9 @@ def streams(plan: Plan) -> bool:
 def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:
     if not entry.ranks:
         yield f"{where}.ranks", "there are none"
-    if entry.in_flight < 1 or (entry.in_flight > plan.microbatches and not streams(plan)):
-        yield f"{where}.in_flight", f"{entry.in_flight} of {plan.microbatches} microbatches"
+    most = max(plan.microbatches, len(plan.stages) if streams(plan) else 0)
+    if not 1 <= entry.in_flight <= most:
+        yield f"{where}.in_flight", f"{entry.in_flight} of {most} microbatches"
     if not streams(plan) and (entry.staleness or entry.memory.copies or entry.predict_seconds):
         yield where, f"the schedule {plan.schedule} has neither staleness nor copies of weights"
     if entry.memory.total > entry.memory_limit:

@@ -61,7 +61,11 @@ def with_live_tensors(
         ]
         mine = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
         peak = StagePeak(mine, held, specs, sizes)
-        found.append(peak.predicted(entry, plan.microbatches))
+        found.append(
+            peak.predicted(
+                entry, plan.microbatches, plan.weights if plan.weights != "flush" else ""
+            )
+        )
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)
 
@@ -103,14 +107,19 @@ class StagePeak:
             made = order.get(source, savers[0])
             yield _Kept(self._sizes.number(size), savers[0], made, source or saver, saver)
 
-    def predicted(self, entry: RankPrediction, microbatches: int) -> RankPrediction:
-        """The entry with its peak and what lives then."""
+    def predicted(
+        self, entry: RankPrediction, microbatches: int, weights: str = ""
+    ) -> RankPrediction:
+        """The entry with its peak and what lives then. weights: the weight mode of a stream."""
         flying, trained = entry.in_flight, [w for w in self._held if w.gradient]
         gradients = entry.memory.gradients
         full = flying if microbatches > flying else flying - 1  # in flight beside all gradients
+        if weights and microbatches > 1:
+            full = flying  # the next minibatch's follow at once
         forward, backward = self._space.live(self._sizes)
         ahead, back = forward + self._made(), backward + self._left()
         fixed = entry.memory.weights + entry.memory.buffers + entry.memory.optimizer
+        fixed += entry.memory.copies
         moved = entry.memory.transfers // max(1, flying)
         grown = self._grown(trained)
         cases: list[tuple[int, str, int, int, bool]] = []
@@ -129,6 +138,9 @@ class StagePeak:
         cases.append((fixed + gradients + _UPDATE * largest, "update", 0, 0, True))
         peak, way, at, count, whole = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
+        if entry.memory.copies:
+            why = f"copies of weights, {weights}"
+            rows.append(LiveTensor(name="weights", bytes=entry.memory.copies, why=why))
         if way != "update":
             rows += self._moment(way, at, count)
         rows.sort(key=lambda row: (-row.bytes, row.name))
