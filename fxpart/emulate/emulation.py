@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ class Emulation:
     minibatch of so many microbatches makes an update. losses: of each update's minibatch, by the
     weights that its forwards read. evaluations: (updates, value) where the run was evaluated.
     staleness: per stage the most updates that are applied between a microbatch's forward and its
-    backward, in a full pipeline. rho: per stage the mean of |W' - W| / |W'' - W| with W' the
+    backward, in a full pipeline. copies: per stage the most sets of weights that there were at
+    once, the parameters among them. rho: per stage the mean of |W' - W| / |W'' - W| with W' the
     predicted weights of a forward, W'' those that it would have read without prediction, and W
     those of its backward; above 1 prediction is worse than none. None where nothing was predicted
     or measured. diverged: the update whose loss was the first that is no number, where the run
@@ -38,6 +39,7 @@ class Emulation:
     losses: tuple[float, ...]
     evaluations: tuple[tuple[int, float], ...]
     staleness: tuple[int, ...]
+    copies: tuple[int, ...]
     rho: tuple[float | None, ...]
     diverged: int | None
     seconds: float
@@ -64,15 +66,11 @@ class Emulation:
             "evaluations": [[update, _finite(value)] for update, value in self.evaluations],
             "final_loss": _finite(self.final()),
             "staleness": list(self.staleness),
+            "copies": list(self.copies),
             "rho": [None if rho is None else _finite(rho) for rho in self.rho],
             "diverged": self.diverged,
             "seconds": self.seconds,
         }
-
-
-def mean_of(rows: Sequence[Sequence[tuple[int, float]]]) -> tuple[float | None, ...]:
-    """The mean of each stage's measurements, None where a stage has none."""
-    return tuple(fmean(value for _, value in row) if row else None for row in rows)
 
 
 def _finite(value: float) -> float | None:

@@ -19,7 +19,7 @@ from torch import nn
 from fxpart.codegen import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.emulate.cutting import cut_evenly
-from fxpart.emulate.emulation import SYNC, Emulation, mean_of
+from fxpart.emulate.emulation import SYNC, Emulation
 from fxpart.emulate.snapshots import Snapshots
 from fxpart.errors import error
 from fxpart.runtime import InProcess
@@ -110,7 +110,7 @@ class Emulator:
         arguments that cannot be.
         """
         name = weights if isinstance(weights, str) else weights.name
-        mode = weight_mode("flush" if name == SYNC else weights)
+        mode = self.check(weights, microbatches)
         if (steps is not None and steps < 1) or every < 0:
             why = "steps is at least 1 and every at least 0"
             raise error("FXP109", where=f"steps={steps}, every={every}", why=why, fix="steps=500")
@@ -126,14 +126,15 @@ class Emulator:
             run.trainer.close()
         return replace(found, weights=name)
 
-    def staleness(self, microbatches: int | None = None) -> tuple[int, ...]:
-        """Per stage the most updates between a forward and its backward, in a full pipeline.
+    def check(self, weights: str | WeightMode, microbatches: int | None = None) -> WeightMode:
+        """The mode; FXP109 where there is none of that name, or the pipeline cannot train by it.
 
         microbatches: of a minibatch, by default as compiled.
         """
+        mode = weight_mode("flush" if weights == SYNC else weights)
         ahead = Layout.of(self.program.spec).ahead
-        versions = Versions(ahead, microbatches or self.microbatches)
-        return tuple(versions.gap(stage) for stage in range(self.stages))
+        Versions(ahead, microbatches or self.microbatches).check(mode)
+        return mode
 
     def modules(self, initial: Mapping[str, torch.Tensor] | None) -> dict[int, nn.Module]:
         """Fresh stage modules with copies of the weights. FXP110 for other names or shapes."""
@@ -194,24 +195,25 @@ class _Run:
         """To the end of the batches, or to the first loss that is no number."""
         started = time.perf_counter()
         for batch in batches:
-            loss = self.trainer.step(batch)
-            self._told([] if loss is None else [loss], evaluate, progress)
+            self.trainer.feed(batch)
+            self._told(self.trainer.taken(), evaluate, progress)
             if self.losses and not math.isfinite(self.losses[-1]):
                 break
-        self._told(self.trainer.drain(), evaluate, progress)
+        self._told(self.trainer.finish(), evaluate, progress)
         finite = [math.isfinite(loss) for loss in self.losses]
         diverged = None if all(finite) else finite.index(False) + 1
-        state = self.trainer.state_dict()
+        state, report = self.trainer.state_dict(), self.trainer.report()
         if evaluate is not None:
-            self.evaluations.append((self._updates(), float(evaluate(state))))
+            self.evaluations.append((len(self.losses), float(evaluate(state))))
         return Emulation(
             weights=self.mode.name,
             stages=self.emulator.stages,
             microbatches=self.microbatches,
             losses=tuple(self.losses[:diverged]),
             evaluations=tuple(self.evaluations),
-            staleness=self._staleness(),
-            rho=self._rho(),
+            staleness=self.trainer.staleness,
+            copies=tuple(stage.copies for stage in report),
+            rho=tuple(stage.mean_rho for stage in report),
             diverged=diverged,
             seconds=time.perf_counter() - started,
             state_dict=state,
@@ -219,28 +221,17 @@ class _Run:
 
     def _told(
         self,
-        losses: Iterable[torch.Tensor],
+        losses: Iterable[tuple[int, torch.Tensor]],
         evaluate: Callable[[dict[str, torch.Tensor]], float] | None,
         progress: Progress | None,
     ) -> None:
-        for loss in losses:
+        for _, loss in losses:
             self.losses.append(float(loss))
             if progress is not None:
                 progress(len(self.losses), self.losses[-1])
         for updates, state in self.snapshots.taken():
             if evaluate is not None:
                 self.evaluations.append((updates, float(evaluate(state))))
-
-    def _updates(self) -> int:
-        return len(self.losses)
-
-    def _staleness(self) -> tuple[int, ...]:
-        if self.mode.flush:
-            return (0,) * self.emulator.stages
-        return self.emulator.staleness(self.microbatches)
-
-    def _rho(self) -> tuple[float | None, ...]:
-        return mean_of([[] for _ in range(self.emulator.stages)])
 
 
 def _repeated(batches: Any, limit: int) -> Iterator[Any]:

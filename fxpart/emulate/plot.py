@@ -40,8 +40,8 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def window_of(curves: Sequence[Curve]) -> int:
-    """Over how many updates is averaged by default: a fiftieth of the longest run."""
-    return max(1, max((len(c.values) for c in curves), default=0) // 50)
+    """Over how many updates is averaged by default: a twentieth of the longest run."""
+    return max(1, max((len(c.values) for c in curves), default=0) // 20)
 
 
 def losses_svg(
@@ -49,7 +49,7 @@ def losses_svg(
 ) -> str:
     """The picture: loss over updates, a line for each curve, named with its last value.
 
-    window: values are means of so many updates, which the axis says; None: of a fiftieth of the
+    window: values are means of so many updates, which the axis says; None: of a twentieth of the
     run, 1: as they are. Values far above where the runs began are beyond the picture's top.
     """
     window = window_of(curves) if window is None else max(1, window)
