@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from fxpart.compat import foreach_add_, foreach_copy_, foreach_mul_
+from fxpart.compat import foreach_add_, foreach_copy_, foreach_mul_, writes
 from fxpart.runtime.predict.predictor import Predictor
 
 
 class Directed(Predictor):
-    """Keeps a tensor per parameter, made of the gradients of the last step."""
+    """Keeps a tensor per parameter, made of the gradients of the last step.
 
-    def keep_gradients(self, group: int) -> list[int]:
-        """Keep a group's gradients as its optimizer takes them; the places that have one.
+    An update that leaves parameters as they are (a guard against gradients that are no numbers)
+    leaves nothing to go by: they are predicted as they are until the next one.
+    """
+
+    def before_update(self) -> None:
+        """How often each parameter was written."""
+        super().before_update()
+        self._writes = [writes(p) for p in self.parameters]
+
+    def after_update(self) -> None:
+        """Forget the gradients of what was not written."""
+        super().after_update()
+        for place, p in enumerate(self.parameters):
+            if writes(p) == self._writes[place]:
+                self.kept[place] = None
+
+    def keep_gradients(self, group: int) -> None:
+        """Keep a group's gradients as its optimizer takes them.
 
         Negated to maximize, and with weight decay that is not decoupled. Right before the step.
         """
@@ -32,7 +48,10 @@ class Directed(Predictor):
             if options["weight_decay"] and not options.get("decoupled_weight_decay"):
                 decay = float(options["weight_decay"])
                 foreach_add_(self._kept(places), self._weights(places), alpha=decay)
-        return places
+
+    def with_gradient(self, group: int) -> list[int]:
+        """Places of a group of which the gradients of the last step are kept."""
+        return [p for p in self.members[group] if self.moves(p) and self.kept[p] is not None]
 
     def _kept(self, places: list[int]) -> list[torch.Tensor]:
         """What is kept of the parameters at these places."""

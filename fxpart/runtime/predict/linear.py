@@ -57,9 +57,9 @@ class LinearSGD(Directed):
     def after_update(self) -> None:
         """Nesterov's direction is the gradient and m times what the buffer has become."""
         super().after_update()
-        for group, members in zip(self.optimizer.param_groups, self.members, strict=True):
+        for number, group in enumerate(self.optimizer.param_groups):
             if group["nesterov"]:
-                places = [place for place in members if self.moves(place)]
+                places = self.with_gradient(number)
                 buffers = self._states(places, "momentum_buffer")
                 with torch.no_grad():
                     foreach_add_(self._kept(places), buffers, alpha=float(group["momentum"]))
@@ -89,8 +89,8 @@ class LinearNAdam(Directed):
     def after_update(self) -> None:
         """Make the gradients the direction, as torch.optim.NAdam mixes them."""
         super().after_update()
-        for group, members in zip(self.optimizer.param_groups, self.members, strict=True):
-            places = [place for place in members if self.moves(place)]
+        for number, group in enumerate(self.optimizer.param_groups):
+            places = self.with_gradient(number)
             steps = [float(step) for step in self._states(places, "step")]
             products = [float(product) for product in self._states(places, "mu_product")]
             beta1, beta2 = (float(beta) for beta in group["betas"])

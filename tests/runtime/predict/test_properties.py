@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -281,6 +282,24 @@ def test_half_precision(rule: str, name: str) -> None:
     for made, p, close in zip(look.predict(2), look.parameters, exact, strict=True):
         assert made.dtype == torch.bfloat16 and not torch.equal(made, p)
         assert torch.allclose(made.float(), close, atol=0.05)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [*OPTIMIZERS][:-1])
+def test_an_update_that_is_left_out(rule: str, name: str) -> None:
+    """As a guard does where a gradient is no number: the hooks run, the step does not."""
+    weights, optimizer, look = stepped(name, rule)
+    for p in weights:
+        p.grad = torch.full_like(p, math.nan)
+    look.before_update()
+    look.after_update()
+    assert all(made.isfinite().all() for made in look.predict(2))
+    give_gradients(weights, 5)
+    update_once(optimizer, look)
+    other = stepped(name, rule)
+    give_gradients(other[0], 5)
+    update_once(other[1], other[2])
+    assert all(map(torch.equal, look.predict(2), other[2].predict(2)))
 
 
 def test_complex_parameters() -> None:
