@@ -23,7 +23,8 @@ _KEEP = 1e-6  # of the cutoff: what is above it by less may be rounding
 class Arc:
     """Blocks first..last with an option: t and load in seconds, and how deep it may lie.
 
-    deepest: the most stages from this one to the end, itself included, with which it fits.
+    deepest: the most stages from this one to the end, itself included, with which it fits; under
+    ZB-H1 the most stages of the whole pipeline.
     """
 
     first: int

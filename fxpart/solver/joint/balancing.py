@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables, Mask
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
+from fxpart.solver.joint.schedules import WHOLE
 
 _Ints = npt.NDArray[np.int64]
 _Group = dict[int, int]  # data degree -> option
@@ -199,7 +200,11 @@ class _Balance:
             found = tables.costs(option, microbatches)
             if found is not None and data % replicas == 0 and data // replicas <= self.devices:
                 self.costs.append((data // replicas, option, found))
-        n = len(tables.problem.blocks)
+        self._begin()
+
+    def _begin(self) -> None:
+        """No stage yet."""
+        n = len(self.tables.problem.blocks)
         self.parts = np.full((3, n + 1, self.devices + 1), inf)  # forward, backward, once
         self.parts[:, n, 0] = 0.0
         self.steps: list[tuple[_Ints, _Ints]] = []  # by stages: index of costs, next block
@@ -207,29 +212,39 @@ class _Balance:
     def fewest(self) -> int | None:
         """The least number of stages, among those allowed, in which all blocks fit."""
         problem, n = self.tables.problem, len(self.tables.problem.blocks)
+        every = range(problem.min_stages, min(self.devices, n, problem.max_stages) + 1)
+        if self.schedule not in WHOLE:
+            return self._fewest(every)
+        each = (self._fewest(range(stages, stages + 1)) for stages in every)
+        return next((stages for stages in each if stages is not None), None)
+
+    def _fewest(self, allowed: range) -> int | None:
+        """The least of these numbers of stages; of one number where stages fit by the whole."""
+        n = len(self.tables.problem.blocks)
         need = np.full(n + 1, _MANY)  # devices
         need[n] = 0
-        for to_end in range(1, min(self.devices, n, problem.max_stages) + 1):
+        for to_end in range(1, allowed.stop):
             after, need = need, np.full(n + 1, _MANY)
             for taken, _, costs in self.costs:
-                table = np.where(self._fits(costs, to_end), after[None, 1:], _MANY)
+                fits = self._fits(costs, to_end, allowed.stop - 1)
+                table = np.where(fits, after[None, 1:], _MANY)
                 need[:n] = np.minimum(need[:n], table.min(axis=1) + taken)
-            if need[0] <= self.devices and to_end >= problem.min_stages:
+            if need[0] <= self.devices and to_end in allowed:
                 return to_end
         return None
 
-    def _fits(self, costs: IntervalCosts, to_end: int) -> Mask:
-        memory = costs.sizes.memory(self.schedule, self.m, to_end)
+    def _fits(self, costs: IntervalCosts, to_end: int, stages: int) -> Mask:
+        memory = costs.sizes.memory(self.schedule, self.m, to_end, stages)
         return self.tables.allowed & (memory <= self.memory)
 
-    def grow(self) -> None:
-        """One stage more before the others."""
+    def grow(self, stages: int) -> None:
+        """One stage more before the others, of a pipeline of so many."""
         to_end, n = len(self.steps) + 1, len(self.tables.problem.blocks)
         after, self.parts = self.parts, np.full_like(self.parts, inf)
         total = np.full((n + 1, self.devices + 1), inf)
         option, following = (np.zeros(total.shape, np.int64) for _ in range(2))
         for k, (taken, _, costs) in enumerate(self.costs):
-            allowed = self._fits(costs, to_end)
+            allowed = self._fits(costs, to_end, stages)
             stage = np.stack(
                 [
                     self.m * costs.forward,
@@ -255,8 +270,10 @@ class _Balance:
 
     def grown(self, stages: int) -> JointChoice | None:
         """The best split of all blocks into so many stages, no fewer than at the last call."""
+        if self.schedule in WHOLE:  # what fewer stages hold says nothing of this many
+            self._begin()
         while len(self.steps) < stages:
-            self.grow()
+            self.grow(stages)
         whole = self.parts[:, 0].sum(axis=0)
         if not np.isfinite(whole).any():
             return None

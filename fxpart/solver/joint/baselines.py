@@ -178,9 +178,10 @@ def _priced(
     seconds = [float(costs[o].seconds[at]) for o, at in zip(options, where, strict=True)]
     once = [float(costs[o].once[at]) for o, at in zip(options, where, strict=True)]
     limits = [problem.pools[problem.options[o].pool].memory for o in options]
+    many = len(options)
     for schedule in problem.schedules:
         if schedule != "interleaved" and all(
-            costs[o].sizes.total(at, schedule, microbatches, len(options) - k) <= limits[k]
+            costs[o].sizes.total(at, schedule, microbatches, many - k, many) <= limits[k]
             for k, (o, at) in enumerate(zip(options, where, strict=True))
         ):
             choice = JointChoice(

@@ -2,6 +2,8 @@
 
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
 memory of 1F1B exact, because the stage with q to go (itself included) holds min(m, q) microbatches.
+Under ZB-H1 each holds as many as there are stages: a branch is exact where it makes no difference
+for any entry how many of its stages there are, and else takes the fewest, which is a relaxation.
 A *threshold* on the load of every stage turns T = sum filling + max load into a sum.
 """
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from fxpart.solver.joint.problem import JointChoice, ScheduleName
 from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.schedules import in_flight
+from fxpart.solver.joint.schedules import WHOLE, in_flight
 from fxpart.solver.joint.stacked import Floats, Ints, Mask
 from fxpart.solver.joint.tables import Entries
 
@@ -57,10 +59,15 @@ class Branch:
         self.groups = len(entries.size)
         pins = runs.problem.pins
         self.exact = low == high or all(pin.stage <= 0 for pin in pins)
+        if schedule in WHOLE:
+            fewest, most = (in_flight(schedule, microbatches, count, 0) for count in (low, high))
+            between = (entries.flights >= fewest) & (entries.flights < most)
+            self.exact = self.exact and not between.any()
 
     def flying(self, q: int) -> int:
-        """Microbatches in flight in the stage with q to go."""
-        return in_flight(self.schedule, self.microbatches, q, 0)
+        """Microbatches in flight in the stage with q to go; the fewest where that is open."""
+        stages = self.low if self.schedule in WHOLE else q
+        return in_flight(self.schedule, self.microbatches, stages, 0)
 
     @cached_property
     def _pinned(self) -> list[tuple[int, Mask]]:

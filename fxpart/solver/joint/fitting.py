@@ -20,6 +20,7 @@ from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
 from fxpart.solver.joint.needs import least_state
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName, ranks
+from fxpart.solver.joint.schedules import WHOLE
 from fxpart.solver.layers import OutOfTime
 
 _NONE = 2**40  # devices that no pool has
@@ -117,13 +118,33 @@ class _Fit:
         """A choice; its devices are of the right pools only where they are counted apart."""
         problem = self.problem
         most = min(problem.max_stages, len(problem.blocks))
-        if all(pin.stage < 0 for pin in problem.pins):
-            return self._within(range(problem.min_stages, most + 1), None)
-        for stages in range(problem.min_stages, most + 1):
-            found = self._within(range(stages, stages + 1), stages)
+        apart = any(pin.stage >= 0 for pin in problem.pins)
+        for some in self._counts(range(problem.min_stages, most + 1), apart):
+            found = self._within(some, some.start if apart else None)
             if found is not None:
                 return found
         return None
+
+    def _counts(self, every: range, apart: bool) -> Iterator[range]:
+        """Numbers of stages that can be looked at together: with the same ways of a depth to fit.
+
+        apart: each by itself, as pins from the front ask for.
+        """
+        if apart:
+            yield from (range(stages, stages + 1) for stages in every)
+            return
+        low = every.start
+        if self.schedule in WHOLE:
+            depths = {int(d) for way in self.ways for d in np.unique(way.depth)}
+            for depth in sorted(depths & set(every)):
+                yield range(low, depth + 1)
+                low = depth + 1
+        if low < every.stop:
+            yield range(low, every.stop)
+
+    def _deep(self, allowed: range, to_end: int) -> int:
+        """How deep a stage has to be able to lie: as itself, or as the whole pipeline."""
+        return allowed.start if self.schedule in WHOLE else to_end
 
     def _ways(self, group: Sequence[int]) -> list[_Way]:
         """By pool and devices: the deepest of the options that take so many."""
@@ -159,9 +180,10 @@ class _Fit:
         there = sum(pool.devices for pool in counted)
         for to_end in range(1, allowed.stop):
             self._check()
-            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), to_end))
+            deep = self._deep(allowed, to_end)
+            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), deep))
             if to_end in allowed and steps[-1][0].min() <= there:
-                return self._traced(steps, stages)
+                return self._traced(steps, stages, allowed)
         return None
 
     def _takes(self, way: _Way) -> tuple[int, int]:
@@ -181,13 +203,13 @@ class _Fit:
             mask &= inside if place == to_end else (last < pin.first) | (pin.last < first)
         return mask
 
-    def _grown(self, after: Bytes, pinned: Mask, to_end: int) -> Bytes:
+    def _grown(self, after: Bytes, pinned: Mask, deep: int) -> Bytes:
         """The devices needed with one stage more in front."""
         n, width = len(self.problem.blocks), after.shape[1]
         need = np.full_like(after, _NONE)
         rows = max(1, _CHUNK // (n * width))
         for way in self.ways:
-            mask = pinned & (way.depth >= to_end)
+            mask = pinned & (way.depth >= deep)
             shift, add = self._takes(way)
             for low in range(0, n, rows):
                 part = mask[low : low + rows]
@@ -199,13 +221,19 @@ class _Fit:
                 np.minimum(into, least, out=into)
         return need
 
-    def _traced(self, steps: list[Bytes], stages: int | None) -> JointChoice:
+    def _traced(self, steps: list[Bytes], stages: int | None, allowed: range) -> JointChoice:
         """The stages behind the last step's need of all blocks."""
         block, unit = 0, int(steps[-1][0].argmin())
         starts, options = list[int](), list[int]()
         for to_end in range(len(steps) - 1, 0, -1):
             block_after, unit, option = next(
-                self._behind(steps, to_end, block, unit, self._pinned(to_end, stages))
+                self._behind(
+                    steps[to_end - 1],
+                    int(steps[to_end][block, unit]),
+                    (block, unit),
+                    self._pinned(to_end, stages)[block],
+                    self._deep(allowed, to_end),
+                )
             )
             starts.append(block)
             options.append(option)
@@ -218,15 +246,15 @@ class _Fit:
         )
 
     def _behind(
-        self, steps: list[Bytes], to_end: int, block: int, unit: int, pinned: Mask
+        self, after: Bytes, wanted: int, place: tuple[int, int], pinned: Mask, deep: int
     ) -> Iterator[tuple[int, int, int]]:
-        """(next block, units left, option) that give the need at a block."""
-        wanted, after = steps[to_end][block, unit], steps[to_end - 1]
+        """(next block, units left, option) that give the need at a place: a block, and units."""
+        block, unit = place
         for way in self.ways:
             shift, add = self._takes(way)
             if shift > unit:
                 continue
-            good = pinned[block] & (way.depth[block] >= to_end)
+            good = pinned & (way.depth[block] >= deep)
             for last in np.flatnonzero(good & (after[1:, unit - shift] + add == wanted)).tolist():
                 yield last + 1, unit - shift, int(way.option[block, last])
 

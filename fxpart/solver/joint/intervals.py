@@ -47,17 +47,22 @@ class IntervalSizes:
     weights: Bytes
     copied: Copied
 
-    def memory(self, schedule: ScheduleName, microbatches: int, to_end: int) -> Bytes:
-        """Bytes as the stage that has ``to_end`` stages from itself to the end, itself included."""
-        flying = in_flight(schedule, microbatches, to_end, 0)
+    def memory(self, schedule: ScheduleName, microbatches: int, to_end: int, stages: int) -> Bytes:
+        """Bytes as the stage of ``stages`` that has ``to_end`` to the end, itself included."""
+        flying = in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
         return self.standing + flying * self.each + extra * self.weights
 
     def total(
-        self, at: tuple[int, int], schedule: ScheduleName, microbatches: int, to_end: int
+        self,
+        at: tuple[int, int],
+        schedule: ScheduleName,
+        microbatches: int,
+        to_end: int,
+        stages: int,
     ) -> int:
         """The entry of :meth:`memory` for one interval."""
-        flying = in_flight(schedule, microbatches, to_end, 0)
+        flying = in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
         return int(self.standing[at] + flying * self.each[at] + extra * self.weights[at])
 

@@ -22,7 +22,7 @@ from fxpart.solver.joint.arcs import arcs, least_seconds
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
-from fxpart.solver.joint.schedules import fill
+from fxpart.solver.joint.schedules import WHOLE, fill
 from fxpart.solver.progress import Progress
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
@@ -226,7 +226,8 @@ class _Programme:
         for block, covers in enumerate(self.covering):
             if any(self.arcs[k].deepest < problem.max_stages for k in covers):
                 deep = sum(self.arcs[k].deepest * self.used[k] for k in covers)
-                self.model.add(1 + after[block] <= deep)
+                behind = after[0 if self.schedule in WHOLE else block]
+                self.model.add(1 + behind <= deep)
         if problem.uniform:
             self._uniform()
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from fxpart.solver.joint.problem import ScheduleName
 
+# Of these every stage holds as many microbatches as the whole pipeline is deep, not its own rest.
+WHOLE: tuple[ScheduleName, ...] = ("zb-h1",)
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
@@ -28,15 +30,18 @@ def in_flight(
 ) -> int:
     """Microbatches whose activations stage ``stage`` of ``stages`` holds at its peak.
 
-    m for GPipe; min(m, S - s) for 1F1B and ZB-H1; S - s for the asynchronous schedule, whose next
-    minibatch follows at once; interleaved holds 2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th
-    each, here rounded up to whole microbatches.
+    m for GPipe; min(m, S - s) for 1F1B; min(m, S) for ZB-H1, whose late W's fill what the first
+    stage of 1F1B may hold; S - s for the asynchronous schedule, whose next minibatch follows at
+    once; interleaved holds 2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th each, here rounded up
+    to whole microbatches.
     """
     to_end = stages - stage
     if schedule == "async":
         return to_end
     if schedule == "gpipe":
         return microbatches
+    if schedule in WHOLE:
+        return min(microbatches, stages)
     if schedule == "interleaved" and virtual > 1:
         pieces = 2 * (to_end - 1) + (virtual - 1) * stages + 1
         return min(microbatches, -(-pieces // virtual))

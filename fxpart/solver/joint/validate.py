@@ -146,7 +146,10 @@ def _values(problem: JointProblem) -> Iterator[_Fault]:
 def _sizes(problem: JointProblem) -> Iterator[_Fault]:
     """Whether all bytes together stay exact, as many times as a stage can hold them."""
     most = max(problem.microbatches)
-    flying = min(most, max(problem.max_stages, 1)) if "gpipe" not in problem.schedules else most
+    deep = max(problem.max_stages, 1)
+    flying = most if "gpipe" in problem.schedules else min(most, deep)
+    if "async" in problem.schedules:  # in flight of several minibatches
+        flying = max(flying, deep)
     state = sum(
         sum(map(sum, (part.weight, part.gradient, part.optimizer)))
         for layout in problem.layouts

@@ -22,8 +22,8 @@ def agree(problem: JointProblem) -> int:
             for first in range(n):
                 for last in range(first, n):
                     for schedule in problem.schedules:
-                        for to_end in (1, 3):
-                            flying = in_flight(schedule, m, to_end, 0)
+                        for to_end, stages in ((1, 1), (3, 3), (1, 3)):
+                            flying = in_flight(schedule, m, stages, stages - to_end)
                             extra = 0
                             if schedule == "async":
                                 extra = tables.scorer.copied.extra(m, to_end)
@@ -35,7 +35,7 @@ def agree(problem: JointProblem) -> int:
                             assert costs.once[at] == pytest.approx(
                                 stage.step_only_seconds, rel=1e-12, abs=1e-15
                             )
-                            memory = costs.sizes.memory(schedule, m, to_end)[at]
+                            memory = costs.sizes.memory(schedule, m, to_end, stages)[at]
                             assert memory == stage.memory.total
                             compared += 1
     return compared
