@@ -15,8 +15,7 @@ import torch
 
 from fxpart.collectives import moves
 from fxpart.collectives.ops import _AllGather
-from fxpart.compat import own_backward, view_base
-from fxpart.compat.saved import saved_hooks
+from fxpart.compat import own_backward, saved_hooks, view_base
 
 Make = Callable[[], torch.Tensor]
 

@@ -3,7 +3,7 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
-from fxpart.compat.compiling import compile_counters, compiler_fault
+from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled
 from fxpart.compat.foreach import (
     foreach_add,
     foreach_add_,
@@ -33,7 +33,7 @@ from fxpart.compat.optimizers import (
     scheduler_standing_in,
     step_of,
 )
-from fxpart.compat.saved import release_saved, saved_slots
+from fxpart.compat.saved import release_saved, saved_hooks, saved_slots
 from fxpart.compat.symbols import (
     floor_division,
     guards_off,
@@ -89,6 +89,7 @@ __all__ = [
     "guards_off",
     "has_module_hooks",
     "has_unbacked_symbols",
+    "is_compiled",
     "is_fake",
     "is_plain_fake",
     "like_fake",
@@ -102,6 +103,7 @@ __all__ = [
     "record_operations",
     "registering_module",
     "release_saved",
+    "saved_hooks",
     "saved_slots",
     "scheduler_standing_in",
     "size_hint",

@@ -27,6 +27,11 @@ def compiler_fault(backend: str, kind: str = "cpu") -> str | None:
     return None if _cpp_compiler() else "there is no C++ compiler (g++ or clang++)"
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether ``module.compile`` was called (``_compiled_call_impl``)."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _cpp_compiler() -> str | None:
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler

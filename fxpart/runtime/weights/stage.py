@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpart.errors import error
+from fxpart.compat import is_compiled
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.predict import Correction, Predictor, predictor
 from fxpart.runtime.weights.counters import Counters, Used, differs, recent
 from fxpart.runtime.weights.held import Held, Source, Tensors, storage_bytes
@@ -78,6 +79,7 @@ class StageWeights:
         self.stage = stage
         self.updates = versions.start
         self.skipped = 0
+        self._module = module
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._total = total_updates
@@ -124,6 +126,8 @@ class StageWeights:
             raise differs(
                 self.stage, microbatch, "updates before its forward", read.forward, self.updates
             )
+        if self.mode.backward != "forward" and is_compiled(self._module):
+            raise _compiled(self.mode)
         source = self._source(read)
         flight = _Flight(read, source, self._lent.pop(microbatch, {}))
         tensors = self._find(source, microbatch)
@@ -348,3 +352,14 @@ def _check(mode: WeightMode) -> None:
             why="it looks ahead from an old version, whose optimizer state is gone",
             fix="base='applied', or look_forward='none'",
         )
+
+
+def _compiled(mode: WeightMode) -> FxpartError:
+    return error(
+        "FXP109",
+        where=f"weights={mode.name!r} of a stage made by torch.compile",
+        why="its backward makes activations again from the weights that it finds, which in this "
+        "mode are not those of its forward",
+        fix="leave the stage uncompiled, or a mode whose backward reads its forward's weights: "
+        "stash, 2bw, vertical, spectrain-v2, xpipe",
+    )
