@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from typing import Any
 
+import asynchronous_models as models
 import torch
 from hand_stages import ADAMW, Hand, batch, language
-from runtime_programs import Bits, bits
+from runtime_programs import Bits, Faulty, bits
+from torch.nn import functional
 
-from fxpart.runtime import InProcess, Trainer, connect
+from fxpart.emulate import Emulator
+from fxpart.errors import FxpartError
+from fxpart.runtime import InProcess, StepInfo, Trainer, connect
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.transport import Transport
+from fxpart.schedule.weight_modes import MODES
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "nadam": partial(torch.optim.NAdam, lr=0.01)}
+
+STEPS = 9
 
 
 def make(
@@ -44,3 +52,88 @@ def train(
     losses = losses_of(trainer, [batch(seed=seed) for seed in range(steps)])
     state = bits(trainer.state_dict())
     return losses, state
+
+
+def compiled(
+    model: str, stages: int, microbatches: int, runs: list[tuple[str, str]], here: bool
+) -> list[str]:
+    """Of a compiled MLP or GPT trained in each (mode, optimizer): a digest of losses and state.
+
+    here: by the emulator, else on ranks.
+    """
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    loss: Any = functional.cross_entropy if model == "mlp" else models.gpt_loss
+    batches: list[Any] = (models.mlp_batches if model == "mlp" else models.gpt_batches)(STEPS, 4)
+    module = models.mlp(4) if model == "mlp" else models.Gpt(3)
+    emulator = Emulator(
+        module, stages=stages, microbatches=microbatches, loss=loss, example_inputs=batches[0]
+    )
+    found = []
+    for mode, optimizer in runs:
+        if here:
+            result = emulator.run(batches, mode, OPTIMIZERS[optimizer], STEPS)
+            losses, state = result.losses, result.state_dict
+        else:
+            how = {"total_updates": STEPS} if MODES[mode].discount else {}
+            trainer = emulator.program.trainer(
+                OPTIMIZERS[optimizer], weights=MODES[mode], guard=False, **how
+            )
+            told = [trainer.step(each) for each in batches] + trainer.drain()
+            losses = [float(loss) for loss in told if loss is not None]
+            state = trainer.state_dict()
+            trainer.close()
+        text = repr((losses, sorted(bits(state).items())))
+        found.append(hashlib.sha256(text.encode()).hexdigest())
+    return found
+
+
+def fail(stages: int, stage: int, at: int, calls: int, here: bool) -> dict[str, Any]:
+    """A forward of a stage raises; what each rank hears, and at which call."""
+    hand = language((2, 2) if stages == 2 else (1, 1, 1, 1), tied=stages == 4)
+    transport = InProcess(stages) if here else connect(stages)
+    trainer = make(hand, transport, weights="stash", microbatches=1)
+    if stage in transport.local:
+        module = hand.stages[stage]
+        module.forward = Faulty(trainer, module, "raise", at)  # type: ignore[arg-type, method-assign]
+    for call in range(calls):
+        try:
+            trainer.step(batch(seed=call))
+        except FxpartError as failure:
+            again = ""
+            try:
+                trainer.step(batch())
+            except FxpartError as later:
+                again = later.code
+            problems = [(p.code, p.where, p.why) for p in failure.problems]
+            return {"call": call, "problems": problems, "again": again}
+    return {}
+
+
+def fit(stages: int, what: str, here: bool) -> dict[str, Any]:
+    """A run with evaluations; ``what`` goes wrong in it on rank 1 (in process: there)."""
+    hand = language((1, 1, 1, 1))
+    transport = InProcess(stages) if here else connect(stages)
+    trainer = make(
+        hand, transport, weights="spectrain", microbatches=1,
+        evaluation=lambda: (hand.spec(), {i: hand.stages[i] for i in transport.local}),
+    )  # fmt: skip
+    mine = here or transport.local[0] == 1
+    seen: list[tuple[int, int, float]] = []
+
+    def told(info: StepInfo) -> None:
+        seen.append((info.step, info.rows, info.loss))
+        if what == "callback" and mine and info.step == 3:
+            raise ValueError("a callback that cannot")
+
+    def data() -> Any:
+        for seed in range(8):
+            if what == "data" and mine and seed == 5:
+                raise ValueError("data that cannot be read")
+            yield batch(seed=seed)
+
+    try:
+        done = trainer.fit(data, epochs=1, callbacks=[told], evaluate=[batch(seed=99)], every=6)
+    except FxpartError as failure:
+        return {"code": failure.code, "why": failure.problems[0].why, "seen": len(seen)}
+    return {"steps": done.steps, "why": done.why, "seen": seen, "values": dict(done.values)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fxpart.errors import FxpartError, Problem
 from fxpart.program import ProgramSpec
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from fxpart.runtime.stream.trainer import StreamTrainer
 
 
-def check_program(
-    spec: ProgramSpec, ranks: Ranks, options: Options, stream: StreamOptions, optimizer: Any
-) -> None:
+def check_program(spec: ProgramSpec, ranks: Ranks, options: Options, stream: StreamOptions) -> None:
     """FXP109 for what cannot be trained as a stream."""
     problems = []
     sharding = spec.sharding
@@ -36,10 +34,8 @@ def check_program(
     cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
     if cut and (options.clip_norm is not None or options.log_grad_norm):
         problems.append(("norms of parameters that are cut over lanes", "clip_value"))
-    if options.compile_stages and not stream.mode.flush:
+    if options.compile_stages:
         problems.append(("compiled stages, whose weights change", "compile_stages=False"))
-    if optimizer is None:
-        problems.append(("no optimizer", "program.trainer(optimizer=torch.optim.AdamW)"))
     if problems:
         where = f"weights={stream.mode.name}"
         raise FxpartError(

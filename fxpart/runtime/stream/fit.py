@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _END = object()
+_NONE = object()  # in the place of a batch that could not be read
 
 
 def checked(given: Mapping[str, Any]) -> Run:
@@ -50,6 +51,7 @@ class StreamFit(Fit):
         super().__init__(trainer, batches, run)  # type: ignore[arg-type]
         self._stream = trainer
         self._rows: dict[int, tuple[int, int, int]] = {}  # by call: step, epoch, rows
+        self._spoilt = False  # something has failed here, and the others have not heard of it
 
     def _loop(self) -> str:
         listener = partial(self._tell, "fallback")
@@ -65,7 +67,9 @@ class StreamFit(Fit):
         """The batches; the pipeline is empty where they end, so that ranks can be compared."""
         source = self._guarded("the batches", lambda: iter(self._data(self._batches)))
         while True:
-            batch = self._guarded("the batches", lambda: next(source, _END))
+            batch = _NONE
+            if source is not _NONE:
+                batch = self._guarded("the batches", lambda: next(source, _END))
             if batch is _END:
                 break
             yield batch
@@ -74,10 +78,14 @@ class StreamFit(Fit):
 
     def _update(self, group: list[Any]) -> None:
         (batch,) = group
-        call = self._stream.feed(batch, local=self._run.local)
+        if batch is _NONE:
+            call = self._stream.again()
+        else:
+            call = self._stream.feed(batch, local=self._run.local)
         self.step += 1
         self._rows[call] = self.step, self.epoch, self._stream.last_rows
-        self._tell_known()
+        for known, loss in self._stream.taken():
+            self._tell_step(known, float(loss))
 
     def _evaluate(self) -> bool:
         self._finish()
@@ -86,10 +94,6 @@ class StreamFit(Fit):
     def _finish(self) -> None:
         """Drain, and tell of all steps that are left."""
         for call, loss in self._stream.finish():
-            self._tell_step(call, float(loss))
-
-    def _tell_known(self) -> None:
-        for call, loss in self._stream.taken():
             self._tell_step(call, float(loss))
 
     def _tell_step(self, call: int, loss: float) -> None:
@@ -107,7 +111,12 @@ class StreamFit(Fit):
             self._guarded(f"callback {name}.on_step after step {step}", partial(tell, info))
 
     def _guarded(self, what: str, do: Callable[[], T]) -> T:
-        """What raises here while something is in flight is heard by the others as a failure."""
+        """What raises here while something is in flight is heard by the others as a failure.
+
+        Until then this rank makes the same calls, with nothing in them, and no more of the user's.
+        """
+        if self._spoilt and what != "the batches":
+            return _NONE  # type: ignore[return-value]
         if not self._stream.in_flight:
             return super()._guarded(what, do)
         try:
@@ -121,4 +130,6 @@ class StreamFit(Fit):
                 "FXP507", where=what, why=f"{type(cause).__name__}: {cause}",
                 fix="correct it there; every rank has ended this run, and none waits",
             )  # fmt: skip
-            self._stream.abort(cause if isinstance(cause, FxpartError) else told)
+            self._stream.spoil(cause if isinstance(cause, FxpartError) else told)
+            self._spoilt = True
+            return _NONE  # type: ignore[return-value]

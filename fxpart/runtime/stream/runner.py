@@ -154,7 +154,10 @@ class Runner:
                 while not inlet.ready():
                     yield
                 header, _ = self._take(inlet)
-                assert header.microbatch == END, f"stage {peer} sends on: {header}"
+                if header.microbatch != END:
+                    raise self._parted(
+                        inlet, peer, "trains on where this rank has ended its stream"
+                    )
         for _, _, outlet in (*self._out, *self._return):
             self._moving(outlet, outlet.finish)
 
@@ -309,19 +312,21 @@ class Runner:
         if header.halted:
             self.halt()
         if header.microbatch == END:
-            raise error(
-                "FXP501",
-                where=f"rank {self.seat.rank}, {self.doing}",
-                why=f"rank {inlet.source} (stage {peer}) has ended the stream of microbatches: it "
-                "drained, evaluated or saved where this rank trains on",
-                fix="give every rank the same script, arguments and batches in the same order",
-            )
+            raise self._parted(inlet, peer, "has ended its stream where this rank trains on")
         found = (header.microbatch, header.version)
         assert found == (microbatch, version), (
             f"rank {self.seat.rank}, stage {self.stage}, {self.doing}: microbatch and version "
             f"{(microbatch, version)} expected of stage {peer}, {found} found"
         )
         return tensors
+
+    def _parted(self, inlet: Inlet, peer: int, what: str) -> FxpartError:
+        return error(
+            "FXP501",
+            where=f"rank {self.seat.rank}, {self.doing}",
+            why=f"rank {inlet.source} (stage {peer}) {what}: one of them drained, evaluated or saved",
+            fix="give every rank the same script, arguments and batches in the same order",
+        )
 
     def _take(self, inlet: Inlet) -> tuple[Header, list[torch.Tensor]]:
         return self._moving(inlet, inlet.take)

@@ -14,6 +14,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.compiled import Compiler
 from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups, assign
 from fxpart.runtime.instruction import Failure
@@ -49,7 +50,11 @@ class StreamTrainer(Whole):
         self.stream = StreamOptions.taken(kwargs)
         self.optimizers: Optimizers = {}
         super().__init__(*args, **kwargs)
-        check_program(self.spec, self._ranks, self.options, self.stream, self.optimizer)
+        if self.optimizer is None:
+            raise error(
+                "FXP109", where="an asynchronous trainer", why="it was given no optimizer",
+                fix="program.trainer(optimizer=torch.optim.AdamW)",
+            )  # fmt: skip
         self._layout = Layout.of(self.spec)
         self.versions = Versions(self._layout.ahead, self.microbatches)
         self.versions.check(self.stream.mode)
@@ -122,15 +127,20 @@ class StreamTrainer(Whole):
         """Whether something is."""
         return self._streaming
 
-    def abort(self, cause: Exception) -> NoReturn:
+    def spoil(self, cause: Exception) -> None:
         """Raise it on every rank, as many calls later: this one goes on with zeros until then.
 
-        Only where something is in flight, and the other ranks make further calls.
+        Only where something is in flight; it has to make the calls that the others make.
         """
-        assert self._streaming and self._cut is not None, "nothing is in flight: tell it directly"
+        assert self._streaming, "nothing is in flight: tell it directly"
         next(iter(self._stages.runners.values())).fail(cause)
-        while True:  # until it is heard
-            self._run(self._cut, closing=False)
+
+    def again(self) -> int:
+        """A call without a batch, after :meth:`spoil`; its number."""
+        assert self._cut is not None, "a stream has begun"
+        self._check_whole()
+        self._run(self._cut, closing=self._closes(self._cut))
+        return self.calls - 1
 
     def fit(self, batches: Any, **run: Any) -> Fitted:
         """As :meth:`fxpart.runtime.trainer.Trainer.fit`; nothing drains but for evaluations.
@@ -272,6 +282,10 @@ class StreamTrainer(Whole):
             self._spread = True
 
     # -- inner ----------------------------------------------------------------------------------
+
+    def _compile(self, splits: bool) -> Compiler | None:
+        check_program(self.spec, self._ranks, self.options, self.stream)
+        return super()._compile(splits)
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
         """One for each stage of this process, with the same groups everywhere; the first."""

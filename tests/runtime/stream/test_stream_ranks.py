@@ -1,0 +1,95 @@
+"""Streams over gloo: the bits of one process, and failures that every rank hears of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import stream_programs
+from ranks import Pool
+
+from fxpart.schedule.weight_modes import MODES
+
+PLAIN = [name for name in MODES if name not in ("2bw", "nadam-stash")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_ties_skips_batch_statistics_and_dropout(pool: Pool, stages: int) -> None:
+    cut = (2, 2) if stages == 2 else (1, 1, 1, 1)
+    for options in (
+        {"weights": "spectrain", "microbatches": 1, "optimizer": "adamw"},
+        {"weights": "stash", "microbatches": 3, "clip_norm": 0.1, "clip": "delayed"},
+        {"weights": "naive", "microbatches": 2, "warm_up": 3},
+    ):
+        given: tuple[Any, ...] = (cut, 7, {"tied": stages == 4}, options)
+        expected = stream_programs.train(*given, True)
+        found = pool.run(stream_programs.train, *given, False, ranks=stages, timeout=240.0)
+        assert found == [expected] * stages, options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_every_mode_has_the_emulators_bits(pool: Pool, model: str, stages: int) -> None:
+    """Losses and weights, for momentum SGD and AdamW."""
+    both = [(mode, optimizer) for mode in PLAIN for optimizer in ("sgd", "adamw")]
+    for count, runs in (
+        (1, [*both, ("nadam-stash", "nadam")]),
+        (stages, [("2bw", "sgd"), ("2bw", "adamw"), ("xpipe", "adamw")]),
+    ):
+        given = (model, stages, count, runs)
+        expected = stream_programs.compiled(*given, True)
+        assert len(set(expected)) > len(runs) // 2, "modes differ from one another"
+        found = pool.run(stream_programs.compiled, *given, False, ranks=stages, timeout=240.0)
+        assert found == [expected] * stages
+
+
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 1), (4, 1), (4, 3)])
+def test_a_stage_that_fails(here: bool, stages: int, stage: int, request: Any) -> None:
+    """Every rank raises the same error at the same call, as many calls later as news takes."""
+    given = (stages, stage, 4, 20)
+    if here:
+        found = [stream_programs.fail(*given, True)]
+    else:
+        pool = request.getfixturevalue("pool")
+        found = pool.run(stream_programs.fail, *given, False, ranks=stages, timeout=240.0)
+    assert all(one == found[0] for one in found)
+    assert found[0]["call"] == 3 + stages, "its call, and the lag"
+    ((code, where, why),) = found[0]["problems"]
+    assert (code, why) == ("FXP504", "ValueError: a stage that cannot")
+    assert where.startswith(f"rank {stage}, stage {stage}, action {stage}F3, microbatch 3")
+    assert found[0]["again"] == "FXP504"
+
+
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_fit(here: bool, request: Any) -> None:
+    """Steps are told in order with their own losses; evaluations drain."""
+    found = ask(here, request, "nothing")
+    assert all(one == found[0] for one in found)
+    assert found[0]["steps"] == 8 and found[0]["why"] == "epochs"
+    assert [(step, rows) for step, rows, _ in found[0]["seen"]] == [(n, 8) for n in range(1, 9)]
+    plain = stream_programs.train(
+        (1, 1, 1, 1), 6, {}, {"weights": "spectrain", "microbatches": 1}, True
+    )
+    import torch
+
+    first = [torch.tensor(loss).numpy().tobytes() for _, _, loss in found[0]["seen"][:6]]
+    assert first == plain[0]
+
+
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["callback", "data"])
+def test_what_raises_in_fit_is_raised_on_every_rank(here: bool, what: str, request: Any) -> None:
+    found = ask(here, request, what)
+    assert {one["code"] for one in found} == {"FXP507"}
+    assert "ValueError" in found[0]["why"]
+
+
+def ask(here: bool, request: Any, what: str) -> list[Any]:
+    if here:
+        return [stream_programs.fit(4, what, True)]
+    pool: Pool = request.getfixturevalue("pool")
+    found: list[Any] = pool.run(stream_programs.fit, 4, what, False, ranks=4, timeout=240.0)
+    return found
