@@ -206,7 +206,8 @@ class _Emulating:
         if mode.optimizer:
             # A rate for SGD is none for Adam's kind.
             rate = {"lr": given["lr"]} if "lr" in given and "adam" in chosen.name else {}
-            return partial(choose(mode.optimizer).make, betas=_NADAM_BETAS, **rate)
+            prescribed: Any = choose(mode.optimizer).make
+            return partial(prescribed, betas=_NADAM_BETAS, **rate)
         return partial(chosen.make, **given) if given else chosen.make
 
 
