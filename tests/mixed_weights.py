@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 Weights = dict[str, torch.Tensor]
 Found = tuple[torch.Tensor, torch.Tensor | None, Weights]
@@ -57,8 +58,8 @@ def _mlp(front: Weights, back: Weights, x: torch.Tensor, g: torch.Tensor) -> Fou
 
 def _conv(front: Weights, back: Weights, x: torch.Tensor, g: torch.Tensor) -> Found:
     out = functional.conv2d(x, front["weight"], front["bias"], padding=1)
-    into = torch.nn.grad.conv2d_input(x.shape, back["weight"], g, padding=1)
-    own = torch.nn.grad.conv2d_weight(x, back["weight"].shape, g, padding=1)
+    into = conv2d_input(x.shape, back["weight"], g, padding=1)
+    own = conv2d_weight(x, back["weight"].shape, g, padding=1)
     return out, into, {"weight": own, "bias": g.sum((0, 2, 3))}
 
 

@@ -211,7 +211,7 @@ def test_a_graph_that_is_dropped_is_freed() -> None:
     gone = weakref.ref(mark)
     with weights.forward(0):
         out = module(torch.randn(3, 4))
-    out.grad_fn.metadata["mark"] = mark  # type: ignore[union-attr]
+    out.grad_fn.metadata["mark"] = mark
     del mark, out
     gc.collect()
     assert gone() is None
