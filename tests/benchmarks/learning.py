@@ -17,10 +17,12 @@ import json
 import math
 import multiprocessing
 import os
+import signal
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import learning_page
@@ -32,7 +34,7 @@ from record import RESULTS, machine, parser
 if TYPE_CHECKING:
     from fxpart.emulate import Emulator
 
-CURVE = 12  # evaluations of a run
+CURVE = 30  # values of a run's training loss that are kept, each the mean of as many updates
 _WARM_UP = 30  # updates
 _QUICK = 40  # updates of a try
 
@@ -70,7 +72,7 @@ def scheduler(steps: int, optimizer: torch.optim.Optimizer) -> torch.optim.lr_sc
 
 
 def train(job: Job, steps: int) -> dict[str, Any]:
-    """Train and score: validation loss and accuracy, the curve, milliseconds of an update."""
+    """Train and score: validation loss and accuracy, training loss, milliseconds of an update."""
     of, method = task(job.task), METHODS[job.method]
     made = emulator(job.task, job.stages, job.microbatches)
     plain = of.model(job.seed)
@@ -81,25 +83,28 @@ def train(job: Job, steps: int) -> dict[str, Any]:
         optimizer=functools.partial(OPTIMIZERS[job.optimizer], lr=job.rate),
         steps=steps,
         scheduler=functools.partial(scheduler, steps),
-        evaluate=lambda state: of.scores(plain, state)[0],
-        every=max(1, steps // CURVE),
         initial=plain.state_dict(),
     )
     taken = time.process_time() - begun
     loss, accuracy = of.scores(plain, done.state_dict)
-    last = done.losses[-max(1, steps // 10) :]
+    sound = done.diverged is None and math.isfinite(loss)
     return {
-        "loss": finite(loss),
-        "accuracy": accuracy if math.isfinite(loss) else None,
-        "training": finite(sum(last) / len(last)),
-        "curve": [finite(value) for value in dict(done.evaluations).values()],
+        "loss": finite(loss) if sound else None,
+        "accuracy": finite(accuracy) if sound else None,
+        "curve": curve(done.losses, max(1, steps // CURVE)),
         "ms": round(1e3 * taken / steps, 2),
     }
 
 
-def finite(value: float) -> float | None:
-    """The value to six digits; None where it is no finite number."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def curve(losses: Sequence[float], each: int) -> list[float | None]:
+    """Means of so many updates."""
+    parts = [losses[at : at + each] for at in range(0, len(losses), each)]
+    return [finite(statistics.fmean(part), 4) for part in parts]
+
+
+def finite(value: float, digits: int = 6) -> float | None:
+    """The value to some digits; None where it is no finite number."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def one(given: tuple[Job, int]) -> tuple[Job, dict[str, Any]]:
@@ -211,6 +216,7 @@ def main() -> None:
     made.add_argument("--quick", action="store_true", help="a few updates of each; keeps nothing")
     made.add_argument("--processes", type=int, default=2, help="of one thread each")
     options = made.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the pool's processes end with this one
     kept = Kept(options)
     sweep(kept, [options.task] if options.task else list(TASKS), options.processes)
     sys.exit(1 if kept.failed else 0)

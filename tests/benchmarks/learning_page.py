@@ -3,7 +3,7 @@
     python tests/benchmarks/learning_page.py     (--dry prints the page)
 
 One table for each task, and what the runs say of the aim: a mode that predicts within 0.5 % of the
-synchronous accuracy. Nothing in it is written by hand.
+synchronous accuracy. Nothing in it is written by hand. The figure, learning.svg, is one setting.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from record import ROOT, parser, read
 from fxpart.schedule.weight_modes import MODES
 
 PAGE = ROOT / "fxpart" / "docs" / "learning.md"
+FIGURE = PAGE.with_suffix(".svg")
+SHOWN = ("gpt", "adamw", 8)  # of the figure
 WITHIN = 0.995  # of the synchronous accuracy
 _MODES = {name: MODES[method.weights] for name, method in METHODS.items()}
 PREDICTING = tuple(name for name, mode in _MODES.items() if mode.predicts and not mode.flush)
@@ -52,6 +54,7 @@ class Found:
     """All seeds of a configuration at its best rate; None in the lists where a run diverged."""
 
     rate: float
+    keys: tuple[str, ...]
     losses: tuple[float | None, ...]
     accuracies: tuple[float | None, ...]
 
@@ -67,10 +70,11 @@ def found(figures: Mapping[str, Any], job: Job) -> Found | None:
     rate = best_rate(job, figures["tasks"][job.task]["rates"][job.optimizer], runs)
     if rate is None:
         return None
-    mine = [runs.get(at(job, rate, seed).key) for seed in SEEDS]
-    if None in mine:
+    keys = tuple(at(job, rate, seed).key for seed in SEEDS)
+    if not runs.keys() >= set(keys):
         return None
-    return Found(rate, *(tuple(run[what] for run in mine) for what in ("loss", "accuracy")))
+    losses, accuracies = (tuple(runs[k][what] for k in keys) for what in ("loss", "accuracy"))
+    return Found(rate, keys, losses, accuracies)
 
 
 def known(figures: Mapping[str, Any], task: str) -> dict[tuple[str, str, int], Found]:
@@ -187,21 +191,46 @@ def aim(figures: Mapping[str, Any]) -> str:
     )
 
 
+# -- the figure -----------------------------------------------------------------------------------
+
+
+def figure(figures: Mapping[str, Any]) -> str:
+    """Training losses of one setting as an SVG, the mean of all seeds; "" where no run is there."""
+    from fxpart.emulate.plot import losses_svg, mean_curve
+
+    task, optimizer, stages = SHOWN
+    every = known(figures, task) if task in figures["tasks"] else {}
+    lines = []
+    for method, label in LABELS.items():
+        has = every.get((method, optimizer, stages))
+        if has is not None and None not in has.losses:
+            curves = [figures["runs"][key]["curve"] for key in has.keys]
+            each = figures["tasks"][task]["steps"] // len(curves[0])
+            long = [[value for value in curve for _ in range(each)] for curve in curves]
+            lines.append(mean_curve(label, long))
+    title = f"{TITLES[task]}: {OPTIMIZERS[optimizer]}, K = {stages}"
+    label = "training loss, mean of seeds"
+    return losses_svg(lines, title, window=1, label=label) if lines else ""
+
+
 def contents() -> dict[str, str]:
     """The page's generated blocks by name."""
     result = read("learning")
     figures = result["figures"]
     made = f"Made by `{result['command']}`: {conditions(result)}."
     tables = [table(figures, task) for task in TITLES if task in figures["tasks"]]
-    return {"aim": aim(figures), "learning": "\n\n".join([*tables, made])}
+    drawn = f"![Training losses by method]({FIGURE.name})" if figure(figures) else ""
+    return {"aim": aim(figures), "learning": "\n\n".join([*tables, made]), "figure": drawn}
 
 
 def rewrite() -> None:
-    """Bring the page up to the results."""
+    """Bring the page and its figure up to the results."""
     text = replaced(PAGE.read_text(encoding="utf-8"), contents())
-    beside = PAGE.with_suffix(".part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, PAGE)
+    for path, new in ((PAGE, text), (FIGURE, figure(read("learning")["figures"]))):
+        if new:
+            beside = path.with_suffix(".part")
+            beside.write_text(new, encoding="utf-8")
+            os.replace(beside, path)
 
 
 def main() -> None:
