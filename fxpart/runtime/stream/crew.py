@@ -17,7 +17,8 @@ from fxpart.runtime.recompute import Mode
 from fxpart.runtime.stage import StageTable
 from fxpart.runtime.state import Place
 from fxpart.runtime.stream.layout import Layout
-from fxpart.runtime.stream.runner import Batch, Runner, Seat
+from fxpart.runtime.stream.mail import Seat
+from fxpart.runtime.stream.runner import Batch, Runner
 from fxpart.runtime.stream.updates import StageUpdate
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 from fxpart.runtime.weights import StageWeights
@@ -93,6 +94,10 @@ class Stages:
         for runner in self.runners.values():
             runner.weights.restart(versions.start)
             runner.begin(versions)
+
+    def done(self) -> int:
+        """Microbatches in the stream so far, the same on every stage between two calls."""
+        return next(iter(self.runners.values())).forwards
 
     def halt(self) -> None:
         """No stage updates any more: what is under way ends with zeros."""

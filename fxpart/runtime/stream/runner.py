@@ -20,24 +20,18 @@ from fxpart.runtime.instruction import Failure
 from fxpart.runtime.links import Link
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.stage import StageTable
-from fxpart.runtime.stream.layout import Layout, Parcel
-from fxpart.runtime.stream.ports import END, Form, Header, Inlet, Outlet
+from fxpart.runtime.stream.layout import Layout
+from fxpart.runtime.stream.mail import Mail, Seat
+from fxpart.runtime.stream.ports import END, Header, Inlet
 from fxpart.runtime.stream.ties import Ties
 from fxpart.runtime.stream.updates import StageUpdate
 from fxpart.runtime.ties import Shared
-from fxpart.runtime.transport import (
-    BACKWARD,
-    FORWARD,
-    PeerLostError,
-    TransferTimeoutError,
-    Transport,
-)
+from fxpart.runtime.transport import PeerLostError, TransferTimeoutError
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.action import Action, Kind
 from fxpart.schedule.versions import Read, Versions
 
 T = TypeVar("T")
-AHEAD = 2  # receives that stand ready beyond those that the sender's lead asks for
 
 
 @dataclass(frozen=True)
@@ -47,19 +41,6 @@ class Batch:
     inputs: Sequence[dict[str, torch.Tensor]]
     weights: Sequence[float]
     keys: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a stage's lane runs. ranks: of all stages of the lane. alone: no other process."""
-
-    rank: int
-    lane: int
-    ranks: Sequence[int]
-    transport: Transport
-    device: torch.device
-    alone: bool
-    threads: bool
 
 
 class Runner:
@@ -93,12 +74,10 @@ class Runner:
         self._table = table
         self._mode = weights.mode
         self._update = update
-        self._sizes: Sequence[Sizes] = ()
         self._ahead = layout.ahead[self.stage]
-        self._into = self._inlets(layout.forward, layout.producers(self.stage), FORWARD)
-        self._back = self._inlets(layout.backward, layout.consumers(self.stage), BACKWARD)
-        self._out = self._outlets(layout.forward, layout.targets(self.stage), FORWARD)
-        self._return = self._outlets(layout.backward, layout.returns(self.stage), BACKWARD)
+        self._mail = Mail(layout, self.stage, seat, self._mode, versions)
+        self._into, self._back = self._mail.into, self._mail.back
+        self._out, self._return = self._mail.out, self._mail.returns
         self.begin(versions)
 
     def begin(self, versions: Versions) -> None:
@@ -109,12 +88,8 @@ class Runner:
         self._cells: dict[int, Cell] = {}
         self._shares: dict[int, float] = {}
         self._ends: list[int] = []
-        self._open = False
         self.ties.begin()
-        for _, _, inlet in (*self._into, *self._back):
-            inlet.begin()
-        for _, _, outlet in (*self._out, *self._return):
-            outlet.begin()
+        self._mail.begin(versions)
 
     @property
     def done(self) -> tuple[int, ...]:
@@ -131,10 +106,7 @@ class Runner:
         message is not there.
         """
         first, count = self.forwards, len(batch.keys)
-        self._sizes = sizes
-        self._open = not (closing or self.seat.alone)
-        for _, _, inlet in (*self._into, *self._back):
-            inlet.expect(first + count if closing else None)
+        self._mail.expect(sizes, first + count if closing else None)
         self._ends.append(first + count - 1)
         for index in range(count):
             yield from self._do_forward(first + index, batch, index)
@@ -144,11 +116,10 @@ class Runner:
 
     def drain(self) -> Iterator[None]:
         """All backwards that are left; then the stream has ended on this stage."""
-        for _, _, inlet in (*self._into, *self._back):
-            inlet.close(self.forwards + int(self._open))
+        self._mail.close(self.forwards)
         while self.backwards < self.forwards:
             yield from self._do_backward(self.backwards)
-        self._fill()
+        self._guarded(partial(self._mail.fill, self.forwards))
         for peer, _, inlet in (*self._into, *self._back):
             while inlet.left:
                 while not inlet.ready():
@@ -158,20 +129,7 @@ class Runner:
                     raise self._parted(
                         inlet, peer, "trains on where this rank has ended its stream"
                     )
-        for _, _, outlet in (*self._out, *self._return):
-            self._moving(outlet, outlet.finish)
-
-    def _fill(self) -> None:
-        """Send what receivers have posted in vain, and one message that says that this ends."""
-        if not self._open:
-            return
-        total, ahead = self.forwards, self._layout.ahead
-        for peer, _, outlet in self._out:
-            posted = total + self._posts(peer, self.stage, backward=False)
-            self._moving(outlet, partial(outlet.end, posted))
-        for peer, _, outlet in self._return:
-            posted = max(0, total - ahead[peer] + 1) + self._posts(peer, self.stage, backward=True)
-            self._moving(outlet, partial(outlet.end, max(posted, total + 1)))
+        self._guarded(self._mail.finish)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -195,7 +153,7 @@ class Runner:
         self._attempt(lambda: self._compute(cell, microbatch, batch, index, read))
         if self.halted:
             header = Header(microbatch, read.version, halted=True)
-            self._send_zeros(self._out, header)
+            self._guarded(partial(self._mail.zeros, self._out, header))
 
     def _compute(self, cell: Cell, microbatch: int, batch: Batch, index: int, read: Read) -> None:
         table, changed = self._table, False
@@ -243,7 +201,7 @@ class Runner:
         self._attempt(lambda: self._compute_back(microbatch, roots, sums, applied))
         if self.halted:
             header = Header(microbatch, applied, halted=True)
-            self._send_zeros(self._return, header)
+            self._guarded(partial(self._mail.zeros, self._return, header))
         if self._ends[0] == microbatch:
             self._ends.pop(0)
             self._attempt(lambda: self._update.run(halted=self.halted), always=True)
@@ -299,12 +257,6 @@ class Runner:
         self._cells.clear()
         self._shares.clear()
 
-    def _send_zeros(self, ports: list[tuple[int, Parcel, Outlet]], header: Header) -> None:
-        """In the place of what the stage would have sent, as far as it has not."""
-        for _, _, outlet in ports:
-            if outlet.sent <= header.microbatch:
-                self._moving(outlet, partial(outlet.zeros, header))
-
     def _checked(
         self, inlet: Inlet, peer: int, microbatch: int, version: int
     ) -> list[torch.Tensor]:
@@ -312,7 +264,7 @@ class Runner:
         if header.halted:
             self.halt()
         if header.microbatch == END:
-            raise self._parted(inlet, peer, "has ended its stream where this rank trains on")
+            raise self._parted(inlet, peer, "has drained where this rank trains on")
         found = (header.microbatch, header.version)
         assert found == (microbatch, version), (
             f"rank {self.seat.rank}, stage {self.stage}, {self.doing}: microbatch and version "
@@ -324,18 +276,18 @@ class Runner:
         return error(
             "FXP501",
             where=f"rank {self.seat.rank}, {self.doing}",
-            why=f"rank {inlet.source} (stage {peer}) {what}: one of them drained, evaluated or saved",
+            why=f"rank {inlet.source} (stage {peer}) {what} (evaluating and saving drain)",
             fix="give every rank the same script, arguments and batches in the same order",
         )
 
     def _take(self, inlet: Inlet) -> tuple[Header, list[torch.Tensor]]:
-        return self._moving(inlet, inlet.take)
+        return self._guarded(inlet.take, [inlet.source])
 
-    def _moving(self, port: Inlet | Outlet, do: Callable[[], T]) -> T:
+    def _guarded(self, do: Callable[[], T], peers: Sequence[int] = ()) -> T:
+        """A transfer; FXP503 or FXP504 where it fails. peers: that are waited for."""
         try:
             return do()
         except (TransferTimeoutError, PeerLostError) as cause:
-            peers = [port.source] if isinstance(port, Inlet) else []
             raise self._lost(cause, peers) from cause
 
     def _lost(
@@ -359,7 +311,7 @@ class Runner:
         self, cell: Cell, links: Sequence[Link], microbatch: int, *, forward: bool
     ) -> list[torch.Tensor]:
         """What is sent over the links; FXP900 where it is not what was compiled."""
-        found, sizes = [], self._sizes[microbatch % len(self._sizes)]
+        found, sizes = [], self._mail.sizes(microbatch)
         for link in links:
             value = cell.value(link, forward=forward)
             wanted = shape(link.shape)(sizes)
@@ -373,53 +325,3 @@ class Runner:
                 )
             found.append(value.detach().to(link.sent).contiguous())
         return found
-
-    def _form(self, parcel: Parcel, lender: int | None) -> Callable[[int], Form]:
-        """The tensors of each microbatch's message; lender: the stage whose weights it carries."""
-        shapes = [(shape(link.shape), link.sent, link.dtype) for link in parcel.links]
-        shared = [(shape(s.link.shape)({}), s.link.sent, s.link.dtype) for s in parcel.shared]
-
-        def form(microbatch: int) -> Form:
-            sizes = self._sizes[microbatch % len(self._sizes)]
-            found: Form = [(of(sizes), sent, dtype) for of, sent, dtype in shapes]
-            if shared and (
-                lender is None
-                or self._layout.changed(self._mode, self.versions, lender, microbatch)
-            ):
-                found += shared
-            return found
-
-        return form
-
-    def _inlets(
-        self, parcels: dict[tuple[int, int], Parcel], peers: Sequence[int], channel: int
-    ) -> list[tuple[int, Parcel, Inlet]]:
-        seat, found = self.seat, []
-        for peer in peers:
-            parcel, forward = parcels[peer, self.stage], channel == FORWARD
-            ends = (seat.ranks[peer], seat.rank, channel)
-            form = self._form(parcel, peer if forward else None)
-            ahead = self._posts(self.stage, peer, backward=not forward)
-            inlet = Inlet(seat.transport, ends, seat.device, form, ahead)
-            found.append((peer, parcel, inlet))
-        return found
-
-    def _outlets(
-        self, parcels: dict[tuple[int, int], Parcel], peers: Sequence[int], channel: int
-    ) -> list[tuple[int, Parcel, Outlet]]:
-        seat, found = self.seat, []
-        for peer in peers:
-            parcel, forward = parcels[self.stage, peer], channel == FORWARD
-            ends = (seat.rank, seat.ranks[peer], channel)
-            form = self._form(parcel, self.stage if forward else None)
-            window = max(1, self._posts(peer, self.stage, backward=not forward))
-            outlet = Outlet(seat.transport, ends, seat.device, form, window)
-            found.append((peer, parcel, outlet))
-        return found
-
-    def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:
-        """Receives that stand ready: none in one process; else what the sender may be ahead."""
-        if self.seat.alone:
-            return 0
-        ahead = self._layout.ahead
-        return AHEAD if backward else AHEAD + ahead[sender] - ahead[receiver]

@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.compiled import Compiler
 from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups, assign
-from fxpart.runtime.instruction import Failure
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer import check_elementwise, describe_groups
 from fxpart.runtime.stream.build import build, check_program
@@ -27,8 +26,9 @@ from fxpart.runtime.stream.optimizers import Optimizers, make_all
 from fxpart.runtime.stream.options import StreamOptions
 from fxpart.runtime.stream.report import StageReport, together
 from fxpart.runtime.stream.shared import refresh
+from fxpart.runtime.stream.telling import counts, problem_of, word_of
 from fxpart.runtime.stream.whole import Whole
-from fxpart.runtime.stream.word import Counts, Word, Words, bits, number
+from fxpart.runtime.stream.word import Words, number
 from fxpart.runtime.weights import Counters
 from fxpart.schedule.versions import Versions
 
@@ -308,35 +308,14 @@ class StreamTrainer(Whole):
 
     def _say(self, call: int, cut: Cut | None) -> None:
         """Tell the others of a call; cut: its minibatch, None of a drain."""
-        first = next(iter(self._stages.runners.values()))
-        failed = sum(r.failure is not None for r in self._stages.runners.values())
-        loss = None if cut is None or failed else self._loss(cut)
-        updates = list(self._stages.updates.values())
-        skipped = 0
-        for update in updates:
-            skipped += update.skipped
-            update.skipped = False
-        square = sum(u.square for (_, lane), u in self._stages.updates.items() if lane == 0)
-        halted = any(r.halted for r in self._stages.runners.values())
-        counts = first.forwards, first.backwards, first.updates, first.read_last
-        word = Word(
-            failed, skipped, int(loss is not None), bits(0.0 if loss is None else loss.item()),
-            *counts, bits(0.0 if updates[0].waits else square), int(halted),
+        ended = cut is None or not self._streaming
+        done = self._stages.done()
+        expected = counts(
+            self.versions, self.stream.mode, self._ranks, self._transport, done,
+            self.calls - self._first if ended else None,
         )  # fmt: skip
         with reporting(self._transport, "telling the other ranks"):
-            self._words.say(call, word, self._counts(ended=cut is None or not self._streaming))
-
-    def _loss(self, cut: Cut) -> torch.Tensor | None:
-        """The minibatch's loss, where it is computed here: as a synchronous trainer sums it."""
-        for runner in self._stages.runners.values():
-            if runner.losses:
-                total: torch.Tensor | None = None
-                for index, (_, loss) in enumerate(sorted(runner.losses.items())):
-                    part = loss * cut.weights[index]
-                    total = part if total is None else total + part
-                runner.losses.clear()
-                return total
-        return None
+            self._words.say(call, word_of(self._stages, cut), expected)
 
     def _hear(self, *, drained: bool = False) -> None:
         """Act on the oldest word: the same on every rank, at the same call."""
@@ -344,10 +323,10 @@ class StreamTrainer(Whole):
             call, words, expected = self._words.hear()
         if any(word.failed for word in words):
             self._fail(drained=drained)
-        for rank, (word, counts) in enumerate(zip(words, expected, strict=True)):
-            assert word.halted or word.counts == counts, (
+        for rank, (word, counted) in enumerate(zip(words, expected, strict=True)):
+            assert word.halted or word.counts == counted, (
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) are "
-                f"{counts} by the schedule, {word.counts} found"
+                f"{counted} by the schedule, {word.counts} found"
             )
         for word in words:
             if word.told:
@@ -374,23 +353,10 @@ class StreamTrainer(Whole):
         with reporting(self._transport, "sharing a failure"):
             while self._words:
                 self._words.hear()
-            mine = [_problem(failure) for failure in failures]
+            mine = [problem_of(failure) for failure in failures]
             problems = merge(self._transport.exchange_bytes(problems_of(mine)))
         self._stages.broken = problems[0].why
         raise AgreedError(problems) from (failures[0].cause if failures else None)
-
-    def _counts(self, *, ended: bool) -> list[Counts]:
-        """What each process's first stage has done by the schedule. ended: the stream has."""
-        total = next(iter(self._stages.runners.values())).forwards
-        batches, found = self.calls - self._first, []
-        alone = len(self._transport.local) == self._transport.ranks
-        for rank in self._transport.local[:1] if alone else range(self._transport.ranks):
-            stage = next(k for k, row in enumerate(self._ranks) if rank in row)
-            back = total if ended else max(0, total - self._layout.ahead[stage] + 1)
-            updates = batches if ended else back // self.versions.every
-            read = self.versions.read(self.stream.mode, stage, total - 1)
-            found.append((total, back, self.versions.start + updates, read.version))
-        return found
 
     def _as_loss(self, value: float) -> torch.Tensor:
         values = [
@@ -415,20 +381,3 @@ class StreamTrainer(Whole):
                 why=f"an earlier failure ended the training: {self._stages.broken}",
                 fix="start the job again from its last checkpoint",
             )  # fmt: skip
-
-
-def _problem(failure: Failure) -> Problem:
-    action, cause = failure.action, failure.cause
-    where = (
-        f"rank {failure.rank}, stage {action.stage}, action {action}, "
-        f"microbatch {action.microbatch} of the stream"
-    )
-    if isinstance(cause, FxpartError):
-        first = cause.problems[0]
-        return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
-    return Problem(
-        "FXP504",
-        where,
-        f"{type(cause).__name__}: {cause}",
-        "other stages may have made an update more: go on from the last checkpoint",
-    )

@@ -1,0 +1,89 @@
+"""What a process has to say of a call, and what the schedule expects all to say."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.runtime.batch import Cut
+from fxpart.runtime.instruction import Failure
+from fxpart.runtime.lanes import Ranks
+from fxpart.runtime.stream.crew import Stages
+from fxpart.runtime.stream.word import Counts, Word, bits
+from fxpart.runtime.transport import Transport
+from fxpart.schedule.versions import Versions
+from fxpart.schedule.weight_modes import WeightMode
+
+
+def word_of(stages: Stages, cut: Cut | None) -> Word:
+    """What this process says; cut: the call's minibatch, None of a drain."""
+    runners = list(stages.runners.values())
+    first = runners[0]
+    failed = sum(runner.failure is not None for runner in runners)
+    loss = None if cut is None or failed else _loss(stages, cut)
+    square = sum(
+        update.square for (_, lane), update in stages.updates.items() if lane == 0
+    )  # equal on all lanes
+    skipped = 0
+    for update in stages.updates.values():
+        skipped += update.skipped
+        update.skipped = False
+        square = 0.0 if update.waits else square
+    return Word(
+        failed, skipped, int(loss is not None), bits(0.0 if loss is None else loss.item()),
+        first.forwards, first.backwards, first.updates, first.read_last, bits(square),
+        int(any(runner.halted for runner in runners)),
+    )  # fmt: skip
+
+
+def counts(
+    versions: Versions,
+    mode: WeightMode,
+    ranks: Ranks,
+    transport: Transport,
+    forwards: int,
+    ended: int | None,
+) -> list[Counts]:
+    """What each process's first stage has done by the schedule.
+
+    forwards: microbatches in the stream so far. ended: after so many minibatches the stream has.
+    """
+    alone, found = len(transport.local) == transport.ranks, []
+    for rank in transport.local[:1] if alone else range(transport.ranks):
+        stage = next(k for k, row in enumerate(ranks) if rank in row)
+        back = max(0, forwards - versions.ahead[stage] + 1) if ended is None else forwards
+        updates = back // versions.every if ended is None else ended
+        read = versions.read(mode, stage, forwards - 1)
+        found.append((forwards, back, versions.start + updates, read.version))
+    return found
+
+
+def problem_of(failure: Failure) -> Problem:
+    """What a stage's failure is called on every rank."""
+    action, cause = failure.action, failure.cause
+    where = (
+        f"rank {failure.rank}, stage {action.stage}, action {action}, "
+        f"microbatch {action.microbatch} of the stream"
+    )
+    if isinstance(cause, FxpartError):
+        first = cause.problems[0]
+        return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
+    return Problem(
+        "FXP504",
+        where,
+        f"{type(cause).__name__}: {cause}",
+        "other stages may have made an update more: go on from the last checkpoint",
+    )
+
+
+def _loss(stages: Stages, cut: Cut) -> torch.Tensor | None:
+    """The minibatch's loss, where it is computed here: as a synchronous trainer sums it."""
+    for runner in stages.runners.values():
+        if runner.losses:
+            total: torch.Tensor | None = None
+            for index, (_, loss) in enumerate(sorted(runner.losses.items())):
+                part = loss * cut.weights[index]
+                total = part if total is None else total + part
+            runner.losses.clear()
+            return total
+    return None
