@@ -14,7 +14,7 @@ DASHES = ("", "7 4", "2 3")
 WIDTH, HEIGHT = 900, 480
 LEFT, RIGHT, TOP, BOTTOM = 76, 230, 48, 64
 _MOST_POINTS = 2000  # of a curve: more cannot be seen
-_SANE = 1.5  # times the largest first value: what lies above is cut off
+_SANE = 2.0  # times the range of the calmest run: what lies above is cut off
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,20 @@ def mean_curve(name: str, runs: Sequence[Sequence[float]]) -> Curve:
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
     """The mean of each value and those up to ``window`` - 1 before it."""
-    found = []
-    for end in range(1, len(values) + 1):
-        part = values[max(0, end - window) : end]
-        found.append(math.fsum(part) / len(part) if all(map(math.isfinite, part)) else math.nan)
-    return found
+    found, total, wrong = [], 0.0, 0
+    for end, value in enumerate(values):
+        total, wrong = _with(total, wrong, value, 1)
+        if end >= window:
+            total, wrong = _with(total, wrong, values[end - window], -1)
+        found.append(math.nan if wrong else total / min(end + 1, window))
+    return found if window > 1 else [float(value) for value in values]
+
+
+def _with(total: float, wrong: int, value: float, sign: int) -> tuple[float, int]:
+    """A sum, and how many that are no numbers are in it, after one more or less."""
+    if math.isfinite(value):
+        return total + sign * value, wrong
+    return total, wrong + sign
 
 
 def window_of(curves: Sequence[Curve]) -> int:
@@ -50,7 +59,7 @@ def losses_svg(
     """The picture: loss over updates, a line for each curve, named with its last value.
 
     window: values are means of so many updates, which the axis says; None: of a twentieth of the
-    run, 1: as they are. Values far above where the runs began are beyond the picture's top.
+    run, 1: as they are. Values far above those of the calmest run are beyond the picture's top.
     """
     window = window_of(curves) if window is None else max(1, window)
     lines = [Curve(curve.name, smoothed(curve.values, window)) for curve in curves]
@@ -90,11 +99,11 @@ class _Frame:
 
     @classmethod
     def of(cls, lines: Sequence[Curve]) -> _Frame:
-        finite = [v for line in lines for v in line.values if math.isfinite(v)] or [0.0]
-        starts = [line.values[0] for line in lines if line.values]
-        first = max((v for v in starts if math.isfinite(v)), default=max(finite))
-        least = min(finite)
-        most = min(max(finite), max(first * _SANE, first + 0.5 * (first - least)))
+        rows = [[v for v in line.values if math.isfinite(v)] for line in lines]
+        tops = [max(row) for row in rows if row] or [0.0]
+        least, most = min((min(row) for row in rows if row), default=0.0), max(tops)
+        if min(tops) > least:  # the calmest run has its place in the picture
+            most = min(most, least + _SANE * (min(tops) - least))
         step = _step(max(most - least, 1e-9 * max(abs(most), 1.0)) / 6)
         bottom, top = math.floor(least / step) * step, math.ceil(most / step) * step
         longest = max((len(line.values) for line in lines), default=1)
