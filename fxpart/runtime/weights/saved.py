@@ -108,6 +108,7 @@ class SavedWeights:
             if address:  # otherwise it has no elements
                 where[address] = -1 if address in where else at
         wholes, parameters = self._wholes, self.parameters
+        follows, plain = self.follows, self._plain
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
@@ -116,9 +117,7 @@ class SavedWeights:
                 found = None
             if found is not None:
                 return wholes[found] if tensor is parameters[found] else self._part(tensor, found)
-            if tensor.is_leaf:
-                return tensor, writes(tensor)
-            if self.follows and tensor.dtype is not self._plain:
+            if follows and tensor.dtype is not plain:
                 made = self._cast(tensor)
                 if made is not None:
                     return made

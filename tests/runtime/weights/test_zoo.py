@@ -23,7 +23,7 @@ from fxpart.schedule.weight_modes import MODES, WeightMode
 BOTH = WeightMode(
     "both", backward="applied", look_forward="depth", look_backward="depth", flush=True
 )
-QUICK = ("shared_mlp", "recommender", "graph_net", "dropouts", "regions", "in_place", "frozen")
+QUICK = ("shared_mlp", "graph_net", "dropouts", "regions", "frozen")
 SLOW = [name for name in (*SMALL, "unet", "llama", "mamba", "bert") if name not in QUICK]
 
 
