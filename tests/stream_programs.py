@@ -73,13 +73,13 @@ def compiled(
     for mode, optimizer in runs:
         if here:
             result = emulator.run(batches, mode, OPTIMIZERS[optimizer], STEPS)
-            losses, state = result.losses, result.state_dict
+            losses, state = list(result.losses), result.state_dict
         else:
-            how = {"total_updates": STEPS} if MODES[mode].discount else {}
-            trainer = emulator.program.trainer(
-                OPTIMIZERS[optimizer], weights=MODES[mode], guard=False, **how
-            )
-            told = [trainer.step(each) for each in batches] + trainer.drain()
+            how: dict[str, Any] = {} if MODES[mode].name == "flush" else {"guard": False}
+            how |= {"total_updates": STEPS} if MODES[mode].discount else {}
+            trainer = emulator.program.trainer(OPTIMIZERS[optimizer], weights=mode, **how)
+            told = [trainer.step(each) for each in batches]
+            told += trainer.drain() if isinstance(trainer, StreamTrainer) else []
             losses = [float(loss) for loss in told if loss is not None]
             state = trainer.state_dict()
             trainer.close()
@@ -137,3 +137,34 @@ def fit(stages: int, what: str, here: bool) -> dict[str, Any]:
     except FxpartError as failure:
         return {"code": failure.code, "why": failure.problems[0].why, "seen": len(seen)}
     return {"steps": done.steps, "why": done.why, "seen": seen, "values": dict(done.values)}
+
+
+def bare(here: bool) -> list[tuple[list[bytes], Bits]]:
+    """Two streams one after another, the second with a smaller last batch; not by shared memory."""
+    transport = InProcess(4) if here else connect(4, shared_memory=False)
+    found = []
+    for mode, count in (("spectrain", 1), ("stash", 2)):
+        trainer = make(language((1, 1, 1, 1)), transport, "adamw", weights=mode, microbatches=count)
+        steps = [batch(seed=seed) for seed in range(5)]
+        found.append((losses_of(trainer, steps), bits(trainer.state_dict())))
+        found.append((losses_of(trainer, [*steps, batch(3, 5)]), bits(trainer.state_dict())))
+    return found
+
+
+def part(what: str) -> tuple[str, str]:
+    """Rank 2 of four drains, or is gone, where the others train on; code and where."""
+    transport = connect(4, timeout=3.0)
+    trainer = make(language((1, 1, 1, 1)), transport, weights="stash", microbatches=1)
+    assert isinstance(trainer, StreamTrainer)
+    try:
+        for call in range(12):
+            if call == 6 and transport.local[0] == 2:
+                if what == "gone":
+                    transport.close()
+                    return "", ""
+                trainer.drain()
+            trainer.step(batch(seed=call))
+        trainer.drain()
+    except FxpartError as failure:
+        return failure.code, failure.problems[0].where
+    return "", ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import stream_programs
+import torch
 from ranks import Pool
 
 from fxpart.schedule.weight_modes import MODES
@@ -73,8 +74,6 @@ def test_fit(here: bool, request: Any) -> None:
     plain = stream_programs.train(
         (1, 1, 1, 1), 6, {}, {"weights": "spectrain", "microbatches": 1}, True
     )
-    import torch
-
     first = [torch.tensor(loss).numpy().tobytes() for _, _, loss in found[0]["seen"][:6]]
     assert first == plain[0]
 
@@ -93,3 +92,29 @@ def ask(here: bool, request: Any, what: str) -> list[Any]:
     pool: Pool = request.getfixturevalue("pool")
     found: list[Any] = pool.run(stream_programs.fit, 4, what, False, ranks=4, timeout=240.0)
     return found
+
+
+@pytest.mark.slow
+def test_transfers_by_gloo_itself(pool: Pool) -> None:
+    """Streams one after another, and a smaller last batch."""
+    expected = stream_programs.bare(True)
+    assert pool.run(stream_programs.bare, False, ranks=4, timeout=240.0) == [expected] * 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_drains_alone(pool: Pool) -> None:
+    """Its neighbours hear of it from the next message; nobody waits for longer than the timeout."""
+    found = pool.run(stream_programs.part, "drains", ranks=4, timeout=240.0)
+    assert found[3][0] == "FXP501" and found[2][0] == "FXP501"
+    assert all(code in ("FXP501", "FXP503", "FXP504") for code, _ in found)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone(pool: Pool) -> None:
+    found = pool.run(stream_programs.part, "gone", ranks=4, timeout=240.0)
+    assert [code for code, _ in found] == ["FXP504", "FXP504", "", "FXP504"]
+    assert all(
+        where.startswith(f"rank {r}, stage {r}, action {r}")
+        for r, (_, where) in enumerate(found)
+        if r != 2
+    )
