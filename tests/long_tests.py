@@ -36,6 +36,10 @@ _CASES = (
     r"weights/test_zoo\.py::\S*\[(transformer|llama|mamba|bert)\]",
     r"test_stream_ranks\.py::test_every_mode_has_the_emulators_bits\[(4-mlp|2-gpt|4-gpt)\]",
     r"test_soak\.py::test_a_planted_leak_is_found\[(threads|descriptors)\]",
+    r"emulate/test_modes\.py::test_gpt\[\S+-[23]-\d-",
+    r"emulate/test_modes\.py::test_mlp\[\S+-3-\d-",
+    r"emulate/test_modes\.py::test_(nadam|double)\w+\[gpt-[23]-",
+    r"emulate/test_cli\.py::test_the_page_shows_what_its_commands_print",
 )
 _LONG = re.compile("|".join(_CASES))
 

@@ -107,12 +107,15 @@ def _modes(text: str) -> tuple[list[str], bool]:
         words = [SYNC, *MODES]
     found = list(dict.fromkeys(SYNC if word == "flush" else word for word in words))
     for name in found:
-        if name != SYNC:
-            weight_mode(name)
+        _mode(name)
     if not found:
         fix = f"one of {SYNC}, {', '.join(MODES)}"
         raise error("FXP109", where="--weights", why="no mode is given", fix=fix)
     return found, every
+
+
+def _mode(name: str) -> WeightMode:
+    return weight_mode("flush" if name == SYNC else name)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ class _Emulating:
             torch.manual_seed(seed)
             workload = self._workload()
             if emulator is None:
+                for name in names:
+                    self._optimizer(workload, _mode(name))
                 emulator = self._emulator(workload)
                 names = [n for n in names if self._can(emulator, n, every=every)]
                 if workload.data is None:
@@ -180,12 +185,11 @@ class _Emulating:
     def _run(
         self, emulator: Emulator, workload: Workload, name: str, seed: int, initial: dict[str, Any]
     ) -> Emulation:
-        mode = weight_mode("flush" if name == SYNC else name)
         with _progress(f"{name}, seed {seed}", self.steps) as progress:
             return emulator.run(
                 _batches(emulator, workload, self.target),
                 weights=name,
-                optimizer=self._optimizer(workload, mode),
+                optimizer=self._optimizer(workload, _mode(name)),
                 steps=self.steps,
                 clip_norm=self.options["clip_norm"],
                 initial=initial,
@@ -195,7 +199,7 @@ class _Emulating:
             )
 
     def _optimizer(self, workload: Workload, mode: WeightMode) -> Any:
-        """As asked for; the one that a method prescribes takes its place, with the same rate."""
+        """As asked for; the one that a method prescribes takes its place. FXP109."""
         from fxpart.optimizers import choose
 
         given: dict[str, Any] = {}
@@ -208,7 +212,21 @@ class _Emulating:
             rate = {"lr": given["lr"]} if "lr" in given and "adam" in chosen.name else {}
             prescribed: Any = choose(mode.optimizer).make
             return partial(prescribed, betas=_NADAM_BETAS, **rate)
-        return partial(chosen.make, **given) if given else chosen.make
+        made = partial(chosen.make, **given) if given else chosen.make
+        _try(made, given)
+        return made
+
+
+def _try(make: Any, given: dict[str, Any]) -> None:
+    """FXP109 where the optimizer does not take what it is given."""
+    import torch
+
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as fault:
+        where = " ".join(f"--{key} {value}" for key, value in given.items()) or "--optimizer"
+        fix = "leave out what the optimizer does not have"
+        raise error("FXP109", where=where, why=str(fault), fix=fix) from fault
 
 
 @contextmanager
