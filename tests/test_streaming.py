@@ -157,8 +157,8 @@ def test_equal_stages_take_their_work_and_no_bubble(stages: int, m: int) -> None
     assert found.step_seconds == pytest.approx(m * (f + b) + u)
     assert found.flushed_seconds == pytest.approx((m + stages - 1) * (f + b) + u)
     assert found.bubble == pytest.approx(0.0, abs=1e-9)
-    # With a prediction before each forward that misses an update: those of the first stage.
-    missing = min(m, stages - 1)
+    # With one prediction for all forwards of the first stage that miss equally many updates.
+    missing = -(-(stages - 1) // m)
     with_it = streamed(plan, "pipeoptim", [Trained(1000, 0.001)] * stages).prediction
     assert with_it.step_seconds == pytest.approx(m * (f + b) + u + 0.001 * missing)
     assert with_it.ranks[-1].predict_seconds == 0.0

@@ -125,6 +125,18 @@ class Request:
             return compile(**self._arguments(workload), plan=self.plan, progress=progress)
 
 
+_MODES = (
+    click.option(
+        "--mode", type=click.Choice(NAMES),
+        help="async never drains the pipeline; auto is what is faster. By default sync.",
+    ),
+    click.option(
+        "--weights", metavar="NAME",
+        help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}.",
+    ),
+)  # fmt: skip
+
+
 def compile_options(command: Command) -> Command:
     """Add the options that say what is compiled; they arrive as keywords of :class:`Request`."""
     for option in reversed(
@@ -179,14 +191,7 @@ def compile_options(command: Command) -> Command:
                 "--transfer-dtype", metavar="NAME",
                 help="bfloat16 sends float32 between ranks as that.",
             ),
-            click.option(
-                "--mode", type=click.Choice(NAMES),
-                help="async never drains the pipeline; auto is what is faster. By default sync.",
-            ),
-            click.option(
-                "--weights", metavar="NAME",
-                help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}.",
-            ),
+            *_MODES,
             click.option("--seed", type=int, default=0, show_default=True),
         )
     ):  # fmt: skip

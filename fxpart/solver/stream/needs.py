@@ -5,6 +5,7 @@ Everything is counted from the schedule's version counters (:mod:`fxpart.schedul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,20 +51,40 @@ def fault(mode: str, ahead: tuple[int, ...], every: int) -> str:
 
 
 def _passes(mode: WeightMode, versions: Versions, stage: int) -> int:
-    """Sets of weights made in a minibatch.
+    """Sets of weights made in a minibatch of the full stream.
 
-    One for each computation that looks ahead; what the backward sees again is made once for all
-    microbatches that look equally far from the same version. A correction costs one for each stale
-    backward, and one at the update for its running mean (PipeMare, T2).
+    A set serves every computation that looks equally far from the same version, as long as one of
+    them is next (the next forward or the next backward); what backwards see again is kept until
+    then. A correction costs one more at an update, for its running mean (PipeMare, T2).
     """
-    reads = [versions.read(mode, stage, i) for i in versions.period()]
-    ahead = [(read.version, read.look_forward) for read in reads if read.look_forward]
+    period, every = versions.period(), versions.every
     if mode.backward == "forward":
-        return len(set(ahead))
-    if mode.backward == "corrected":
-        stale = sum(read.staleness > 0 for read in reads)
-        return len(ahead) + stale + (stale > 0)
-    return len(ahead) + sum(read.look_backward > 0 for read in reads)
+        reads = [versions.read(mode, stage, i) for i in period]
+        return len({(read.version, read.look_forward) for read in reads if read.look_forward})
+    order = [
+        source
+        for i in range(period.start - every, period.stop + 1)
+        for source in _sources(mode, versions, stage, i)
+    ]
+    made, held = [False] * len(order), (0, 0)
+    for at, (version, look) in enumerate(order[:-2]):
+        if look and (version, look) != held:
+            made[at], held = True, (version, look)
+        if held not in order[at + 1 : at + 3]:  # the next of each kind
+            held = (0, 0)
+    mean = mode.backward == "corrected" and versions.gap(stage) > 0
+    return sum(made[2 * every : 4 * every]) + mean
+
+
+def _sources(
+    mode: WeightMode, versions: Versions, stage: int, microbatch: int
+) -> Iterator[tuple[int, int]]:
+    """(version, how far from it) of a backward and of the forward that follows it on the stage."""
+    back = versions.read(mode, stage, microbatch)
+    corrected = mode.backward == "corrected"
+    yield back.backward, -back.staleness if corrected else back.look_backward
+    then = versions.read(mode, stage, microbatch + versions.ahead[stage])
+    yield then.version, then.look_forward
 
 
 def pass_bytes(mode: str, weight: int, optimizer: int) -> int:
