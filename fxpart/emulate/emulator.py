@@ -119,7 +119,7 @@ class Emulator:
             **({"total_updates": steps} if mode.discount else {}), **trainer,
         })  # fmt: skip
         limit = steps if steps is not None else -1
-        run.snapshots.after(every if evaluate is not None else 0, limit)
+        run.snapshots.after(every if evaluate is not None else 0)
         try:
             found = run.go(_repeated(batches, limit), evaluate, progress)
         finally:
@@ -203,7 +203,8 @@ class _Run:
         finite = [math.isfinite(loss) for loss in self.losses]
         diverged = None if all(finite) else finite.index(False) + 1
         state, report = self.trainer.state_dict(), self.trainer.report()
-        if evaluate is not None:
+        done = [updates for updates, _ in self.evaluations]
+        if evaluate is not None and done[-1:] != [len(self.losses)]:
             self.evaluations.append((len(self.losses), float(evaluate(state))))
         return Emulation(
             weights=self.mode.name,
@@ -244,10 +245,9 @@ def _repeated(batches: Any, limit: int) -> Iterator[Any]:
             given += 1
             if given == limit:
                 return
+        if not given:
+            raise error("FXP109", where="batches", why="there are no batches", fix="give some")
         if given == before:
-            why = "there are no batches" if not given else f"they ended after {given} updates"
-            if not given:
-                raise error("FXP109", where="batches", why=why, fix="give some")
             return
         if limit < 0 or iter_once(batches):
             return

@@ -38,12 +38,12 @@ class Snapshots:
         }
         self._trained: set[int] = set()
         self._made: dict[int, int] = {}
-        self._every, self._last = 0, 0
+        self._every = 0
         self._parts: dict[int, dict[int, State]] = {}
 
-    def after(self, every: int, last: int) -> None:
-        """Copy after every so many updates (0: never), but not after the last one."""
-        self._every, self._last = every, last
+    def after(self, every: int) -> None:
+        """Copy after every so many updates; 0: never."""
+        self._every = every
 
     def watching(self, optimizer: Any) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
         """What makes the same optimizer as was given, and has its updates counted."""
@@ -78,7 +78,7 @@ class Snapshots:
 
     def _count(self, stage: int) -> None:
         self._made[stage] = updates = self._made.get(stage, 0) + 1
-        if self._every and updates % self._every == 0 and updates < self._last:
+        if self._every and updates % self._every == 0:
             self._parts.setdefault(updates, {})[stage] = self._copied(stage)
 
     def _copied(self, stage: int) -> State:

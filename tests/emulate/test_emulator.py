@@ -31,9 +31,11 @@ def made(stages: int = 4, blocks: int = 4, kind: str = "plain") -> tuple[Emulato
     torch.manual_seed(0)
     module = models.mlp(blocks)
     if kind == "dropout":
-        module = nn.Sequential(*(m for layer in module for m in (layer, nn.Dropout(0.1))))
+        module = nn.Sequential(
+            *(m for layer in module.children() for m in (layer, nn.Dropout(0.1)))
+        )
     elif kind == "norm":
-        module = nn.Sequential(nn.BatchNorm1d(6), *module)
+        module = nn.Sequential(nn.BatchNorm1d(6), *module.children())
     emulator = Emulator(
         module, stages=stages, loss=functional.cross_entropy, example_inputs=BATCHES[0]
     )
@@ -207,6 +209,12 @@ def test_batches_are_gone_through_again_and_an_iterator_once() -> None:
         emulator.run([], steps=2)
     with pytest.raises(FxpartError, match="steps"):
         emulator.run(few, steps=0)
+
+
+def test_evaluations_of_a_run_as_long_as_its_batches() -> None:
+    emulator, _ = made()
+    run = emulator.run(BATCHES[:6], optimizer=SGD, steps=None, evaluate=lambda state: 0.0, every=3)
+    assert run.evaluations == ((3, 0.0), (6, 0.0))
 
 
 def test_other_first_weights_and_progress() -> None:
