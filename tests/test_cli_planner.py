@@ -130,7 +130,7 @@ def test_a_plan_of_everything_says_what_cannot_be_trained(
 ) -> None:
     target, path = f"{folder}/target_of_planner.py:net", str(tmp_path / "all.json")
     call(capsys, "plan", target, "--cluster", "local:4", "--space", "all", "-o", path,
-         "--fix", "schedule=async", "--fix", "stages=2")  # fmt: skip
+         "--fix", "schedule=async", "--fix", "stages=2", "--fix", "dp=2")  # fmt: skip
     plan = Plan.load(path)
     assert plan.schedule == "async" and plan.runnable
     text = call(capsys, "train", target, "--plan", path, "--steps", "1", status=2)
