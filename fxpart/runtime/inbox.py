@@ -78,16 +78,18 @@ class Inbox:
 
     def ready(self, index: int) -> bool:
         """Whether message ``index`` can be taken without waiting for this process's own turn."""
-        self.ensure(index + 1)
+        if index >= len(self._handles):
+            self.ensure(index + 1)
         handles = self._handles[index]
         return handles is None or all(map(self._transport.ready, handles))
 
     def take(self, index: int) -> list[torch.Tensor]:
         """Wait for message ``index`` and return its tensors; then post further ones."""
-        self.ensure(index + 1)
+        if index >= len(self._handles):
+            self.ensure(index + 1)
         handles = self._handles[index]
         assert handles is not None, "a message is taken once"
-        tensors = [self._transport.wait(handle) for handle in handles]
+        tensors = list(map(self._transport.wait, handles))
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
         wanted = self._wanted[index]

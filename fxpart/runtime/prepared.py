@@ -280,7 +280,10 @@ class Prepared:
                 value = cell.value(link, forward=forward)
                 if value.shape != of(sizes) or value.dtype != link.dtype:
                     raise _misshapen(link, value, of(sizes))
-                tensors.append(value.detach().to(link.sent).contiguous())
+                value = value.detach()
+                if link.sent != link.dtype:
+                    value = value.to(link.sent)
+                tensors.append(value.contiguous())
             send(tensors)
 
         def drain() -> None:

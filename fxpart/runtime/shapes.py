@@ -35,4 +35,14 @@ def shape(entries: Sequence[Dim]) -> Callable[[Sizes], tuple[int, ...]]:
         fixed = tuple(int(entry) for entry in entries)
         return lambda sizes: fixed
     dims = tuple(dim(entry) for entry in entries)
-    return lambda sizes: tuple([each(sizes) for each in dims])
+    last: list[tuple[Sizes | None, tuple[int, ...]]] = [(None, ())]
+
+    def found(sizes: Sizes) -> tuple[int, ...]:
+        # Microbatches of equal sizes have them in one object, which nobody changes.
+        before, known = last[0]
+        if before is not sizes:
+            known = tuple([each(sizes) for each in dims])
+            last[0] = (sizes, known)
+        return known
+
+    return found

@@ -83,7 +83,7 @@ class Slot:
             ).view(tensor.shape)
             self._key = key
         assert self._room is not None
-        self._room.copy_(tensor.detach())
+        self._room.copy_(tensor.detach() if tensor.requires_grad else tensor)
         self.flags[self.index] = 1
 
 
@@ -114,6 +114,7 @@ class Arena:
         size = slot_size(size)
         for slot in self._slots.get(size, ()):
             if not slot.flags[slot.index]:
+                self._used[slot.region] = self._now
                 return slot
         return self._grow(size)
 

@@ -125,6 +125,18 @@ def test_memory_that_was_not_used_for_long_goes_back(monkeypatch: pytest.MonkeyP
     assert bool((kept == 1).all())
 
 
+def test_memory_that_every_step_uses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if nothing is in it whenever a step ends."""
+    monkeypatch.setattr(shared_memory_slots, "IDLE", 5 << 20)
+    pair = Pair()
+    for _ in range(3 * shared_memory_slots.AGE):
+        many = [pair.move(torch.zeros(1 << 18)) for _ in range(12)]
+        del many
+        pair.arena.tidy()
+    assert pair.arena.size > 12 << 20
+    assert not pair.gone
+
+
 def test_many_large_slots_take_few_descriptors() -> None:
     pair = Pair()
     before = len(os.listdir("/proc/self/fd"))
