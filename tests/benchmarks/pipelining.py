@@ -8,7 +8,8 @@ fxpart; both runtimes run the very same stage modules in the same processes, in 
 optimizer, and medians over the rounds are compared. Beside that: how far a step is above the
 schedule's ideal (fxpart's simulator with the stage times measured in the run, transfers free), what
 an action takes beside its computation where stages are tiny, and the module that fxpart emits for
-one rank against the user's own in eager.
+one rank against the user's own in eager. Stages with much to send and little to compute are a group
+of their own ("transfers"), each with what its transfers are of torch's step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelining_models import FAMILIES, TINY, Case, batch_of, model_of
+from pipelining_models import FAMILIES, TINY, TRANSFERS, Case, batch_of, model_of
+from pipelining_transfers import Wires, chosen, rows, with_shares
 from record import parser, read, write
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -210,11 +212,18 @@ def overhead(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
         busiest = max(range(ranks), key=lambda rank: len(schedule.ranks[rank]))
         busy = TINY_MICROBATCHES * (forward[busiest] + backward[busiest])
         actions = len(schedule.ranks[busiest])
+        # Ranks that share cores cannot all compute at once: that is no overhead either.
+        whole = TINY_MICROBATCHES * (sum(forward) + sum(backward))
+        shared = max(busy, whole / len(os.sched_getaffinity(0)))
         found[name] = {
             "step_us": {n: round(1e6 * statistics.median(t)) for n, t in taken.items()},
             "actions": actions,
             "us_per_action": {
                 n: round(1e6 * (statistics.median(t) - busy) / actions, 1) for n, t in taken.items()
+            },
+            "us_per_action_shared_cores": {
+                n: round(1e6 * (statistics.median(t) - shared) / actions, 1)
+                for n, t in taken.items()
             },
             "throughput_over_torch": ratio(taken["torch"], taken["fxpart"]),
         }
@@ -287,11 +296,19 @@ def summary(figures: Mapping[str, Any]) -> dict[str, Any]:
     slow = [case["above_ideal"] for case in cases if min(case["stage_ms"]) >= 20]
     worlds = figures["ranks"].values()
     tiny = [world["tiny"][s]["us_per_action"]["fxpart"] for world in worlds for s in SCHEDULES]
+    sent = list(rows(figures["ranks"]))
     eager = [c["emitted_over_eager"] for f in figures["emitted"].values() for c in f.values()]
     return {
         "throughput_over_torch": {"least": min(over), "geometric_mean": mean(over)},
         "throughput_over_torch_8mb": {"least": min(large), "geometric_mean": mean(large)}
         if large else None,
+        "throughput_over_torch_transfers": {
+            "least": min(over for over, _ in sent),
+            "geometric_mean": mean([over for over, _ in sent]),
+            "share_of_torch": [min(share for _, share in sent), max(share for _, share in sent)],
+        }
+        if sent
+        else None,
         "above_ideal_20ms_most": max(slow, default=None),
         "us_per_action_most": max(tiny),
         "emitted_over_eager_most": max(eager, default=None),
@@ -313,12 +330,18 @@ def on_ranks(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     connect(ranks)
-    cases: dict[str, Any] = {}
-    for family, sizes in FAMILIES.items():
-        for size, case in sizes.items():
-            if options.only in ("", family, size):
-                cases.setdefault(family, {})[size] = measure(case, ranks, options)
-    found = {"cases": cases, "tiny": overhead(ranks, options)}
+    found: dict[str, Any] = {"cases": {}, "transfers": {}}
+    for family, size, case in chosen(FAMILIES, "cases", options):
+        found["cases"].setdefault(family, {})[size] = measure(case, ranks, options)
+    wires = Wires(ranks)
+    options.seconds /= 2  # their steps are short
+    for family, size, case in chosen(TRANSFERS, "transfers", options):
+        taken = with_shares(measure(case, ranks, options), wires, 2 * ranks)
+        found["transfers"].setdefault(family, {})[size] = taken
+    wires.close()
+    options.seconds *= 2
+    if options.only in ("", "tiny"):
+        found["tiny"] = overhead(ranks, options)
     if dist.get_rank() == 0:
         Path(options.output).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
@@ -338,7 +361,7 @@ def main() -> None:
     own.add_argument("--quick", action="store_true", help="fewer and shorter rounds, 2 ranks")
     own.add_argument("--rounds", type=int, default=7)
     own.add_argument("--seconds", type=float, default=3.0, help="of each round, about")
-    own.add_argument("--only", default="", help="one family or size; others stay as they were kept")
+    own.add_argument("--only", default="", help="a group, family or size; others stay as kept")
     own.add_argument("--output", default="", help=argparse.SUPPRESS)
     options = own.parse_args()
     if "RANK" in os.environ:
@@ -358,14 +381,9 @@ def main() -> None:
             if found.returncode:
                 raise SystemExit(found.returncode)
             figures["ranks"][str(ranks)] = json.loads(output.read_text(encoding="utf-8"))
-    figures["emitted"] = {
-        family: {
-            size: emitted(case, options)
-            for size, case in sizes.items()
-            if options.only in ("", family, size)
-        }
-        for family, sizes in FAMILIES.items()
-    }
+    figures["emitted"] = {family: {} for family in FAMILIES}
+    for family, size, case in chosen(FAMILIES, "emitted", options):
+        figures["emitted"][family][size] = emitted(case, options)
     if options.only:
         figures = merged(read("pipelining")["figures"], figures)
     figures["summary"] = summary(figures)

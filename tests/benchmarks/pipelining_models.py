@@ -33,6 +33,14 @@ FAMILIES = {
         "thin": Case("resnet", 4, 256, 8),  # 8.4 MB, and little to compute with it
     },
 }
+# Stages in which transfers matter: many numbers over a boundary, little to compute with them. No
+# GPT is among them: a block of 32 channels computes for 100 ms on a core with what 8 MB hold.
+TRANSFERS = {
+    # ResNet's bottleneck at 128 x 128.
+    "bottleneck": {f"{8 * n} MB": Case("bottleneck", 4 * n, 128, 32) for n in (1, 2, 4)},
+    # A residual branch at a quarter of the resolution, as in an hourglass.
+    "hourglass": {f"{8 * n} MB": Case("hourglass", 4 * n, 128, 32) for n in (1, 2, 4)},
+}
 TINY = Case("tiny", 1, 1, 8)
 WORDS = 256
 
@@ -78,10 +86,10 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Residual blocks at one resolution."""
 
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, blocks: int, kind: type[nn.Module]) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(kind(width) for _ in range(blocks))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -106,6 +114,35 @@ class Residual(nn.Module):
         return torch.relu(x + self.norms[1](self.convs[1](y)))
 
 
+class Bottleneck(nn.Module):
+    """A convolution on a quarter of the channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = width // 4
+        self.narrow, self.widen = nn.Conv2d(width, inner, 1), nn.Conv2d(inner, width, 1)
+        self.middle = nn.Conv2d(inner, inner, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.middle(torch.relu(self.narrow(x))))
+        return x + self.widen(y)
+
+
+class Hourglass(nn.Module):
+    """A convolution at a quarter of the resolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.conv(nn.functional.avg_pool2d(x, 4)))
+        return x + nn.functional.interpolate(y, scale_factor=4.0)
+
+
+RESIDUALS = {"resnet": Residual, "bottleneck": Bottleneck, "hourglass": Hourglass}
+
+
 class Tiny(nn.Module):
     """Stages that take microseconds."""
 
@@ -124,8 +161,8 @@ def model_of(case: Case, stages: int) -> nn.Module:
     blocks = case.blocks * stages
     if case.family == "gpt":
         return Gpt(case.width, case.length, blocks)
-    if case.family == "resnet":
-        return ResNet(case.width, blocks)
+    if case.family in RESIDUALS:
+        return ResNet(case.width, blocks, RESIDUALS[case.family])
     return Tiny(case.width, blocks)
 
 
@@ -136,7 +173,7 @@ def batch_of(case: Case, microbatches: int) -> dict[str, torch.Tensor]:
     if case.family == "gpt":
         x = torch.randint(0, WORDS, (rows, case.length), generator=generator)
         return {"x": x, "labels": x.roll(-1, 1)}
-    if case.family == "resnet":
+    if case.family in RESIDUALS:
         x = torch.randn(rows, 3, case.length, case.length, generator=generator)
         return {"x": x, "labels": torch.randint(0, 10, (rows,), generator=generator)}
     x = torch.randn(rows, case.width, generator=generator)
