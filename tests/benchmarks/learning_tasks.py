@@ -203,8 +203,8 @@ _TEXT_RATES = {
 
 TASKS: Mapping[str, Callable[[], Task]] = {
     "mlp": lambda: of_digits("mlp", ResidualMLP, steps=600, rates=_DIGIT_RATES),
-    "cnn": lambda: of_digits("cnn", ResidualCNN, steps=600, rates=_DIGIT_RATES),
-    "gpt": lambda: of_text(steps=600, rates=_TEXT_RATES),
+    "cnn": lambda: of_digits("cnn", ResidualCNN, steps=300, rates=_DIGIT_RATES),
+    "gpt": lambda: of_text(steps=400, rates=_TEXT_RATES),
 }
 
 
