@@ -151,6 +151,30 @@ def bare(here: bool) -> list[tuple[list[bytes], Bits]]:
     return found
 
 
+def left(here: bool) -> list[tuple[int, Bits]]:
+    """Two trainers one after another, each closed with minibatches in flight."""
+    found = []
+    for mode in ("spectrain", "stash"):
+        transport = InProcess(4) if here else connect(4, shared_memory=False)
+        trainer = make(language((1, 1, 1, 1)), transport, "adamw", weights=mode, microbatches=1)
+        assert isinstance(trainer, StreamTrainer)
+        for seed in range(5):
+            trainer.step(batch(seed=seed))
+        trainer.close()
+        found.append((trainer.updates, bits(own(trainer))))
+    return found
+
+
+def own(trainer: StreamTrainer) -> dict[str, torch.Tensor]:
+    """The parameters of this process by stage and name."""
+    (lane,) = trainer._lanes
+    return {
+        f"{stage}.{name}": parameter
+        for stage, module in lane.modules.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
 def part(what: str) -> tuple[str, str]:
     """Rank 2 of four drains, or is gone, where the others train on; code and where."""
     transport = connect(4, timeout=3.0)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import readme_asynchronous
 import readme_costs
 import readme_planner
 import readme_runtime
@@ -277,13 +278,17 @@ def costs(name: str) -> str:
     return text
 
 
-RUNTIME = ("pipelining",)  # tables of the results of their names
+# Tables of the results of their names.
+RUNTIME = {
+    "pipelining": readme_runtime.pipelining,
+    "asynchronous": readme_asynchronous.asynchronous,
+    "slow_links": readme_asynchronous.slow_links,
+}
 
 
 def runtime(name: str) -> str:
     """One of the tables about the runtime."""
-    text: str = getattr(readme_runtime, name)(made_by(read(name)))
-    return text
+    return RUNTIME[name](made_by(read(name)))
 
 
 TABLES: dict[str, Callable[[], str]] = {

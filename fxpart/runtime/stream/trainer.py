@@ -193,6 +193,18 @@ class StreamTrainer(Whole):
         """Minibatches that every stage of this process has updated with."""
         return min(runner.updates for runner in self._stages.runners.values())
 
+    def close(self) -> None:
+        """Finish what is in flight, unless the training has failed; then as any trainer.
+
+        Receives stand ready for messages that a stream has yet to send: they must not be left.
+        """
+        if self._streaming and self._stages.broken is None:
+            try:
+                self._drain()
+            except FxpartError:
+                pass  # the others have parted ways, as they have said themselves
+        super().close()
+
     # -- a call ---------------------------------------------------------------------------------
 
     def _next(self, batch: Any, local: bool) -> Cut:

@@ -102,6 +102,16 @@ def test_transfers_by_gloo_itself(pool: Pool) -> None:
 
 
 @pytest.mark.slow
+def test_a_trainer_that_is_closed_leaves_nothing_for_the_next(pool: Pool) -> None:
+    """Receives that stand ready would take the next trainer's messages."""
+    whole = stream_programs.left(True)
+    ranks = pool.run(stream_programs.left, False, ranks=4, timeout=240.0)
+    for at, (updates, expected) in enumerate(whole):
+        assert {updates, *(rank[at][0] for rank in ranks)} == {5}
+        assert {name: value for rank in ranks for name, value in rank[at][1].items()} == expected
+
+
+@pytest.mark.slow
 def test_a_rank_that_drains_alone(pool: Pool) -> None:
     """Its neighbours hear of it from the next message; nobody waits for longer than the timeout."""
     found = pool.run(stream_programs.part, "drains", ranks=4, timeout=240.0)

@@ -229,3 +229,12 @@ def test_what_a_stream_refuses() -> None:
             hand.spec(), dict(enumerate(hand.stages)), ranks=[0, 1, 0, 1], transport=InProcess(2),
             microbatches=1, optimizer=hand_stages.ADAMW, weights="stash",
         )  # fmt: skip
+
+
+def test_closing_finishes_what_is_in_flight() -> None:
+    made = stream(microbatches=1)
+    for seed in range(5):
+        made.step(batch(seed=seed))
+    assert made.updates < 5 and made.in_flight
+    made.close()
+    assert made.updates == 5 and not made.in_flight

@@ -1,0 +1,68 @@
+"""The README's tables about asynchronous training. Imported by readme.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from record import read
+
+
+def asynchronous(made: str) -> str:
+    """Asynchronous over synchronous 1F1B, and what prediction takes of it."""
+    figures = read("asynchronous")["figures"]
+    found = figures["summary"]
+    lines = [
+        "| stages | microbatches | synchronous | SpecTrain | throughput | (M+K-1)/M | of it"
+        " | naive, stash | predicting |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *(row for case in figures["cases"].items() for row in _steps(*case)),
+    ]
+    text = (
+        f"Two ranks, momentum SGD. Where stages take 20 ms or more: at least"
+        f" {found['of_bound_least']:.2f} of the bound; predictions take at most"
+        f" {found['prediction_share_most']:.1%} of a step, timed from inside, and"
+        f" {found['prediction_beside_naive_most']:.1%} beside `naive`, which predicts"
+        f" nothing. {made}"
+    )
+    return "\n".join([*lines, "", text])
+
+
+def _steps(family: str, rows: Mapping[str, Any]) -> Iterator[str]:
+    for microbatches, row in rows.items():
+        step, over = row["step_ms"], row["over_sync"]
+        stages = "/".join(f"{ms:.0f}" for ms in row["stage_ms"])
+        yield (
+            f"| {family}, {stages} ms | {microbatches} | {step['flush']:.0f} ms"
+            f" | {step['spectrain']:.0f} ms | {over['spectrain']:.2f} | {row['bound']:.2f}"
+            f" | {row['of_bound']:.1%} | {over['naive']:.2f}, {over['stash']:.2f}"
+            f" | {row['prediction']['share']:.1%} |"
+        )
+
+
+def slow_links(made: str) -> str:
+    """The asynchronous pipeline against DistributedDataParallel over shaped links."""
+    lines = [
+        "| processes | links | model | parameters | data parallel | pipeline | speed-up"
+        " | f | 1/(1-f) |",
+        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for ranks, rates in read("slow_links")["figures"].items():
+        for rate, found in rates.items():
+            rows = {name: row for name, row in found.items() if isinstance(row, dict)}
+            lines += [_against(ranks, rate, name, row) for name, row in rows.items()]
+    text = (
+        "*f*: the part of a data-parallel step in which it only communicates, 1 - t(without"
+        " sums) / t. A pipeline that hides all its communication and is perfectly balanced gains at"
+        f" most 1/(1-f). {made}"
+    )
+    return "\n".join([*lines, "", text])
+
+
+def _against(ranks: str, rate: str, name: str, row: Mapping[str, Any]) -> str:
+    step = row["step_ms"]
+    return (
+        f"| {ranks} | {rate} | {name} | {row['parameters_mb']:.0f} MB | {step['ddp']:.0f} ms"
+        f" | {step['pipeline']:.0f} ms | **{row['speedup']:.2f}** | {row['exposed']:.0%}"
+        f" | {row['bound']:.2f} |"
+    )
