@@ -82,7 +82,10 @@ def test_plan_explain_simulate_and_train(
     assert said["steady_seconds"] == pytest.approx(plan.prediction.simulated_seconds)
     assert "once the pipeline is full" in call(capsys, "simulate", path)[0]
     lines = call(capsys, "train", target, "--plan", path, "--steps", "4", "--json")[0].splitlines()
-    rows = [json.loads(line) for line in lines]
+    *rows, told = [json.loads(line) for line in lines]
+    assert [(one["stage"], one["staleness"], one["copies"]) for one in told["stages"]] == [
+        (0, 1, 2), (1, 0, 1)
+    ]  # fmt: skip
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["loss"] > 0 for row in rows)
     trace = str(tmp_path / "trace.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -94,9 +94,20 @@ def command(
         return 0
     for line in _table(found, seeds):
         output.text(line)
+    from fxpart.runtime.stream.report import too_far
+
+    for name, runs in found.items():
+        warning = too_far([_mean(rhos) for rhos in zip(*(run.rho for run in runs), strict=True)])
+        if warning:
+            output.note(f"warning, {name}: {warning}")
     if svg is not None:
         output.note(f"wrote {svg}")
     return 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
 
 
 def _modes(text: str) -> tuple[list[str], bool]:

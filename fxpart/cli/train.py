@@ -9,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
 from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
-from fxpart.schedule.weight_modes import MODES
+from fxpart.schedule.weight_modes import MODES, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -85,7 +86,9 @@ def command(
         check_traced(program.plan)
     before = None if asked is None else bare_bytes()
     optimizer = _optimizer(request, workload, lr)
-    trainer = program.trainer(optimizer, clip_norm=clip_norm, weights=load, **how)
+    trainer = program.trainer(
+        optimizer, clip_norm=clip_norm, weights=load, **how, **_watching(program.plan, steps)
+    )
     first = started is None or started.rank == 0
     if first and how["pin"] and trainer.pinned.why:
         output.note(f"not pinned: {trainer.pinned.why}")
@@ -155,8 +158,25 @@ class _Run:
 
     def finish(self) -> None:
         """Drain an asynchronous trainer, and tell the losses that are known then."""
-        if self.streams:
-            self._tell_known(self.trainer.finish())
+        if not self.streams:
+            return
+        from fxpart.runtime.stream.report import too_far
+
+        self._tell_known(self.trainer.finish())
+        stages = self.trainer.report()
+        if not self.first:
+            return
+        if self.as_json:
+            output.line({"stages": msgspec.to_builtins(stages)})
+            return
+        rhos = [stage.mean_rho for stage in stages]
+        for stage, rho in zip(stages, rhos, strict=True):
+            text = f"stage {stage.stage}: forwards missed {_several(stage.staleness, 'update')}"
+            text += f", {_several(stage.copies, 'set')} of weights at most"
+            text += f", {_several(stage.skipped, 'update')} left out" if stage.skipped else ""
+            output.note(text if rho is None else f"{text}, rho {rho:.2f}")
+        if too_far(rhos):
+            output.note(f"warning: {too_far(rhos)}")
 
     @property
     def streams(self) -> bool:
@@ -175,6 +195,16 @@ class _Run:
             output.line({"step": step, "loss": loss, "seconds": seconds})
         elif self.first:
             output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
+
+
+def _watching(plan: Plan, steps: int) -> dict[str, Any]:
+    """Measure some predictions, where the plan's weights are predicted."""
+    predicts = plan.schedule == "async" and weight_mode(plan.weights).predicts
+    return {"watch": max(1, steps // 20)} if predicts else {}
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")
 
 
 def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:

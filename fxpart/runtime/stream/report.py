@@ -45,3 +45,19 @@ def together(transport: Transport, mine: Sequence[StageReport]) -> tuple[StageRe
     raws = transport.exchange_bytes(msgspec.json.encode(mine))
     found = [each for raw in raws for each in msgspec.json.decode(raw, type=list[StageReport])]
     return tuple(sorted(found, key=lambda each: each.stage))
+
+
+def too_far(rhos: Sequence[float | None]) -> str:
+    """A warning where predictions were further off than no prediction, by stage; else empty.
+
+    rhos: the mean ρ of each stage, None where nothing was predicted or measured.
+    """
+    beyond = [(stage, rho) for stage, rho in enumerate(rhos) if rho is not None and rho > 1]
+    if not beyond:
+        return ""
+    named = ", ".join(f"{stage} ({rho:.2f})" for stage, rho in beyond)
+    return (
+        f"predictions were further from the real weights than no prediction is on stage {named}: "
+        "they look too far ahead there; pipeoptim looks less far, and the rule decaying never "
+        "overshoots"
+    )

@@ -15,6 +15,7 @@ from stream_programs import losses_of, make
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
 from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.stream.report import too_far
 from fxpart.schedule.weight_modes import MODES
 
 CUTS = {2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
@@ -238,3 +239,8 @@ def test_closing_finishes_what_is_in_flight() -> None:
     assert made.updates < 5 and made.in_flight
     made.close()
     assert made.updates == 5 and not made.in_flight
+
+
+def test_predictions_that_look_too_far_are_named() -> None:
+    assert too_far([None, 0.9, 1.0]) == ""
+    assert "on stage 1 (1.20), 3 (2.00):" in too_far([0.2, 1.2, None, 2.0])
