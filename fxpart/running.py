@@ -28,6 +28,7 @@ from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import LanePart
+from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.options import StreamOptions
 from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
@@ -70,6 +71,9 @@ def make_trainer(
         return _unused(program, weights), ""
 
     unused = agree(places.transport, "the weights", fill)
+    if weights is None:
+        used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
+        check_same(places.transport, state, used)
     made = places.trainer(
         lanes,
         optimizer=program.optimizer if optimizer is None else optimizer,

@@ -45,16 +45,20 @@ class Workload:
         return self.data() if callable(self.data) else self.data
 
 
-def load_target(text: str) -> Workload:
+def load_target(text: str, seed: int = 0) -> Workload:
     """The workload that ``file.py:function`` or ``package.module:function`` gives.
 
     The function takes no arguments and returns a model, (model, example inputs as a tuple or as a
     dict of keyword arguments), or a :class:`Workload`; a model or a workload may also stand there
-    by itself. Raises FXP107 with the place; the user's own exception is its cause.
+    by itself. seed: of torch's generator when it is called, so that every rank and every run draws
+    the same weights. Raises FXP107 with the place; the user's own exception is its cause.
     """
+    import torch
+
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise error("FXP107", where=text, why="it names no function", fix=_FORM)
+    torch.manual_seed(seed)
     module = _file(place, text) if place.endswith(".py") else _module(place, text)
     found = _attribute(module, name, text)
     return as_workload(_result(found, name, module, text), text)

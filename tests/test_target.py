@@ -160,3 +160,11 @@ def test_data_from_its_start() -> None:
     first, second = again.batches(), again.batches()
     assert first is not None and second is not None
     assert [list(first), list(second)] == [[1], [1]]
+
+
+def test_weights_are_drawn_by_the_seed(file: str) -> None:
+    """Ranks load a target each by itself."""
+    first, again = (load_target(f"{file}:model").model.state_dict() for _ in range(2))
+    other = load_target(f"{file}:model", seed=1).model.state_dict()
+    assert all(first[name].equal(again[name]) for name in first)
+    assert not any(first[name].equal(other[name]) for name in first)

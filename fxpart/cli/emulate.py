@@ -141,13 +141,11 @@ class _Emulating:
 
     def go(self, names: list[str], *, every: bool) -> dict[str, list[Emulation]]:
         """By mode the runs in the order of the seeds; every: leave out those that cannot be."""
-        import torch
 
         found: dict[str, list[Emulation]] = {}
         emulator: Emulator | None = None
         for seed in self.seeds:
-            torch.manual_seed(seed)
-            workload = self._workload()
+            workload = self._workload(seed)
             if emulator is None:
                 for name in names:
                     self._optimizer(workload, _mode(name))
@@ -173,10 +171,10 @@ class _Emulating:
             return False
         return True
 
-    def _workload(self) -> Workload:
+    def _workload(self, seed: int) -> Workload:
         from fxpart.target import load_target
 
-        return load_target(self.target)
+        return load_target(self.target, seed)
 
     def _emulator(self, workload: Workload) -> Emulator:
         from fxpart.emulate import Emulator
