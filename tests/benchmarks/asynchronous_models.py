@@ -22,7 +22,7 @@ class Case:
 
 CASES = {
     "gpt": Case("gpt", 4, 128, 256, 1),
-    "resnet": Case("resnet", 8, 32, 32, 2),
+    "resnet": Case("resnet", 14, 32, 32, 2),
 }
 
 

@@ -265,10 +265,11 @@ def test_text_from_the_plan_file(name: str) -> None:
     text, wanted = explain(plan), recomputed(json.loads(plan.dumps()))
     lines = text.splitlines()
     spare = f" of {wanted['devices']} devices" if wanted["devices"] > wanted["ranks"] else ""
+    read = f" with weights {plan.weights}" if plan.schedule == "async" else ""
     assert lines[0].endswith(
         f"{wanted['stages']} stage{'s' * (wanted['stages'] > 1)} on {wanted['ranks']} "
         f"rank{'s' * (wanted['ranks'] > 1)}{spare}, "
-        f"schedule {wanted['schedule']}"
+        f"schedule {wanted['schedule']}{read}"
     )
     check_tables(lines, wanted)
     check_step(text, lines, wanted)

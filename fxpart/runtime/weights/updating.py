@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from fxpart.runtime.predict import discounted_lr
 
+_SMALL = (torch.float16, torch.bfloat16)
 
-def finite(parameters: list[torch.Tensor]) -> bool:
-    """Whether all gradients are numbers; waits for the device."""
+
+def finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients are numbers; waits for the device.
+
+    A sum is a number only where all that it adds are, and costs the reading of it; where it is none,
+    which a large one may be too, each number is looked at.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
+    totals = [
+        g.sum(dtype=torch.float32 if g.dtype in _SMALL else None).to(torch.float64)
+        for g in gradients
+    ]
+    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
         return True
-    largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
-    return bool(torch.isfinite(largest))
+    return all(
+        bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in gradients
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 from fxpart.runtime.weights import Source, StageWeights, Used
+from fxpart.runtime.weights.updating import finite
 from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
@@ -242,3 +243,20 @@ def test_compiled_stages() -> None:
     module.compile(backend="aot_eager")
     with pytest.raises(FxpartError, match="(?s)FXP109.*torch.compile"), weights.forward(0):
         raise AssertionError("it must not begin")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_that_are_numbers(dtype: torch.dtype) -> None:
+    """Large ones too, whose sum is none."""
+    parameters = [torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(3)]
+    assert finite(parameters)
+    largest = torch.finfo(dtype).max
+    for parameter in parameters[1:]:
+        parameter.grad = torch.full_like(parameter, largest)
+    assert finite(parameters)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        assert parameters[2].grad is not None
+        parameters[2].grad[1, 4] = bad
+        assert not finite(parameters)
+    parameters[2].grad = torch.full_like(parameters[2], -largest)
+    assert finite(parameters)
