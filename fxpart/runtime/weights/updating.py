@@ -15,8 +15,8 @@ _SMALL = (torch.float16, torch.bfloat16)
 def finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients are numbers; waits for the device.
 
-    A sum is a number only where all that it adds are, and costs the reading of it; where it is none,
-    which a large one may be too, each number is looked at.
+    A sum is a number only where all that it adds are, and costs one reading of them. Where it is
+    none, which that of large numbers may be too, each of them is looked at.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     totals = [
