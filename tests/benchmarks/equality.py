@@ -1,12 +1,13 @@
 """Every schedule against one process: the whole zoo in one process, six models over gloo.
 
-    python tests/benchmarks/equality.py [--models gpt2,bert] [--skip-zoo]
+    python tests/benchmarks/equality.py [--models gpt2,bert] [--skip-zoo] [--go-on]
 
 In process: each model of the zoo on each schedule, as tests/runtime/test_schedules_equality.py
 checks it. Over gloo: six models on each schedule at 2 and 4 ranks, and data 2 x pipeline 2; losses,
 parameters and buffers of all ranks are those of the same program in one process, bit for bit (1e-6
 with replicas), and that passes `verify` against the unpartitioned model. A code such as FXP202 says
-that the model has too few blocks for the schedule's pieces. Ends with 1 if anything differs.
+that the model has too few blocks for the schedule's pieces. With --go-on, what an earlier run has
+kept is not repeated. Ends with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from record import parser, write
+from record import parser, read, write
 
 PLACES = ((2, "none"), (4, "none"), (2, "dp=2"))
 
@@ -46,6 +47,7 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--models", default="")
     made.add_argument("--skip-zoo", action="store_true")
+    made.add_argument("--go-on", action="store_true")
     options = made.parse_args()
     from equality_programs import MODELS, compared
     from ranks import Pool
@@ -54,8 +56,11 @@ def main() -> None:
 
     schedules = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
     begun = time.perf_counter()
-    inside = {} if options.skip_zoo else zoo(schedules)
-    over: dict[str, str] = {}
+    before = read("equality")["figures"] if options.go_on else {}
+    inside: dict[str, str] = before.get("in process") or {}
+    if not inside and not options.skip_zoo:
+        inside = zoo(schedules)
+    over: dict[str, str] = before.get("over gloo", {})
     keep(inside, over, begun, options)
     pool = Pool()
     try:
@@ -63,8 +68,11 @@ def main() -> None:
             for schedule in [*schedules, "found"]:
                 for stages, mesh in PLACES:
                     key = f"{name} {schedule} {stages} stages, mesh {mesh}"
+                    if key in over:
+                        continue
                     over[key] = compared(pool, name, schedule, stages, mesh)
                     sys.stderr.write(f"{key}: {over[key]}\n")
+                keep(inside, over, begun, options)
             wrong = keep(inside, over, begun, options)
     finally:
         pool.close()
@@ -81,8 +89,12 @@ def keep(
         if value != "equal" and not value.startswith(("skipped", "FXP202"))
     }
     figures = {
-        "in process": Counter(value[:40] for value in inside.values()),
-        "over gloo": Counter(value[:40] for value in over.values()),
+        "counted": {
+            "in process": Counter(value[:40] for value in inside.values()),
+            "over gloo": Counter(value[:40] for value in over.values()),
+        },
+        "in process": inside,
+        "over gloo": over,
         "models over gloo": sorted({key.split()[0] for key in over}),
         "not equal": wrong,
         "too few blocks": sorted(key for key, value in over.items() if value == "FXP202"),
