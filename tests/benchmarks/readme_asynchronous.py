@@ -48,7 +48,7 @@ def slow_links(made: str) -> str:
         "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for ranks, rates in read("slow_links")["figures"].items():
-        for rate, found in rates.items():
+        for rate, found in sorted(rates.items(), key=lambda item: item[1]["mbit"]):
             rows = {name: row for name, row in found.items() if isinstance(row, dict)}
             lines += [_against(ranks, rate, name, row) for name, row in rows.items()]
     text = (
