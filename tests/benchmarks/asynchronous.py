@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asynchronous_models import CASES, batch_of, model_of
+from asynchronous_cases import CASES, batch_of, model_of
 from record import parser, write
 from steady import in_turn, middle, over, slowest
 
