@@ -204,7 +204,7 @@ _TEXT_RATES = {
 TASKS: Mapping[str, Callable[[], Task]] = {
     "mlp": lambda: of_digits("mlp", ResidualMLP, steps=600, rates=_DIGIT_RATES),
     "cnn": lambda: of_digits("cnn", ResidualCNN, steps=300, rates=_DIGIT_RATES),
-    "gpt": lambda: of_text(steps=400, rates=_TEXT_RATES),
+    "gpt": lambda: of_text(steps=240, rates=_TEXT_RATES),
 }
 
 
