@@ -13,7 +13,7 @@ from hand_stages import ADAMW, Hand, batch, branches, language
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import Trainer, connect
-from fxpart.runtime.transport import Transport
+from fxpart.runtime.transport import PeerLostError, Transport
 
 Bits = dict[str, bytes]
 
@@ -238,3 +238,16 @@ def train_placed(schedule: str, ranks: tuple[int, ...], microbatches: int) -> tu
     )  # fmt: skip
     losses = [trainer.step(batch(2 * microbatches, seed=s)).numpy().tobytes() for s in range(2)]
     return losses, bits(trainer.state_dict())
+
+
+def out_of_step(number: int) -> str:
+    """Rank 0 exchanges a message while rank 1 tells a number; what rank 0 makes of it."""
+    transport = connect(2, timeout=5.0)
+    if transport.local[0]:
+        transport.exchange([number])
+        return ""
+    try:
+        transport.exchange_bytes(b"what went wrong")
+    except PeerLostError as failure:
+        return str(failure)
+    return "nothing"

@@ -17,6 +17,7 @@ from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, Tr
 
 _CONTROL = 4  # the tag of control messages
 _DIRECT = 15  # up to so many other ranks hear from each directly
+_LONGEST = 1 << 30  # bytes of a message
 _TIMED_OUT = ("timed out", "timeout")
 
 
@@ -145,9 +146,15 @@ class Distributed:
         return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
-        """An all-gather of lengths, then of messages padded to the longest."""
+        """An all-gather of lengths, then of messages padded to the longest.
+
+        PeerLostError where another rank is somewhere else, so that its word is no length: one that
+        has given up waiting goes on while this one still tells what went wrong.
+        """
         lengths = [row[0] for row in self.exchange([len(message)])]
         longest = max(lengths)
+        if min(lengths) < 0 or longest > _LONGEST:
+            raise PeerLostError("the ranks are no longer at the same place")
         if longest == 0:
             return [b""] * self.ranks
         mine = torch.zeros(longest, dtype=torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import Pool, RankError
-from runtime_programs import fail, mismatch, other_options, wrong_world
+from runtime_programs import fail, mismatch, other_options, out_of_step, wrong_world
 
 
 @pytest.mark.parametrize("what", ["raise", "backward", "shape"])
@@ -111,3 +111,11 @@ def test_ranks_with_different_options_say_so(pool: Pool) -> None:
 def test_the_wrong_number_of_processes_is_refused_everywhere(pool: Pool) -> None:
     for text in pool.run(wrong_world, 3, ranks=2):
         assert "FXP502" in text and "3 ranks" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4763463945535899677, -1])
+def test_a_number_of_another_place_is_no_length(pool: Pool, number: int) -> None:
+    """A rank that has waited too long is a step further while others tell what went wrong."""
+    found = pool.run(out_of_step, number, ranks=2, timeout=60.0)
+    assert found == ["the ranks are no longer at the same place", ""]
