@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, error
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import AgreedError, lost, merge, problems_of
 from fxpart.runtime.batch import Cut
@@ -270,7 +270,10 @@ class Engine:
 
     def _raise(self, failures: list[Failure]) -> None:
         """One error on every process, naming each stage that failed."""
-        mine = [_problem(failure) for failure in failures]
+        mine = [
+            failure.problem("nothing was updated; this step's gradients were dropped")
+            for failure in failures
+        ]
         problems = merge(self._transport.exchange_bytes(problems_of(mine)))
         raise AgreedError(problems) from (failures[0].cause if failures else None)
 
@@ -310,20 +313,3 @@ def place(
         )
     given = seated(name, ranks, world) if isinstance(name, Schedule) else name
     return make(given, ranks, microbatches, edges(spec), world=world, replicas=spec.replicas)
-
-
-def _problem(failure: Failure) -> Problem:
-    action, cause = failure.action, failure.cause
-    where = (
-        f"rank {failure.rank}, stage {action.stage}, action {action}, "
-        f"microbatch {action.microbatch}"
-    )
-    if isinstance(cause, FxpartError):
-        first = cause.problems[0]
-        return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
-    return Problem(
-        "FXP504",
-        where,
-        f"{type(cause).__name__}: {cause}",
-        "nothing was updated; this step's gradients were dropped",
-    )

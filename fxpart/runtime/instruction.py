@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.routes import Arrival
 from fxpart.runtime.shapes import Sizes
 from fxpart.schedule.action import Action
@@ -33,6 +34,20 @@ class Failure:
     rank: int
     action: Action
     cause: Exception
+
+    def problem(self, fix: str, of: str = "") -> Problem:
+        """What every rank is told of it: FXP504, or what fxpart itself has found.
+
+        fix: what to do about an exception of the user's. of: what the microbatch is one of.
+        """
+        where = (
+            f"rank {self.rank}, stage {self.action.stage}, action {self.action}, "
+            f"microbatch {self.action.microbatch}{of}"
+        )
+        if isinstance(self.cause, FxpartError):
+            first = self.cause.problems[0]
+            return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
+        return Problem("FXP504", where, f"{type(self.cause).__name__}: {self.cause}", fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpart.errors import FxpartError, Problem
+from fxpart.errors import Problem
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import Ranks
@@ -60,20 +60,8 @@ def counts(
 
 def problem_of(failure: Failure) -> Problem:
     """What a stage's failure is called on every rank."""
-    action, cause = failure.action, failure.cause
-    where = (
-        f"rank {failure.rank}, stage {action.stage}, action {action}, "
-        f"microbatch {action.microbatch} of the stream"
-    )
-    if isinstance(cause, FxpartError):
-        first = cause.problems[0]
-        return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
-    return Problem(
-        "FXP504",
-        where,
-        f"{type(cause).__name__}: {cause}",
-        "other stages may have made an update more: go on from the last checkpoint",
-    )
+    fix = "other stages may have made an update more: go on from the last checkpoint"
+    return failure.problem(fix, of=" of the stream")
 
 
 def _loss(stages: Stages, cut: Cut) -> torch.Tensor | None:
