@@ -31,6 +31,7 @@ from fxpart.weighing import weigh
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.interop import PipelineStages
+    from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
     from fxpart.verify import Verification
@@ -266,21 +267,22 @@ class Program:
         *,
         clip_norm: float | None = None,
         weights: Any = None,
+        weight_mode: str | WeightMode | None = None,
         timeout: float = 300.0,
         need_loss: bool = True,
         **options: Any,
     ) -> Any:
         """A trainer of this process's ranks: all of them, or under torchrun its own.
 
-        A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or ``weights``
-        is a weight mode, a :class:`~fxpart.runtime.stream.StreamTrainer`.
+        A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or a
+        ``weight_mode`` is given, a :class:`~fxpart.runtime.stream.StreamTrainer`.
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
         the model itself: a safetensors file or the folder of a checkpoint (sharded ones too), of
         which each rank reads its own part, or a function (name, meta tensor) -> tensor;
-        ``strict=False`` leaves out what the model does not have. Or a weight mode, or its name
-        ("spectrain"), in place of the plan's.
+        ``strict=False`` leaves out what the model does not have. weight_mode: or its name
+        ("spectrain"), in place of the plan's (:mod:`fxpart.schedule.weight_modes`).
         timeout: seconds that any wait between ranks may take. need_loss: refuse a model without a
         loss (FXP106) rather than train it on the mean square of its outputs. options: further
         fields of :class:`fxpart.runtime.options.Options`.
@@ -290,7 +292,9 @@ class Program:
         if need_loss:
             self._require_loss()
         options["clip_norm"] = clip_norm
-        return make_trainer(self, optimizer, weights=weights, timeout=timeout, **options)
+        return make_trainer(
+            self, optimizer, weights=weights, weight_mode=weight_mode, timeout=timeout, **options
+        )
 
     def to_pipeline_stages(
         self,

@@ -30,15 +30,13 @@ from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import LanePart
 from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
-from fxpart.runtime.stream.options import StreamOptions
-from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
+from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
+from fxpart.schedule.weight_modes import WeightMode
 from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.capture import Captured
-
-_FLUSHED = "1f1b"  # the schedule of what an asynchronous trainer does drained
 
 
 def make_trainer(
@@ -46,16 +44,17 @@ def make_trainer(
     optimizer: Any,
     *,
     weights: Any,
+    weight_mode: str | WeightMode | None,
     timeout: float,
     strict: bool = True,
     **options: Any,
 ) -> Trainer | StreamTrainer:
     """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own.
 
-    weights: where they come from; or a weight mode, or the name of one, in place of the plan's.
+    weights: where they come from. weight_mode: in place of the plan's.
     """
     plan, spec = program.plan, program.spec
-    weights, options["stream"] = _stream(plan, weights, options)
+    options["stream"] = chosen_mode(plan, weight_mode, options)
     _check_frozen(program)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
@@ -84,35 +83,6 @@ def make_trainer(
     )
     made.model_config = program.captured.config
     return made
-
-
-def _stream(plan: Plan, given: Any, options: dict[str, Any]) -> tuple[Any, WeightMode | None]:
-    """Where weights come from, and the weight mode of a trainer that does not drain.
-
-    None for a synchronous one: where neither the plan nor the caller asks for another mode than
-    "flush". FXP109 for options that only the other kind has, and for plans with other schedules.
-    """
-    named = isinstance(given, WeightMode) or (isinstance(given, str) and given in MODES)
-    mode = weight_mode(given if named else plan.weights)
-    source = None if named else given
-    only = StreamOptions.names(options)
-    if mode.name == "flush" and plan.schedule != "async":
-        if only:
-            raise error(
-                "FXP109",
-                where=f"trainer({only[0]}=)",
-                why="only an asynchronous trainer has it",
-                fix=f'weights="spectrain", or another of {", ".join(MODES)}',
-            )
-        return source, None
-    if plan.schedule not in ("async", _FLUSHED):
-        raise error(
-            "FXP109",
-            where=f"weights={mode.name}",
-            why=f"the plan's schedule is {plan.schedule}",
-            fix='compile(..., mode="async"), or constraints={"schedule": "1f1b"}',
-        )
-    return source, mode
 
 
 def _check_frozen(program: Program) -> None:
@@ -203,7 +173,7 @@ class _Places:
             ranks=self.ranks,
             transport=self.transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan) if stream is None else _FLUSHED,
+            schedule=as_given(self.plan) if stream is None else FLUSHED,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,
@@ -252,7 +222,7 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
-    options["stream"] = _stream(plan, None, options)[1]
+    options["stream"] = chosen_mode(plan, None, options)
     return places.trainer(lanes, optimizer=optimizer, **options)
 
 

@@ -77,7 +77,7 @@ def compiled(
         else:
             how: dict[str, Any] = {} if MODES[mode].name == "flush" else {"guard": False}
             how |= {"total_updates": STEPS} if MODES[mode].discount else {}
-            trainer = emulator.program.trainer(OPTIMIZERS[optimizer], weights=mode, **how)
+            trainer = emulator.program.trainer(OPTIMIZERS[optimizer], weight_mode=mode, **how)
             told = [trainer.step(each) for each in batches]
             told += trainer.drain() if isinstance(trainer, StreamTrainer) else []
             losses = [float(loss) for loss in told if loss is not None]

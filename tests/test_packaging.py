@@ -30,11 +30,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def installed_files() -> set[str]:
-    """What an installation must hold, by its place there: code, documentation and device data."""
+    """What an installation must hold, by its place there: code, documents, device data."""
     found = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".md", ".toml") or path.name == "py.typed":
+            if path.suffix in (".py", ".md", ".svg", ".toml") or path.name == "py.typed":
                 where = path.relative_to(ROOT).as_posix()
                 found.add(where if folder == "fxpart" else f"fxpart/{where}")
     return found

@@ -65,7 +65,7 @@ def command(
     """
     from fxpart.environment import launch
 
-    how = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
+    how: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
     request = Request(**options, weights=weights)

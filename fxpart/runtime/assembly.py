@@ -226,6 +226,7 @@ class Assembly:
         )
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
+        self._engine.check_whole()
         mode = f"{mode} call {self.calls}"
         return Reading(self._transport, source, batch, mode, local=local)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class Cut:
     rows: tuple[int, ...]
     weights: tuple[float, ...]
     local: Mapping[str, torch.Tensor] | None = None
+
+    def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
+        """Per microbatch the inputs of these names, on the device."""
+        return [
+            {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in names}
+            for piece in self.inputs
+        ]
 
 
 @dataclass(frozen=True)

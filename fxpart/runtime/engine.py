@@ -20,6 +20,7 @@ from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.recompute import Mode
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.turns import in_turn
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.recording import AGREE, END
@@ -114,13 +115,7 @@ class Engine:
         cuts: the part of each lane of this process. gate: returns once all ranks are known to run
         the same step, or raises.
         """
-        if self.broken is not None:
-            raise error(
-                "FXP504",
-                where="this process",
-                why=f"an earlier failure ended the connection: {self.broken}",
-                fix="start the job again",
-            )
+        self.check_whole()
         lanes = self._get(len(cuts[0].rows), train, keep_outputs)
         executors = [executor for lane in lanes for executor in lane]
         if self._recorder is not None:
@@ -145,6 +140,19 @@ class Engine:
         finally:
             if self._meshes is not None:
                 self._meshes.recover()
+
+    def check_whole(self) -> None:
+        """Raise FXP504 if an earlier failure ended the connection.
+
+        Before anything is sent: the others may still be telling each other what went wrong.
+        """
+        if self.broken is not None:
+            raise error(
+                "FXP504",
+                where="this process",
+                why=f"an earlier failure ended the connection: {self.broken}",
+                fix="start the job again",
+            )
 
     def _leave(self, lane: int, cause: BaseException | str) -> None:
         """Lanes of this process that wait for one that has failed go on, and fail too."""
@@ -194,17 +202,11 @@ class Engine:
     ) -> None:
         """Step the local ranks of one lane in turn until all are through."""
         runs = {e: e.run(self._feed(e.rank, cut, keys), self._gate(e, gate)) for e in executors}
-        done = object()
-        while runs:
-            before = [e.position for e in runs]
-            waiting = list(runs)
-            for executor in waiting:
-                if next(runs[executor], done) is done:
-                    del runs[executor]
-            if len(runs) == len(waiting) and before == [e.position for e in runs]:
-                stuck = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in runs)
-                self.broken = "no rank could go on"
-                raise error("FXP901", where=stuck, why="no rank can go on", fix="")
+        stuck = in_turn(runs, lambda executor: executor.position)
+        if stuck:
+            self.broken = "no rank could go on"
+            where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
+            raise error("FXP901", where=where, why="no rank can go on", fix="")
 
     def _gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
         if self._recorder is None:
@@ -212,11 +214,7 @@ class Engine:
         return self._recorder.timed(AGREE, gate, [executor.rank])
 
     def _feed(self, rank: int, cut: Cut, keys: Sequence[int]) -> Feed:
-        used, device = self._used[rank], self._devices[rank]
-        inputs = [
-            {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in used}
-            for piece in cut.inputs
-        ]
+        inputs = cut.taken(self._used[rank], self._devices[rank])
         return Feed(inputs, cut.sizes, cut.weights, keys)
 
     def _conclude(self, executors: list[Executor], cut: Cut) -> Result:

@@ -115,7 +115,8 @@ def measure(
         constraints={"mesh": "none", "stages": RANKS, "schedule": "1f1b"},
     )  # fmt: skip
     trainers = {
-        mode: program.trainer(sgd, **({} if mode == SYNC else {"weights": mode})) for mode in MODES
+        mode: program.trainer(sgd, **({} if mode == SYNC else {"weight_mode": mode}))
+        for mode in MODES
     }
     steps = {mode: partial(trainer.step, batch) for mode, trainer in trainers.items()}
     taken = in_turn(steps, options.seconds, options.rounds, least=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from record import read
+from record import RESULTS, read
 
 
 def asynchronous(made: str) -> str:
@@ -23,9 +23,21 @@ def asynchronous(made: str) -> str:
         f" {found['of_bound_least']:.2f} of the bound; predictions take at most"
         f" {found['prediction_share_most']:.1%} of a step, timed from inside, and"
         f" {found['prediction_beside_naive_most']:.1%} beside `naive`, which predicts"
-        f" nothing. {made}"
+        f" nothing. {made}{_again()}"
     )
     return "\n".join([*lines, "", text])
+
+
+def _again() -> str:
+    """What another run gave on the same machine while its host was busier, if it was kept."""
+    if not (RESULTS / "asynchronous_busy.json").exists():
+        return ""
+    cases = read("asynchronous_busy")["figures"]["cases"]
+    shares = [row["of_bound"] for rows in cases.values() for row in rows.values()]
+    return (
+        f" The machine is shared: another run on it, while its host was busier, gave"
+        f" {min(shares):.0%} to {max(shares):.0%} of the bound."
+    )
 
 
 def _steps(family: str, rows: Mapping[str, Any]) -> Iterator[str]:

@@ -119,7 +119,7 @@ def pipeline(model: Model, ranks: int, megabits: float, options: argparse.Namesp
         microbatches=options.microbatches * ranks, optimizer=sgd,
         constraints={"mesh": "none", "stages": ranks, "schedule": "1f1b"},
     )  # fmt: skip
-    mode = {} if options.weights == "flush" else {"weights": options.weights}
+    mode = {} if options.weights == "flush" else {"weight_mode": options.weights}
     trainer = program.trainer(sgd, **mode)
     # Who can share memory has no slow link between.
     assert not trainer._transport.shares_memory

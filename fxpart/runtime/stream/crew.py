@@ -21,6 +21,7 @@ from fxpart.runtime.stream.mail import Seat
 from fxpart.runtime.stream.runner import Batch, Runner
 from fxpart.runtime.stream.updates import StageUpdate
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.turns import in_turn
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.versions import Versions
 
@@ -105,11 +106,8 @@ class Stages:
             runner.halt()
 
     def _batch(self, runner: Runner, cut: Cut, keys: Sequence[int]) -> Batch:
-        used, device = self._used[runner.seat.rank], self._devices[runner.seat.rank]
-        inputs = [
-            {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in used}
-            for piece in cut.inputs
-        ]
+        rank = runner.seat.rank
+        inputs = cut.taken(self._used[rank], self._devices[rank])
         return Batch(inputs, cut.weights, keys)
 
     def _run(self, work: Work) -> None:
@@ -138,19 +136,17 @@ class Stages:
 
     def _drive(self, lane: Lane, work: Work) -> None:
         """Step the lane's stages in turn until all are through."""
+
+        def leave(runner: Runner) -> None:
+            """Other lanes do not wait for one of which a stage has failed."""
+            if runner.halted and self._meshes is not None:
+                self._meshes.leave(lane.index, "a stage of the lane has failed")
+
         mine = [self.runners[stage, lane.index] for stage in sorted(lane.modules)]
-        if self._meshes is not None and any(runner.halted for runner in mine):
-            self._meshes.leave(lane.index, "a stage of the lane has failed")
+        for runner in mine:
+            leave(runner)
         runs = {runner: work(runner) for runner in mine}
-        done = object()
-        while runs:
-            before = [runner.done for runner in runs]
-            waiting = list(runs)
-            for runner in waiting:
-                if next(runs[runner], done) is done:
-                    del runs[runner]
-                if runner.halted and self._meshes is not None:
-                    self._meshes.leave(lane.index, "a stage of the lane has failed")
-            if len(runs) == len(waiting) and before == [runner.done for runner in runs]:
-                stuck = ", ".join(f"rank {r.seat.rank} at {r.doing}" for r in runs)
-                raise error("FXP901", where=stuck, why="no rank can go on", fix="")
+        stuck = in_turn(runs, lambda runner: runner.done, after=leave)
+        if stuck:
+            where = ", ".join(f"rank {r.seat.rank} at {r.doing}" for r in stuck)
+            raise error("FXP901", where=where, why="no rank can go on", fix="")

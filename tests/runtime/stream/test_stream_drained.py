@@ -47,7 +47,7 @@ def test_flush(cut: tuple[int, ...], optimizer: str) -> None:
     assert a == b
 
 
-@pytest.mark.parametrize("mode", [name for name in MODES if name not in ("lookahead", "pipemare")])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_stage(mode: str) -> None:
     """Nothing is ever in flight: every mode is the synchronous trainer."""
     optimizer = "nadam" if mode == "nadam-stash" else "sgd"
