@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("elastic",),
     ("emulate",),
     ("report", "api"),
     ("measuring",),
@@ -41,6 +42,9 @@ LAYERS = (
     ("schedule",),
     ("sharding",),
     ("cluster",),
+    ("checkpoint", "events"),
+    ("launching",),
+    ("rundir",),
     ("environment",),
     ("errors", "_version"),
 )
@@ -66,13 +70,16 @@ RUNTIME = {
     "compat",
     "sharding",
     "collectives",
+    "checkpoint",
+    "events",
+    "rundir",
 }
 # Tables are the only way to a pass or a cost model.
 TABLES = ("fxpart.passes", "fxpart.costmodels")
 
 TORCH_FREE = (
     "errors", "cluster", "cluster_io", "plan", "plan_io", "program", "costs", "schedule", "solver",
-    "report", "sharding", "planning_joint", "profile",
+    "report", "sharding", "planning_joint", "profile", "checkpoint", "events", "rundir",
 )  # fmt: skip
 MODULES_OF_DANGER = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
 LONGEST_FUNCTION = 60

@@ -1,0 +1,1 @@
+"""Processes of one machine, started again when one of them ends."""
