@@ -28,6 +28,7 @@ VERBS = {
     "export": "Write each rank's program as readable Python.",
     "train": "Train a target by a plan, in this process or on several.",
     "emulate": "Say what stale weights would do to a model's loss, in one process.",
+    "ckpt": "Look at a run's checkpoints, compare every digest, drop old ones.",
     "verify": "Compare partitioned training with one process, number by number.",
     "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
     "schedule": "Show, prove, time and convert schedules: built ones, and files.",

@@ -1,0 +1,78 @@
+"""What the ranks have written, put together to one manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fxpart.checkpoint import cover, files, writer
+from fxpart.checkpoint.encoding import LARGEST
+from fxpart.checkpoint.manifest import Manifest, Tensor
+from fxpart.checkpoint.writer import Written
+from fxpart.errors import FxpartError, Problem, error
+
+
+def awaited(partial: Path, world: int) -> list[int]:
+    """The ranks that have not said that they are done."""
+    try:
+        there = {path.name for path in partial.iterdir()}
+    except OSError:
+        there = set()
+    return [rank for rank in range(world) if writer.told_name(rank) not in there]
+
+
+def told(partial: Path, world: int) -> list[Written]:
+    """What every rank has written, in order; FXP513 where one has not."""
+    found = []
+    for rank in range(world):
+        where = f"{partial.parent}, rank {rank}"
+        try:
+            with files.reading(partial / writer.told_name(rank)) as (file, size):
+                found.append(writer.decode(files.read(file, min(size, LARGEST))))
+        except (OSError, msgspec.MsgspecError, ValueError) as cause:
+            why = f"it has not finished its file: {cause}"
+            raise error("FXP513", where=where, why=why, fix="see what that rank says") from cause
+    return found
+
+
+def merge(written: Sequence[Written], **rest: Any) -> Manifest:
+    """The manifest of what ranks have written; ``rest``: its other fields, ``files`` added to.
+
+    FXP513 where ranks disagree about a tensor, or together do not hold each of its elements once.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for each in written:
+        values |= each.values
+        for key, mine in each.tensors.items():
+            known = tensors.setdefault(key, mine)
+            if (known.dtype, known.shape) != (mine.dtype, mine.shape):
+                why = f"it is {_kind(mine)} there and {_kind(known)} on a rank before"
+                problems.append(_problem(f"{files.shown(key)} of rank {each.rank}", why))
+            elif known is not mine:
+                tensors[key] = Tensor(mine.dtype, mine.shape, (*known.parts, *mine.parts))
+    for key, tensor in tensors.items():
+        why = cover.fault(tensor)
+        if why:
+            problems.append(_problem(files.shown(key), why))
+    if problems:
+        raise FxpartError(problems)
+    rest["files"] = _files(written) | dict(rest.get("files", {}))
+    rest["values"] = values | dict(rest.get("values", {}))
+    return Manifest(tensors=tensors, world=rest.pop("world", len(written)), **rest)
+
+
+def _files(written: Iterable[Written]) -> dict[str, Any]:
+    return {each.file: each.about for each in written}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _problem(where: str, why: str) -> Problem:
+    return Problem("FXP513", where, why, "report it: parts of a plan have to fit together")

@@ -1,0 +1,214 @@
+"""A checkpoint, read: nothing in it is used before its digest is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from fxpart.checkpoint import check, cover, dtypes, encoding, files, headers
+from fxpart.checkpoint.headers import Place
+from fxpart.checkpoint.manifest import NAME, File, Manifest, Part, Tensor
+from fxpart.checkpoint.regions import Bytes, Region, copy_overlap, overlap, whole
+from fxpart.checkpoint.writer import PLAN
+from fxpart.errors import FxpartError, Problem, error
+
+MOST = 100  # problems told at once
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of which manifest, sizes and headers are as they were written.
+
+    skipped: what was wrong with newer ones, where it was found by
+    :func:`~fxpart.checkpoint.folder.newest`.
+    """
+
+    path: Path
+    manifest: Manifest
+    places: dict[str, dict[str, Place]]
+    skipped: tuple[Problem, ...] = ()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the manifest and every header; FXP510 with all that is wrong, tensors by name.
+
+        What is in the tensors is compared when they are read, or by :meth:`verify`.
+        """
+        folder = Path(path)
+        manifest = _manifest(folder)
+        problems = list(islice(check.manifest_problems(manifest, folder), MOST))
+        if problems:
+            raise FxpartError(problems)
+        places: dict[str, dict[str, Place]] = {}
+        for name, entry in manifest.files.items():
+            try:
+                places[name] = _header(folder / name, entry)
+            except (OSError, ValueError) as cause:
+                why = (isinstance(cause, OSError) and cause.strerror) or str(cause)
+                problems.append(files.damage(folder, _concerned(name, manifest), why))
+        problems = problems or list(islice(check.header_problems(manifest, folder, places), MOST))
+        if problems:
+            raise FxpartError(problems[:MOST])
+        return cls(folder, manifest, places)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(entry.size for entry in self.manifest.files.values())
+
+    def tensor(self, key: str) -> Tensor:
+        """What the manifest says of a tensor; FXP512 where it has none of that key."""
+        try:
+            return self.manifest.tensors[key]
+        except KeyError:
+            why, fix = f"it does not hold {files.shown(key)}", "the model that the run began with"
+            raise error("FXP512", where=str(self.path), why=why, fix=fix) from None
+
+    def read(self, key: str, wanted: Region | None = None) -> Bytes:
+        """The bytes of a region (None: the whole): [*wanted.sizes, bytes of an element].
+
+        Every part that holds something of it is read once and whole, one at a time, and its digest
+        compared before it is used. FXP510 with tensor and file.
+        """
+        tensor = self.tensor(key)
+        wanted = whole(tensor.shape) if wanted is None else wanted
+        assert not wanted.fault(tensor.shape), f"{key}: {wanted.fault(tensor.shape)}"
+        why = cover.fault(tensor)
+        if why:
+            raise FxpartError(files.damage(self.path, files.shown(key), why))
+        size = dtypes.itemsize(tensor.dtype)
+        target: Bytes = np.empty((*wanted.sizes, size), np.uint8)
+        for part in tensor.parts:
+            held = Region(part.ranges, part.flat)
+            if held == wanted:
+                self._load(key, part, target)
+                return target
+            if overlap(wanted, held):
+                source: Bytes = np.empty((*held.sizes, size), np.uint8)
+                self._load(key, part, source)
+                copy_overlap(target, wanted, source, held)
+        return target
+
+    def plan(self) -> str:
+        """The text of the plan that it was trained by; "" where it holds none. FXP510."""
+        if PLAN not in self.manifest.files:
+            return ""
+        try:
+            with files.reading(self.path / PLAN) as (file, size):
+                data = files.read(file, size)
+            if encoding.digest(data).hexdigest() == self.manifest.files[PLAN].header:
+                return data.decode()
+            why = "its bytes are not those that were written"
+        except (OSError, ValueError) as cause:
+            why = str(cause)
+        raise FxpartError(files.damage(self.path, PLAN, why))
+
+    def verify(
+        self, progress: Progress | None = None, *, share: tuple[int, int] = (0, 1)
+    ) -> list[Problem]:
+        """Compare every tensor's digest; what is wrong, tensor and file by name.
+
+        progress: told bytes done and bytes in all. share: (which, of how many), where several
+        processes compare a checkpoint together; each takes a like number of bytes.
+        """
+        found = []
+        for key, tensor in self.manifest.tensors.items() if share[0] == 0 else ():
+            why = cover.fault(tensor)
+            if why:
+                found.append(files.damage(self.path, files.shown(key), why))
+        mine = list(self._share(*share))
+        done, total = 0, sum(self._place(part).size for _, part in mine)
+        buffer = np.empty(files.CHUNK, np.uint8)
+        for key, part in mine:
+            try:
+                self._compare(key, part, buffer)
+            except FxpartError as fault:
+                found += fault.problems
+            done += self._place(part).size
+            if progress is not None:
+                progress(done, total)
+        return found
+
+    def _share(self, which: int, of: int) -> Iterator[tuple[str, Part]]:
+        """The parts that one of several processes compares: neighbours, in the order of files."""
+        parts = [(key, p) for key, t in self.manifest.tensors.items() for p in t.parts]
+        parts.sort(key=lambda item: (item[1].file, self._place(item[1]).start))
+        total, done = sum(self._place(part).size for _, part in parts), 0
+        for key, part in parts:
+            # By where its middle lies, so that each is somebody's.
+            middle = done + self._place(part).size / 2
+            if min(int(middle * of / total) if total else 0, of - 1) == which:
+                yield key, part
+            done += self._place(part).size
+
+    def _place(self, part: Part) -> Place:
+        return self.places[part.file][part.name]
+
+    def _compare(self, key: str, part: Part, buffer: Bytes) -> None:
+        """Compare a part's digest in pieces."""
+        self._stream(key, part, buffer, whole=False)
+
+    def _load(self, key: str, part: Part, target: Bytes) -> None:
+        """Fill an array with a part and compare its digest."""
+        self._stream(key, part, target.reshape(-1), whole=True)
+
+    def _stream(self, key: str, part: Part, buffer: Bytes, *, whole: bool) -> None:
+        """Read a part, into the whole buffer or always into its beginning; FXP510."""
+        place, running = self._place(part), encoding.digest()
+        try:
+            with files.reading(self.path / part.file) as (file, _):
+                for at in range(place.start, place.stop, files.CHUNK):
+                    start = at - place.start if whole else 0
+                    chunk = memoryview(buffer[start : start + min(files.CHUNK, place.stop - at)])
+                    files.fill(file, chunk, at)
+                    running.update(chunk)
+            why = "its bytes are not those that were written"
+            if running.hexdigest() == part.digest:
+                return
+        except (OSError, ValueError) as cause:
+            why = (isinstance(cause, OSError) and cause.strerror) or str(cause)
+        raise FxpartError(files.damage(self.path, check.place(key, part), why))
+
+
+def _manifest(folder: Path) -> Manifest:
+    """The decoded manifest; FXP510."""
+    try:
+        with files.reading(folder / NAME) as (file, size):
+            if size > encoding.LARGEST:
+                raise encoding.DamagedError(f"it has {size} bytes")
+            data = files.read(file, size)
+        return encoding.decode(data)
+    except (OSError, encoding.DamagedError) as cause:
+        why = cause.strerror if isinstance(cause, OSError) else ""
+        why = why or str(cause)
+        raise FxpartError(files.damage(folder, NAME, why)) from cause
+
+
+def _header(path: Path, entry: File) -> dict[str, Place]:
+    """The tensors of a file as large as its entry says; of another file only its digest."""
+    with files.reading(path) as (file, size):
+        if size != entry.size:
+            raise ValueError(f"it has {size} bytes, not {entry.size}")
+        safetensors = path.name.endswith(".safetensors")
+        first = files.read(file, 8) if safetensors else b""
+        length = int.from_bytes(first, "little") if safetensors else size
+        if length > min(headers.LARGEST, size - len(first)):
+            raise ValueError("its header is not that which was written")
+        data = first + files.read(file, length)
+    if encoding.digest(data).hexdigest() != entry.header:
+        raise ValueError("its header is not that which was written")
+    return headers.decode(data, size) if safetensors else {}
+
+
+def _concerned(name: str, manifest: Manifest) -> str:
+    """A file, and the tensors that are lost with it."""
+    keys = [k for k, t in manifest.tensors.items() if any(p.file == name for p in t.parts)]
+    if not keys:
+        return name
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{files.shown(keys[0])}{more} in {name}"

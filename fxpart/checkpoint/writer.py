@@ -1,0 +1,191 @@
+"""One rank's file of a checkpoint: streamed, with a digest of each tensor made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fxpart.checkpoint import dtypes, files, headers, values
+from fxpart.checkpoint.encoding import digest
+from fxpart.checkpoint.manifest import File, Part, Ranges, Tensor
+from fxpart.checkpoint.regions import Bytes, Region
+from fxpart.errors import error
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of one tensor.
+
+    key: see :class:`~fxpart.checkpoint.manifest.Manifest`. dtype: by torch's name. shape: of the
+    whole tensor. ranges, flat: see :class:`~fxpart.checkpoint.regions.Region`. data: the region's
+    bytes, contiguous.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    flat: tuple[int, int] | None
+    data: Bytes | memoryview | bytes
+
+    @property
+    def region(self) -> Region:
+        """The elements that it holds."""
+        return Region(self.ranges, self.flat)
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a rank has written: its share of the manifest.
+
+    file: the name; about: its entry. tensors: by key, each with this rank's parts only. values:
+    what is no tensor. more: what else the rank tells who puts the manifest together.
+    """
+
+    rank: int
+    file: str
+    about: File
+    tensors: dict[str, Tensor]
+    values: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+
+
+def data_name(rank: int) -> str:
+    """``rank-00003.safetensors``."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def told_name(rank: int) -> str:
+    """``rank-00003.json``: there once the rank's data is on the disk."""
+    return f"rank-{rank:05d}.json"
+
+
+def write_rank(
+    folder: Path,
+    rank: int,
+    pieces: Sequence[Piece],
+    *,
+    values: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Written:
+    """Write ``rank-NNNNN.safetensors``, then beside it and renamed what other ranks look for.
+
+    Nothing is copied; hashing and writing let other threads run. values: of the same keys as
+    tensors have; more: see :class:`Written`. FXP513 where it cannot be written: no file of this
+    rank is left then.
+    """
+    # In the order of their elements' sizes each tensor begins at a multiple of its own.
+    pieces = sorted(pieces, key=lambda piece: -_size(piece))
+    names = _names(pieces)
+    with files.saving(f"{folder.parent}, rank {rank}"):
+        (folder / told_name(rank)).unlink(missing_ok=True)
+        about, digests = _write(folder, rank, pieces, names)
+        written = Written(
+            rank, data_name(rank), about, _tensors(data_name(rank), pieces, names, digests),
+            dict(values or {}), dict(more or {}),
+        )  # fmt: skip
+        text = encode(written)
+        beside = folder / f".{told_name(rank)}.new"
+        with files.creating(beside) as file:
+            files.write(file, text)
+        beside.rename(folder / told_name(rank))
+    return written
+
+
+def write_text(folder: Path, name: str, text: str) -> File:
+    """Write a file that is no tensors, such as the plan; its entry for the manifest. FXP513."""
+    assert files.is_name(name) and not name.endswith(".safetensors"), name
+    data = text.encode()
+    with files.saving(str(folder.parent)), files.creating(folder / name) as file:
+        files.write(file, data)
+    return File(len(data), digest(data).hexdigest())
+
+
+def encode(written: Written) -> bytes:
+    """Its JSON; FXP513 for values that it cannot hold."""
+    try:
+        plain = msgspec.structs.replace(
+            written,
+            values=values.stored(written.values, "values"),
+            more=values.stored(written.more, "more"),
+        )
+    except (TypeError, RecursionError) as cause:
+        why = str(cause)
+        fix = "numbers, texts, lists, tuples and dicts"
+        raise error("FXP513", where=f"rank {written.rank}", why=why, fix=fix) from cause
+    return msgspec.json.encode(plain)
+
+
+def decode(data: bytes) -> Written:
+    """What :func:`encode` made; msgspec.MsgspecError or ValueError where it is not that."""
+    found = msgspec.json.decode(data, type=Written)
+    held, more = values.restored(found.values), values.restored(found.more)
+    return msgspec.structs.replace(found, values=held, more=more)
+
+
+def _write(
+    folder: Path, rank: int, pieces: Sequence[Piece], names: Sequence[str]
+) -> tuple[File, list[str]]:
+    """The data file; its entry, and the digest of each piece."""
+    entries = []
+    for name, piece in zip(names, pieces, strict=True):
+        kind, sizes = dtypes.stored(piece.dtype, piece.region.sizes)
+        entries.append((name, kind, sizes, piece.region.elements * _size(piece)))
+    # With the rank and step in it, exchanged files are found by their headers.
+    header = headers.encode(entries, {"rank": str(rank), "folder": folder.name})
+    size, digests = len(header), []
+    with files.creating(folder / data_name(rank)) as file:
+        files.write(file, header)
+        for piece, (*_, length) in zip(pieces, entries, strict=True):
+            data = memoryview(piece.data)
+            data = data.cast("B") if data.nbytes else memoryview(b"")
+            assert data.nbytes == length, f"{piece.key}: {data.nbytes} bytes, not {length}"
+            running = digest()
+            for at in range(0, length, files.CHUNK):
+                running.update(data[at : at + files.CHUNK])
+                files.write(file, data[at : at + files.CHUNK])
+            digests.append(running.hexdigest())
+            size += length
+    return File(size, digest(header).hexdigest()), digests
+
+
+def _tensors(
+    file: str, pieces: Sequence[Piece], names: Sequence[str], digests: Sequence[str]
+) -> dict[str, Tensor]:
+    """The rank's share of the manifest's tensors."""
+    found: dict[str, Tensor] = {}
+    for piece, name, made in zip(pieces, names, digests, strict=True):
+        part = Part(file, name, piece.ranges, made, piece.flat)
+        parts = found[piece.key].parts if piece.key in found else ()
+        found[piece.key] = Tensor(piece.dtype, piece.shape, (*parts, part))
+    return found
+
+
+def _names(pieces: Sequence[Piece]) -> list[str]:
+    """Names in the file: the keys, and a number behind the second of the same."""
+    taken: set[str] = {piece.key for piece in pieces}
+    found, seen = [], set()
+    for piece in pieces:
+        name, count = piece.key, 1
+        if piece.key in seen:
+            while name in taken:
+                count += 1
+                name = f"{piece.key}#{count}"
+        seen.add(piece.key)
+        taken.add(name)
+        found.append(name)
+    return found
+
+
+def _size(piece: Piece) -> int:
+    """Bytes of an element; FXP513 for a dtype that no checkpoint holds."""
+    try:
+        return dtypes.itemsize(piece.dtype)
+    except KeyError as cause:
+        why = f"it is of dtype {piece.dtype}, which no checkpoint holds"
+        raise error("FXP513", where=piece.key, why=why, fix="leave it out, or cast it") from cause
