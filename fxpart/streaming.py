@@ -15,7 +15,7 @@ import msgspec
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Alternative, Certificate, Plan
 from fxpart.planned.rearranged import overfull
-from fxpart.planned.streamed import Trained, slower, streamed, too_full
+from fxpart.planned.streamed import Trained, slower, staleness, streamed, too_full
 from fxpart.reranking import is_measured, proven_for
 from fxpart.solver.branches.staged import Staged
 from fxpart.solver.objective import evaluate
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _BY_COPIES = ("naive", "spectrain", "pipeoptim", "pipemare", "2bw", "stash")  # fewest copies first
 _LOOKED = 6  # answers that are compared by simulation
+_TIE = 0.01  # of a minibatch's time: less than that is no reason to miss more updates
 
 
 class Make(Protocol):
@@ -62,18 +63,20 @@ class Streaming:
     def best(self) -> tuple[Plan, Parts]:
         """The plan that takes least a minibatch; with a measured cost model, by simulation.
 
-        Raises FXP204 where nothing fits, naming the modes that would.
+        Of those within one per cent of it, the one whose forwards miss the fewest updates. Raises
+        FXP204 where nothing fits, naming the modes that would.
         """
         given = self._given(self.request.weights)
         answer = solve_stream(given, time_limit=self.time_limit)
         if answer.choice is None:
             raise self._unfit(given)
         scorer = StreamScorer(given)
-        looked = answer.candidates[:_LOOKED] if is_measured(self.request.cost_model) else ()
+        looked = answer.candidates[:_LOOKED]
+        if not is_measured(self.request.cost_model):
+            most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
+            looked = tuple(c for c in looked if scorer.evaluate(c).seconds <= most)
         made = [self._plan(scorer, answer, choice) for choice in looked or (answer.choice,)]
-        fits = [one for one in made if not overfull(one[0])]
-        plan, parts = min(fits or made, key=lambda one: one[0].prediction.expected_seconds)
-        return plan, parts
+        return _least_stale([one for one in made if not overfull(one[0])] or made)
 
     def _given(self, weights: str) -> StreamProblem:
         """The problem under a weight mode."""
@@ -165,3 +168,14 @@ class Streaming:
                 fix="mode=sync, fewer stages, or more microbatches (each holds less)",
             )
         return FxpartError(explain_infeasible(self.problem))
+
+
+def _least_stale(made: list[tuple[Plan, Parts]]) -> tuple[Plan, Parts]:
+    """Of the plans that are about as fast as the fastest, the one that misses fewest updates."""
+    most = min(plan.prediction.expected_seconds for plan, _ in made) * (1 + _TIE)
+    near = [one for one in made if one[0].prediction.expected_seconds <= most]
+
+    def rank(one: tuple[Plan, Parts]) -> tuple[int, float]:
+        return max(staleness(one[0])), one[0].prediction.expected_seconds
+
+    return min(near, key=rank)

@@ -29,6 +29,7 @@ from fxpart.report.html import report_html
 from fxpart.report.timeline import plan_steps, stream_steps
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.weight_modes import MODES
+from fxpart.streaming import _least_stale
 from fxpart.weighing import Weighed, _better
 
 BATCH = (torch.randn(64, 32), torch.randint(0, 4, (64,)))
@@ -371,6 +372,42 @@ def test_degrees_are_chosen_for_the_stream() -> None:
     assert {stage.zero for stage in plan.stages} == {0} and len(plan.stages) == 2
     assert plan.problems() == () and plan.runnable == ()
     assert plan.degrees.lower_bound <= plan.degrees.objective
+
+
+def aged(seconds: float, stale: int) -> Plan:
+    """The plan with this time and this staleness of its first stage."""
+    was = asynchronous()
+    first, *others = was.prediction.ranks
+    rows = (msgspec.structs.replace(first, staleness=stale), *others)
+    return msgspec.structs.replace(
+        was,
+        prediction=msgspec.structs.replace(
+            was.prediction, ranks=rows, step_seconds=seconds, simulated_seconds=seconds
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("plans", "best"),
+    [
+        ([(1.0, 3), (1.009, 1)], 1),  # not worth two updates
+        ([(1.0, 3), (1.011, 1)], 0),
+        ([(1.005, 1), (1.0, 1)], 1),
+        ([(1.009, 0), (1.0, 7), (1.005, 0)], 2),
+    ],
+)
+def test_of_equals_the_least_stale(plans: list[tuple[float, int]], best: int) -> None:
+    made: list[Any] = [(aged(*each), index) for index, each in enumerate(plans)]
+    assert _least_stale(made)[1] == best
+
+
+def test_microbatches_are_chosen_with_few_updates_missed() -> None:
+    """With four stages one microbatch to an update misses three updates, three of them one."""
+    plan = compiled("local:4", stages=4, mode="async").plan
+    assert max(row.staleness for row in plan.prediction.ranks) == -(-3 // plan.microbatches)
+    others = [one for one in plan.alternatives if one.stages == 4 and one.schedule == "async"]
+    mine = plan.prediction.step_seconds
+    assert all(o.microbatches <= plan.microbatches or o.step_seconds > mine for o in others)
 
 
 def test_all_that_the_planner_knows_under_a_weight_mode() -> None:
