@@ -82,7 +82,7 @@ def make_trainer(
         **options,
     )
     made.model_config = program.captured.config
-    return made
+    return _of_plan(made, plan)
 
 
 def _check_frozen(program: Program) -> None:
@@ -223,7 +223,13 @@ def load_trainer(
 
     agree(places.transport, "the weights", fill)
     options["stream"] = chosen_mode(plan, None, options)
-    return places.trainer(lanes, optimizer=optimizer, **options)
+    return _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
+
+
+def _of_plan(made: Trainer | StreamTrainer, plan: Plan) -> Trainer | StreamTrainer:
+    """The trainer, which knows what a checkpoint says of its plan."""
+    made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
+    return made
 
 
 def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:

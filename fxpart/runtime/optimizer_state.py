@@ -103,7 +103,7 @@ def plan_load(
     wanted: dict[int, Any] = {}
     number = 0
     for index, group in enumerate(optimizer.param_groups):
-        source = _source(index, given["param_groups"], groups, place)
+        source = source_of(index, given["param_groups"], groups, place)
         for parameter in group["params"]:
             name, lane = holders.get(id(parameter), (None, 0))
             if name is not None:
@@ -116,12 +116,12 @@ def plan_load(
                     }
             number += 1
         target = current["param_groups"][index]
-        target.update({k: _option(target.get(k), v) for k, v in source.items() if k != "params"})
+        target.update({k: option(target.get(k), v) for k, v in source.items() if k != "params"})
     loaded = {"state": wanted, "param_groups": current["param_groups"]}
     return lambda: optimizer.load_state_dict(loaded)
 
 
-def _source(
+def source_of(
     index: int,
     given: Sequence[Mapping[str, Any]],
     groups: Sequence[Group],
@@ -203,6 +203,6 @@ def _mine(pieces: Pieces, lane: int, value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-def _option(current: Any, value: Any) -> Any:
+def option(current: Any, value: Any) -> Any:
     """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value

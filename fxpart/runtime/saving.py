@@ -21,9 +21,13 @@ class Saving(Assembly):
     """What is read and written by original names; every rank must make each call.
 
     model_config: the text of a transformers model's config.json, for ``save_pretrained``.
+    plan_text, fingerprint: the plan as JSON, and of the model's graph, for checkpoints; empty where
+    the trainer was not made of a plan.
     """
 
     model_config = ""
+    plan_text = ""
+    fingerprint = ""
 
     def state_dict(
         self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
@@ -65,6 +69,34 @@ class Saving(Assembly):
         return save_pretrained(
             self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
         )
+
+    def save_checkpoint(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write all that training goes on from into ``folder/step-NNNNNNNNNN``; that folder.
+
+        Parameters, buffers, optimizer state, random state; of any plan, for any other
+        (:mod:`fxpart.runtime.checkpoint`). extra: plain data that :meth:`load_checkpoint` returns.
+        The folder appears whole or not at all, and others in it stay. Ranks write their own parts
+        side by side into the folder, which they share. Every rank must call it, between two
+        updates; an asynchronous trainer is drained. FXP513 on every rank if it cannot be written,
+        or the step is there already.
+        """
+        from fxpart.runtime.checkpoint.saver import save_once
+
+        return save_once(self, Path(folder), dict(extra or {}))
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever plan it was saved by; the ``extra`` saved with it.
+
+        path: of one, or of the folder of several (or a run's), where the newest that is whole is
+        taken. Each rank reads what it needs, a tensor at a time. Every rank must call it. Raises
+        the same on all: FXP510 and FXP511 for damage, FXP512 where model or optimizer are others.
+        """
+        from fxpart.runtime.checkpoint.load import load_from
+
+        return load_from(self, Path(path))
+
+    def settle(self) -> None:
+        """Finish what is in flight, before one looks at the whole model; every rank calls it."""
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.

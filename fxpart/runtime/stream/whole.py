@@ -24,6 +24,10 @@ class Whole(Inference):
     def _settle(self) -> None:
         """Drain, and give holders of shared parameters their owners' weights."""
 
+    def settle(self) -> None:
+        """Drain, and give holders of shared parameters their owners' weights."""
+        self._settle()
+
     def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """As ever, after a drain."""
         self._settle()

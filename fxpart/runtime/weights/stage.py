@@ -57,6 +57,7 @@ class StageWeights:
     what the mode cannot do.
 
     updates: of the weights, since the start. skipped: how many of them the guard left out.
+    scheduler: as it was given.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class StageWeights:
         self.skipped = 0
         self._module = module
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._total = total_updates
         self._guard = guard
         listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -177,7 +178,7 @@ class StageWeights:
         if self._wanted(now):
             self._held.put(now, [p.detach().clone() for p in self._parameters])
         steps = not self._guard or finite(self._parameters)
-        rules = self._rules()
+        rules = self.rules()
         for rule in rules:
             rule.before_update()
         if steps:
@@ -191,8 +192,8 @@ class StageWeights:
                 self._optimizer.step()
         for rule in rules:
             rule.after_update()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.skipped += not steps
         self.updates += 1
         self._release()
@@ -229,7 +230,7 @@ class StageWeights:
         lent = [t for lent in self._borrowed() for t in lent.values()]
         watched = [f.watched for f in self._flying.values() if f.watched is not None]
         kept = [t for w in watched for t in (*w.predicted, *w.stale)]
-        rules = sum(rule.held() for rule in self._rules())
+        rules = sum(rule.held() for rule in self.rules())
         return rules + storage_bytes([*self._held.tensors(), *lent, *kept])
 
     def counters(self) -> Counters:
@@ -241,17 +242,18 @@ class StageWeights:
         assert not self._flying, "drain before saving"
         return {
             "updates": self.updates,
-            "rules": [rule.state_dict() for rule in self._rules()],
+            "rules": [rule.state_dict() for rule in self.rules()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave, with a new stream."""
         self.updates = state["updates"]
-        for rule, kept in zip(self._rules(), state["rules"], strict=True):
+        for rule, kept in zip(self.rules(), state["rules"], strict=True):
             rule.load_state_dict(kept)
         self.restart(self.updates)
 
-    def _rules(self) -> list[Predictor | Correction]:
+    def rules(self) -> list[Predictor | Correction]:
+        """What predicts or corrects, and keeps something between updates for it."""
         return [rule for rule in (self._predictor, self._correction) if rule is not None]
 
     def _source(self, read: Read) -> Source:

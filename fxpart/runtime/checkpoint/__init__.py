@@ -1,0 +1,1 @@
+"""Between a trainer and the files of :mod:`fxpart.checkpoint`: taken, saved, and given back."""

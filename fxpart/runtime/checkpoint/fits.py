@@ -1,0 +1,63 @@
+"""Whether a checkpoint is of the trainer's model and optimizer: names, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from fxpart.checkpoint.files import shown
+from fxpart.checkpoint.manifest import Manifest
+from fxpart.errors import Problem
+from fxpart.runtime.checkpoint.owned import optimizers
+from fxpart.runtime.saving import Saving
+
+_MOST = 20  # problems told at once
+_FIX = "the model that the run began with, or another folder"
+
+
+def problems_of_fit(trainer: Saving, manifest: Manifest, path: Path) -> list[Problem]:
+    """FXP512 for everything that does not fit, the first of it; empty where all does."""
+    where = str(path)
+    found = [
+        Problem("FXP512", where, why, _FIX) for why in islice(_model(trainer, manifest), _MOST)
+    ]
+    fix = "the optimizer that the run began with"
+    return found + [Problem("FXP512", where, why, fix) for why in _optimizer(trainer, manifest)]
+
+
+def _model(trainer: Saving, manifest: Manifest) -> Iterator[str]:
+    wanted = {n: (e.spec.dtype, tuple(e.pieces.shape)) for n, e in trainer._state.saved()}
+    for name, tensor in trainer._unused.items():
+        wanted[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    for name, (dtype, shape) in wanted.items():
+        there = manifest.tensors.get(f"model/{name}")
+        if there is None:
+            yield f"{name} is not in it"
+        elif there.shape != shape:
+            yield f"{name} is {list(there.shape)} there and {list(shape)} here"
+        elif there.dtype != dtype:
+            yield f"{name} is {there.dtype} there and {dtype} here"
+    for key in manifest.tensors:
+        head, _, name = key.partition("/")
+        if head == "model" and name not in wanted:
+            yield f"{shown(name)} is in it, and the model has no such tensor"
+
+
+def _optimizer(trainer: Saving, manifest: Manifest) -> Iterator[str]:
+    mine = {type(optimizer).__name__ for optimizer in optimizers(trainer)}
+    theirs = manifest.values.get("trainer/optimizer")
+    if not mine or theirs is None:
+        return
+    if theirs not in mine:
+        yield f"its optimizer is {shown(str(theirs))}, and here it is {', '.join(sorted(mine))}"
+    grouped: set[str] = set()
+    for group in manifest.groups:
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            yield "its parameter groups name no parameters"
+            return
+        grouped |= set(names)
+    missing = [name for name in trainer._state.trainable() if name not in grouped]
+    for name in missing[:_MOST]:
+        yield f"no parameter group of its optimizer has {name}"

@@ -1,0 +1,265 @@
+"""A checkpoint into a trainer, whatever plan it was saved by: each rank reads what it needs.
+
+One tensor's part is in memory at a time beside the trainer's own, and what the trainer has is
+written in place. Nothing is sent between ranks but whether all went well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpart.checkpoint import folder
+from fxpart.checkpoint.manifest import NAME, Manifest
+from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.regions import Region, whole
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.runtime.agreement import agree, reporting
+from fxpart.runtime.checkpoint import stream
+from fxpart.runtime.checkpoint.fits import problems_of_fit
+from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
+from fxpart.runtime.checkpoint.parts import as_tensor, key_of, region_of
+from fxpart.runtime.optimizer_state import option, source_of
+from fxpart.runtime.run import randomness
+from fxpart.runtime.saving import Saving
+from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.trainer import Trainer
+
+
+def restore(trainer: Saving, checkpoint: Checkpoint, *, random: bool = True) -> dict[str, Any]:
+    """Make the trainer what the saved one was; the ``extra`` that was saved. Every rank calls it.
+
+    random: this process's random generators, too (of a rank that did not save: rank 0's). Raises
+    the same on every rank: FXP512 for a checkpoint of another model or optimizer, before anything
+    is changed; FXP510 for damage that is found on reading: what the trainer holds is then neither
+    the old nor the new, and another checkpoint can be loaded.
+    """
+    trainer.settle()
+    manifest, transport = checkpoint.manifest, trainer.transport
+
+    def check() -> tuple[None, str]:
+        problems = problems_of_fit(trainer, manifest, checkpoint.path)
+        if problems:
+            raise FxpartError(problems)
+        return None, f"step {manifest.step} {manifest.digest}"
+
+    def fill() -> tuple[None, str]:
+        _Loading(trainer, checkpoint).all()
+        if random:
+            _put_random(trainer.rank, checkpoint)
+        return None, ""
+
+    agree(transport, "the checkpoint", check)
+    agree(transport, "what a checkpoint holds", fill)
+    trainer.calls = manifest.calls
+    if trainer.seed != manifest.seed:
+        trainer.options = replace(trainer.options, seed=manifest.seed)
+    if isinstance(trainer, Trainer):
+        trainer.zero_grad()
+        trainer.updates = manifest.step
+    return dict(manifest.extra)
+
+
+def restore_newest(
+    trainer: Saving, root: str | Path, *, random: bool = True
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Restore the newest checkpoint of a folder that is whole; it, and what was saved as extra.
+
+    Damage is found while reading, and the one before is taken then; ``skipped`` of what is
+    returned says what was wrong. Rank 0 says which there are. FXP511 where none can be loaded.
+    """
+    root, transport = Path(root), trainer.transport
+    mine = " ".join(path.name for path in folder.complete(root)) if trainer.rank == 0 else ""
+    with reporting(transport, "looking for checkpoints"):
+        names = transport.exchange_bytes(mine.encode())[0].decode().split()
+    skipped: list[Problem] = []
+    for name in names:
+        try:
+            checkpoint = agree(
+                transport, "the checkpoint", lambda name=name: (Checkpoint.open(root / name), name)
+            )
+            extra = restore(trainer, checkpoint, random=random)
+        except FxpartError as failure:
+            if failure.code != "FXP510":
+                raise
+            skipped += failure.problems
+        else:
+            return replace(checkpoint, skipped=tuple(skipped)), extra
+    why = f"{len(names)} checkpoints, each damaged" if names else "there is none"
+    fix = f"fxpart ckpt verify {root}; or begin in a new folder"
+    raise FxpartError([Problem("FXP511", str(root), why, fix), *skipped])
+
+
+def load_from(trainer: Saving, path: Path) -> dict[str, Any]:
+    """:meth:`fxpart.runtime.saving.Saving.load_checkpoint`."""
+    one = agree(
+        trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
+    )
+    if one:
+        opened = agree(trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), ""))
+        return restore(trainer, opened)
+    inner = path / "checkpoints"
+    root = inner if not folder.complete(path) and inner.is_dir() else path
+    return restore_newest(trainer, root)[1]
+
+
+class _Loading:
+    """One process's reading of a checkpoint."""
+
+    def __init__(self, trainer: Saving, checkpoint: Checkpoint) -> None:
+        self._trainer = trainer
+        self._checkpoint = checkpoint
+        self._manifest = checkpoint.manifest
+        self._slots = _by_name(self._manifest)
+        self._read: tuple[str, Region, torch.Tensor] | None = None
+
+    def all(self) -> None:
+        """Parameters, buffers, optimizer state, and what a stream has."""
+        with torch.no_grad():
+            self._model()
+            self._states()
+        self._groups()
+        if isinstance(self._trainer, StreamTrainer):
+            self._stream(self._trainer)
+
+    def _part(self, key: str, region: Region) -> torch.Tensor:
+        """The region of a tensor; the last one read is kept, for equal copies in this process."""
+        if self._read is None or self._read[:2] != (key, region):
+            self._read = None
+            tensor = self._manifest.tensors[key]
+            if region.elements:
+                found = as_tensor(self._checkpoint.read(key, region), tensor.dtype)
+            else:
+                dtype = getattr(torch, tensor.dtype)
+                found = torch.empty(region.sizes, dtype=dtype)
+            self._read = key, region, found
+        return self._read[2]
+
+    def _model(self) -> None:
+        for name, entry in self._trainer._state.entries.items():
+            key = key_of(name, entry)
+            if key not in self._manifest.tensors:
+                continue
+            # Lane by lane: the copies of one are equal, so that they are read once.
+            for (_, lane), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
+                copy.copy_(self._part(key, region_of(entry.pieces, lane)))
+        for name, tensor in self._trainer._unused.items():
+            tensor.copy_(self._part(f"model/{name}", whole(tuple(tensor.shape))))
+        self._read = None
+
+    def _states(self) -> None:
+        # Parameter by parameter: holders of the same part read it once.
+        found = sorted(stepped(self._trainer), key=lambda item: item[3].name)
+        for optimizer, group, parameter, holder in found:
+            slots = self._slots.get(("optimizer", holder.name), {})
+            before, state = optimizer.state.pop(parameter, {}), {}
+            for slot, key in slots.items():
+                if key in self._manifest.tensors:
+                    state[slot] = self._slot(key, slot, parameter, holder, before.get(slot), group)
+                else:
+                    state[slot] = self._manifest.values[key]
+            if state:
+                optimizer.state[parameter] = state
+        self._read = None
+
+    def _slot(
+        self, key: str, slot: str, parameter: torch.Tensor, holder: Holder, before: Any,
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """A tensor of a parameter's state: in the memory of the one before, if that fits."""
+        shape, dtype = self._manifest.tensors[key].shape, self._manifest.tensors[key].dtype
+        part = bool(shape) and shape == holder.shape
+        read = self._part(key, holder.region if part else whole(shape))
+        if _fits(before, read):
+            return before.copy_(read)
+        kind = getattr(torch, dtype)
+        if part:  # laid out as the parameter is, as optimizers make it
+            return torch.empty_like(parameter, dtype=kind, requires_grad=False).copy_(read)
+        on_device = slot != "step" or group.get("capturable") or group.get("fused")
+        device = parameter.device if on_device else torch.device("cpu")
+        return torch.empty(shape, dtype=kind, device=device).copy_(read)
+
+    def _groups(self) -> None:
+        """Options of the groups, by the names of their parameters."""
+        trainer, given = self._trainer, self._manifest.groups
+        if not given:
+            return
+        place = {name: group for group in given for name in group["params"]}
+        known = holders(trainer)
+        for optimizer in optimizers(trainer):
+            for index, group in enumerate(optimizer.param_groups):
+                mine = [known[id(p)].name for p in group["params"] if id(p) in known]
+                source = place[mine[0]] if mine else source_of(index, given, trainer._groups, place)
+                for name, value in source.items():
+                    current = group.get(name)
+                    if name == "params":
+                        continue
+                    if isinstance(current, torch.Tensor):
+                        current.fill_(value)
+                    else:
+                        group[name] = option(current, value)
+
+    def _stream(self, trainer: StreamTrainer) -> None:
+        known = holders(trainer)
+        manifest = self._manifest
+
+        def key(parameter: torch.Tensor, slot: str) -> str:
+            holder = known.get(id(parameter))
+            return "" if holder is None else f"predictor/{holder.name}/{slot}"
+
+        def kept(parameter: torch.Tensor, slot: str) -> torch.Tensor | None:
+            name = key(parameter, slot)
+            if name not in manifest.tensors:
+                return None
+            if manifest.tensors[name].shape != known[id(parameter)].shape:
+                return None
+            kind = getattr(torch, manifest.tensors[name].dtype)
+            made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
+            return made.copy_(self._part(name, known[id(parameter)].region))
+
+        def told(parameter: torch.Tensor, slot: str) -> Any:
+            return manifest.values.get(key(parameter, slot))
+
+        updates = manifest.values.get("trainer/updates", manifest.step)
+        stream.put_slots(trainer, kept, told, updates)
+        self._read = None
+        names = ("draining", "known", "scheduler")
+        stream.put_whole(trainer, {n: manifest.values.get(f"trainer/{n}") for n in names})
+
+
+def _by_name(manifest: Manifest) -> dict[tuple[str, str], dict[str, str]]:
+    """By (head, parameter) the keys of its slots."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key in (*manifest.tensors, *manifest.values):
+        head, _, rest = key.partition("/")
+        name, _, slot = rest.rpartition("/")
+        found.setdefault((head, name), {})[slot] = key
+    return found
+
+
+def _fits(before: Any, read: torch.Tensor) -> bool:
+    return (
+        isinstance(before, torch.Tensor)
+        and before.layout == torch.strided
+        and (before.shape, before.dtype) == (read.shape, read.dtype)
+    )
+
+
+def _put_random(rank: int, checkpoint: Checkpoint) -> None:
+    """This process's generators: its own state, or that of rank 0 where it did not save."""
+    values = checkpoint.manifest.values
+    for source in (rank, 0):
+        head = f"random/{source}/"
+        found = {k.removeprefix(head): v for k, v in values.items() if k.startswith(head)}
+        if found:
+            try:
+                randomness.put(found)
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
+                why = f"the state of random generators: {cause}"
+                fix = "use another checkpoint"
+                raise error("FXP510", where=str(checkpoint.path), why=why, fix=fix) from cause
+            return

@@ -1,0 +1,72 @@
+"""Which of a process's tensors stand for a parameter in its optimizers, and which it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpart.checkpoint.regions import Region
+from fxpart.runtime.assembly import Assembly
+from fxpart.runtime.checkpoint.parts import region_of
+from fxpart.runtime.stream.trainer import StreamTrainer
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A tensor of an optimizer: of which parameter, and which part of it.
+
+    shape: of the whole parameter. rank: that runs the stage. writes: whether a checkpoint takes
+    this part from here; first: and what the parameter has but once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    rank: int
+    writes: bool
+    first: bool
+
+
+def optimizers(trainer: Assembly) -> Sequence[torch.optim.Optimizer]:
+    """All of this process."""
+    if isinstance(trainer, StreamTrainer):
+        return list(trainer.optimizers.values())
+    return [] if trainer.optimizer is None else [trainer.optimizer]
+
+
+def holders(trainer: Assembly) -> dict[int, Holder]:
+    """By identity of the optimizers' tensors."""
+    state, held = trainer._state, trainer._held
+    found: dict[int, Holder] = {}
+    for name, entry in state.entries.items():
+        if not entry.trainable:
+            continue
+        pieces = held.pieces(name)
+        regions: dict[int, Region] = {}
+        # The owner's tensors first: another stage of the same rank may hold the very same ones.
+        places = sorted(entry.copies, key=lambda place: place[0] != entry.spec.owner)
+        for stage, lane in places:
+            if lane not in regions:
+                regions[lane] = region_of(pieces, lane)
+            writes = stage == entry.spec.owner and lane in pieces.sources
+            holder = Holder(
+                name, pieces.shape, regions[lane], state.rank(stage, lane),
+                writes, writes and lane == pieces.sources[0],
+            )  # fmt: skip
+            found.setdefault(id(held.of(entry.copies[stage, lane])), holder)
+    return found
+
+
+def stepped(
+    trainer: Assembly,
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor, Holder]]:
+    """Each tensor of this process's optimizers, with its group, and what it is."""
+    known = holders(trainer)
+    for optimizer in optimizers(trainer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in known:
+                    yield optimizer, group, parameter, known[id(parameter)]

@@ -1,0 +1,289 @@
+"""Checkpoints off the step's path: copies are made between two steps, and a thread writes them.
+
+Ranks do not talk to each other about a save that is under way but through its folder: each leaves
+word there when its file is on the disk, and rank 0 completes the checkpoint when all have. The
+next save asks all ranks how the last one went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fxpart.checkpoint import folder, merging
+from fxpart.checkpoint.encoding import digest
+from fxpart.checkpoint.manifest import NAME, Manifest
+from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.writer import PLAN, write_rank, write_text
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
+from fxpart.runtime.checkpoint.take import Staging, Taken, check_whole, take
+from fxpart.runtime.saving import Saving
+from fxpart.runtime.stream.trainer import StreamTrainer
+
+_LOOK = 0.02  # seconds between two looks at the folder
+
+
+class Keeper(Protocol):
+    """What keeps copies of files elsewhere."""
+
+    def keep(self, step: int, folder: Path, manifest: Manifest) -> object:
+        """The checkpoint of that step is complete in this folder."""
+
+
+@dataclass
+class _Job:
+    """One save of this process. failure: why there is no checkpoint of it."""
+
+    step: int
+    taken: Taken | None
+    extra: dict[str, Any]
+    calls: int
+    failure: FxpartError | None = None
+    done: Path | None = None
+    written: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+
+class Saver:
+    """Saves a trainer's checkpoints into a folder that all ranks share.
+
+    last: the step of the newest save that is known to be complete. problems: of those that failed,
+    in order. A failed save changes nothing of the training, nor of the checkpoints before it.
+    """
+
+    def __init__(
+        self,
+        trainer: Saving,
+        root: str | Path,
+        *,
+        keep: int = folder.FEWEST,
+        generation: int = 0,
+        fingerprint: str | None = None,
+        plan_text: str | None = None,
+        copies: Keeper | None = None,
+        strict: bool = False,
+        patience: float = 60.0,
+    ) -> None:
+        """Every rank makes one, with the same arguments.
+
+        keep: how many checkpoints stay, 2 or more; 0: all. generation: of the run. fingerprint,
+        plan_text: by default those that the trainer was made with. copies: told of each checkpoint.
+        strict: raise FXP513, on every rank, where a save has failed. patience: seconds that ranks
+        wait at least for each other's files.
+        """
+        self.root = Path(root).absolute()
+        self.last: int | None = None
+        self.problems: list[FxpartError] = []
+        self._trainer = trainer
+        self._keep = keep
+        self._generation = generation
+        self._fingerprint = trainer.fingerprint if fingerprint is None else fingerprint
+        self._plan = trainer.plan_text if plan_text is None else plan_text
+        self._copies = copies
+        self._strict = strict
+        self._patience = patience
+        self._staging = Staging()
+        self._job: _Job | None = None
+
+    def save(self, step: int, extra: dict[str, Any] | None = None, *, wait: bool = False) -> None:
+        """Begin a checkpoint of what the trainer is now, after so many updates; every rank calls.
+
+        extra: plain data that comes back with :func:`~fxpart.runtime.checkpoint.load.restore`;
+        rank 0's is kept. wait: until the checkpoint is complete (nothing is copied then). One that
+        is still under way is waited for first. An asynchronous trainer is drained. FXP109 where
+        batches wait for an update; what else goes wrong is found in :attr:`problems` later.
+        """
+        check_whole(self._trainer)
+        self._conclude()
+        job = _Job(step, None, dict(extra or {}), self._trainer.calls)
+        try:
+            self._clear(step)
+            job.taken = take(self._trainer, None if wait else self._staging)
+        except FxpartError as failure:
+            job.failure = failure
+        # Nobody writes before rank 0 has removed what a process before left of the same save.
+        self._exchange(0)
+        self._job = job
+        job.thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
+        job.thread.start()
+        if wait:
+            self._conclude()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Of this process alone: nothing is sent, or raised.
+
+        Every rank calls it, or none.
+        """
+        job, self._job = self._job, None
+        if job is not None and job.thread is not None:
+            job.thread.join()
+            self._note(job, [] if job.failure is None else [job.failure])
+
+    # -- between the ranks ----------------------------------------------------------------------
+
+    def _exchange(self, number: int) -> list[int]:
+        transport = self._trainer.transport
+        with reporting(transport, "saving a checkpoint"):
+            return [row[0] for row in transport.exchange([number])]
+
+    def _conclude(self) -> None:
+        """Wait for the save that is under way, and hear of all ranks how it went."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        assert job.thread is not None
+        job.written.wait()
+        if any(self._exchange(job.failure is not None)):
+            job.cancelled.set()
+        job.thread.join()
+        problems = []
+        if any(self._exchange(job.failure is not None)):
+            transport = self._trainer.transport
+            mine = problems_of([] if job.failure is None else job.failure.problems)
+            with reporting(transport, "saving a checkpoint"):
+                problems = merge(transport.exchange_bytes(mine))
+            with contextlib.suppress(FxpartError):
+                self._clear(job.step)  # no thread of any rank writes there any more
+        self._note(job, [AgreedError(problems)] if problems else [])
+        if problems and self._strict:
+            raise self.problems[-1]
+
+    def _note(self, job: _Job, failures: list[FxpartError]) -> None:
+        self.problems += failures
+        if not failures:
+            self.last = job.step
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self, job: _Job) -> None:
+        try:
+            if job.failure is None:
+                started = time.monotonic()
+                partial = self._write(job)
+                job.written.set()
+                limit = max(self._patience, 20 * (time.monotonic() - started))
+                job.done = self._complete(job, partial, time.monotonic() + limit)
+        except FxpartError as failure:
+            job.failure = failure
+        except Exception as cause:  # a thread's exception would be heard by nobody
+            why = f"{type(cause).__name__}: {cause}"
+            job.failure = error("FXP513", where=self._where(), why=why, fix="report it")
+        finally:
+            job.taken = None
+            if job.failure is not None and not job.written.is_set():
+                self._give_up(job)
+            job.written.set()
+
+    def _write(self, job: _Job) -> Path:
+        """This process's files; the folder that they are in."""
+        assert job.taken is not None
+        partial = folder.begin(self.root, job.step, self._generation)
+        first = self._trainer.rank
+        for rank, pieces in job.taken.pieces.items():
+            more = {"groups": job.taken.groups} if rank == first else {}
+            write_rank(partial, rank, pieces, values=job.taken.values[rank], more=more)
+        return partial
+
+    def _complete(self, job: _Job, partial: Path, limit: float) -> Path:
+        """The complete checkpoint: made by rank 0, waited for by the others."""
+        final = self.root / folder.step_name(job.step)
+        if 0 in self._trainer.transport.local:
+            shared = dict(job.taken.shared) if job.taken is not None else {}
+            job.taken = None  # the copies' views are needed no more
+            self._await(job, limit, partial, lambda: not merging.awaited(partial, self._world))
+            final, manifest = self._commit(job, partial, shared)
+            if self._keep:
+                folder.prune(self.root, self._keep, generation=self._generation)
+        else:
+            self._await(job, limit, partial, (final / NAME).exists)
+            manifest = Checkpoint.open(final).manifest if self._copies is not None else None
+        if self._copies is not None and manifest is not None:
+            self._copies.keep(job.step, final, manifest)
+        return final
+
+    def _commit(self, job: _Job, partial: Path, shared: dict[str, Any]) -> tuple[Path, Manifest]:
+        files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
+        written = merging.told(partial, self._world)
+        trainer = self._trainer
+        mode = trainer.stream.mode.name if isinstance(trainer, StreamTrainer) else "flush"
+        manifest = merging.merge(
+            written, step=job.step, calls=job.calls, seed=trainer.seed,
+            fingerprint=self._fingerprint,
+            plan=digest(self._plan.encode()).hexdigest() if self._plan else "",
+            generation=self._generation, weights=mode, files=files,
+            values={f"trainer/{name}": value for name, value in shared.items()},
+            groups=_groups([each.more.get("groups", []) for each in written], trainer),
+            extra=job.extra,
+        )  # fmt: skip
+        return folder.commit(partial, manifest), manifest
+
+    def _await(self, job: _Job, limit: float, partial: Path, there: Any) -> None:
+        """Until it is there; FXP513 where a rank has given up, or too long has passed."""
+        while not there():
+            failed = sorted(path.name for path in partial.glob("*.failed"))
+            gone = not partial.exists() and not there()
+            if failed or gone or job.cancelled.is_set() or time.monotonic() > limit:
+                if 0 in self._trainer.transport.local:
+                    missing = merging.awaited(partial, self._world)
+                    folder.discard(partial)
+                    why = f"rank {', '.join(map(str, missing))} did not finish its file"
+                else:
+                    why = "it was not completed by rank 0"
+                fix = "see what the other ranks say; a folder that all ranks share"
+                raise error("FXP513", where=self._where(), why=why, fix=fix)
+            time.sleep(_LOOK)
+
+    def _give_up(self, job: _Job) -> None:
+        """Tell the other ranks that this one's file will not come, as far as that can be."""
+        with contextlib.suppress(OSError, FxpartError):
+            partial = folder.begin(self.root, job.step, self._generation)
+            (partial / f"rank-{self._trainer.rank:05d}.failed").touch()
+
+    def _clear(self, step: int) -> None:
+        if 0 in self._trainer.transport.local:
+            folder.discard(folder.begin(self.root, step, self._generation))
+
+    @property
+    def _world(self) -> int:
+        return self._trainer.transport.ranks
+
+    def _where(self) -> str:
+        return f"{self.root}, rank {self._trainer.rank}"
+
+
+def save_once(trainer: Saving, root: Path, extra: dict[str, Any]) -> Path:
+    """:meth:`fxpart.runtime.saving.Saving.save_checkpoint`."""
+    step = trainer.updates
+    root = root.absolute()
+    final = root / folder.step_name(step)
+
+    def check() -> tuple[None, str]:
+        if trainer.rank == 0 and final.exists():
+            fix = "another folder, or remove it"
+            raise error("FXP513", where=str(final), why="it is there already", fix=fix)
+        return None, f"step {step} {root}"
+
+    check_whole(trainer)
+    agree(trainer.transport, "where a checkpoint is saved", check)
+    Saver(trainer, root, keep=0, strict=True).save(step, extra, wait=True)
+    return final
+
+
+def _groups(told: list[list[dict[str, Any]]], trainer: Saving) -> list[dict[str, Any]]:
+    """The groups of all processes merged by position, parameters in the model's order."""
+    place = {name: index for index, name in enumerate(trainer._state.entries)}
+    merged: list[dict[str, Any]] = []
+    for groups in told:
+        for index, group in enumerate(groups):
+            if index == len(merged):
+                merged.append({**group, "params": []})
+            merged[index]["params"] += group["params"]
+    for group in merged:
+        group["params"] = sorted(set(group["params"]), key=place.__getitem__)
+    return merged

@@ -1,0 +1,100 @@
+"""What an asynchronous trainer has beside parameters and optimizers, once its pipeline is drained.
+
+Per parameter what its stage's prediction or correction keeps, named by the rule that keeps it:
+another rule does not take it. Of the whole: updates, the newest global norm, whether the guard made
+it drain for good, and the learning-rate scheduler, equal on all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpart.runtime.predict import Correction, Predictor
+from fxpart.runtime.stream.trainer import StreamTrainer
+
+Kept = Callable[[torch.Tensor, str], torch.Tensor | None]  # parameter, slot
+Told = Callable[[torch.Tensor, str], Any]
+
+
+def slots(trainer: StreamTrainer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    """Each parameter's (parameter, slot, tensor or plain value)."""
+    for weights in trainer._weights.values():
+        for rule in weights.rules():
+            kind = type(rule).__name__
+            if isinstance(rule, Correction):
+                for parameter, moved in zip(rule.parameters, rule.moved, strict=True):
+                    yield parameter, f"{kind}.moved", moved
+                    yield parameter, f"{kind}.longest", rule.state_dict()["longest"]
+                continue
+            state = rule.state_dict()
+            for place, parameter in enumerate(rule.parameters):
+                if state["stepped"] is not None:
+                    yield parameter, f"{kind}.stepped", state["stepped"][place]
+                if state["kept"][place] is not None:
+                    yield parameter, f"{kind}.kept", state["kept"][place]
+            for group, rate in enumerate(state.get("rates", ())):
+                for place in rule.members[group]:
+                    yield rule.parameters[place], f"{kind}.rate", rate
+
+
+def put_slots(trainer: StreamTrainer, kept: Kept, told: Told, updates: int) -> None:
+    """Give every rule what was kept for it and begin a stream after so many updates.
+
+    kept: a new tensor, the parameter's part. told: the plain value. None where there is none.
+    """
+    for weights in trainer._weights.values():
+        states = [_state(rule, kept, told) for rule in weights.rules()]
+        weights.load_state_dict({"updates": updates, "rules": states})
+        for rule in weights.rules():
+            if isinstance(rule, Predictor):
+                rule.coming.forget()
+    trainer.versions = replace(trainer.versions, start=updates)
+    trainer._stages.begin(trainer.versions)
+
+
+def whole(trainer: StreamTrainer) -> dict[str, Any]:
+    """Plain data of the whole trainer, equal on every rank."""
+    update = next(iter(trainer._stages.updates.values()))
+    weights = next(iter(trainer._weights.values()))
+    found: dict[str, Any] = {"draining": trainer.draining, "known": update.known}
+    if weights.scheduler is not None:
+        found["scheduler"] = weights.scheduler.state_dict()
+    return found
+
+
+def put_whole(trainer: StreamTrainer, given: Mapping[str, Any]) -> None:
+    """Take it in again; what is not there stays as the trainer was made."""
+    trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
+    for update in trainer._stages.updates.values():
+        update.known = given.get("known")
+    for weights in trainer._weights.values():
+        if weights.scheduler is not None and given.get("scheduler"):
+            weights.scheduler.load_state_dict(dict(given["scheduler"]))
+    trainer.taken()
+
+
+def _state(rule: Predictor | Correction, kept: Kept, told: Told) -> dict[str, Any]:
+    """What the rule's own state_dict gives."""
+    kind = type(rule).__name__
+    if isinstance(rule, Correction):
+        moved = [kept(p, f"{kind}.moved") for p in rule.parameters]
+        longest = [told(p, f"{kind}.longest") for p in rule.parameters]
+        return {
+            "moved": [
+                torch.zeros_like(p.data) if one is None else one
+                for p, one in zip(rule.parameters, moved, strict=True)
+            ],
+            "longest": max((each for each in longest if each is not None), default=1.0),
+        }
+    stepped = [told(p, f"{kind}.stepped") for p in rule.parameters]
+    rates = [told(p, f"{kind}.rate") for p in rule.parameters]
+    known = any(each is not None for each in stepped)
+    return {
+        "stepped": [each is True for each in stepped] if known else None,
+        "kept": [kept(p, f"{kind}.kept") for p in rule.parameters],
+        "rates": [rates[members[0]] if members else None for members in rule.members],
+    }
