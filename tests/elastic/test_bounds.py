@@ -1,0 +1,64 @@
+"""PaddlePaddle's ``np`` syntax."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpart.elastic.bounds import Bounds
+from fxpart.errors import FxpartError
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most"),
+    [("4", 4, 4), ("2:4", 2, 4), (" 1 : 16384 ", 1, 16384), ("3:3", 3, 3), ("004", 4, 4)],
+)
+def test_what_is_read(text: str, least: int, most: int) -> None:
+    assert Bounds.parse(text) == Bounds(least, most)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "a number is missing"),
+        ("2:", "a number is missing"),
+        (":4", "a number is missing"),
+        ("0:4", "0 ranks is not between 1 and 16384"),
+        ("4:2", "the least, 4, is above the most, 2"),
+        ("2:3:4", "it has 3 numbers"),
+        ("-1:4", "'-1' is not a number"),
+        ("two", "'two' is not a number"),
+        ("2.0:4", "'2.0' is not a number"),
+        ("²:4", "'²' is not a number"),
+        ("1:16385", "16385 ranks is not between 1 and 16384"),
+        ("1:" + "9" * 5000, "ranks is not between 1 and 16384"),
+    ],
+)
+def test_what_is_refused(text: str, why: str) -> None:
+    with pytest.raises(FxpartError) as caught:
+        Bounds.parse(text, "--nnodes")
+    (problem,) = caught.value.problems
+    assert problem.code == "FXP109"
+    assert why in problem.why
+    assert problem.where.startswith("--nnodes ")
+    assert "MIN:MAX" in problem.fix
+
+
+@given(st.integers(1, 500), st.integers(0, 500))
+def test_as_text_and_back(least: int, more: int) -> None:
+    bounds = Bounds(least, least + more)
+    assert Bounds.parse(str(bounds)) == bounds
+    assert bounds.elastic == (more > 0)
+    assert least in bounds and least + more in bounds
+    assert least - 1 not in bounds and least + more + 1 not in bounds
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        bounds = Bounds.parse(text)
+    except FxpartError as fault:
+        assert fault.code == "FXP109"
+    else:
+        assert 1 <= bounds.least <= bounds.most
