@@ -17,14 +17,13 @@ from fxpart.checkpoint import folder
 from fxpart.checkpoint.manifest import NAME, Manifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Region, whole
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.agreement import agree, reporting
-from fxpart.runtime.checkpoint import stream
+from fxpart.runtime.checkpoint import draws, stream
 from fxpart.runtime.checkpoint.fits import problems_of_fit
 from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
 from fxpart.runtime.checkpoint.parts import as_tensor, key_of, region_of
 from fxpart.runtime.optimizer_state import option, source_of
-from fxpart.runtime.run import randomness
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream.trainer import StreamTrainer
 from fxpart.runtime.trainer import Trainer
@@ -251,15 +250,15 @@ def _fits(before: Any, read: torch.Tensor) -> bool:
 
 def _put_random(rank: int, checkpoint: Checkpoint) -> None:
     """This process's generators: its own state, or that of rank 0 where it did not save."""
-    values = checkpoint.manifest.values
+    manifest = checkpoint.manifest
     for source in (rank, 0):
         head = f"random/{source}/"
-        found = {k.removeprefix(head): v for k, v in values.items() if k.startswith(head)}
-        if found:
-            try:
-                randomness.put(found)
-            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
-                why = f"the state of random generators: {cause}"
-                fix = "use another checkpoint"
-                raise error("FXP510", where=str(checkpoint.path), why=why, fix=fix) from cause
+        plain = {k.removeprefix(head): v for k, v in manifest.values.items() if k.startswith(head)}
+        found = {
+            key.removeprefix(head): as_tensor(checkpoint.read(key), tensor.dtype)
+            for key, tensor in manifest.tensors.items()
+            if key.startswith(head)
+        }
+        if plain or found:
+            draws.put_back(plain | found, str(checkpoint.path))
             return

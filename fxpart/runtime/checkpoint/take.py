@@ -17,10 +17,9 @@ from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.regions import Region, whole
 from fxpart.checkpoint.writer import Piece
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.checkpoint import stream
+from fxpart.runtime.checkpoint import draws, stream
 from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
 from fxpart.runtime.checkpoint.parts import as_bytes, dtype_name, key_of, region_of
-from fxpart.runtime.run import randomness
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream.trainer import StreamTrainer
 
@@ -139,7 +138,9 @@ class _Taking:
     def random(self) -> None:
         """This process's generators, as those of its first rank."""
         rank = self._trainer.rank
-        for kind, value in randomness.take().items():
+        for kind, tensor in draws.tensors().items():
+            self._whole(rank, f"random/{rank}/{kind}", tensor)
+        for kind, value in draws.values().items():
             self.taken.values[rank][f"random/{rank}/{kind}"] = value
 
     def _slot(
