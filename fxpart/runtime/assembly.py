@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
@@ -42,7 +43,7 @@ class Assembly:
     """The parts of a trainer, which its own methods and those of its bases share.
 
     options: what it was given. optimizer: this process's torch optimizer, for learning-rate
-    schedulers and options.
+    schedulers and options. events: what this process did last, in memory until it is given a file.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Assembly:
         self.calls = 0
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
+        self.events = Ring(transport.local[0])
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
@@ -223,6 +225,7 @@ class Assembly:
             crew=self._crew,
             around=around,
             recompute=self.options.recomputes(len(self.spec.stages)),
+            events=self.events,
         )
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:

@@ -10,6 +10,8 @@ from functools import partial
 import torch
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.event import ALL
+from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import AgreedError, lost, merge, problems_of
 from fxpart.runtime.batch import Cut
@@ -41,7 +43,8 @@ class Engine:
     A failure on any rank raises the same FXP504 on every rank, and the transport stays usable; a
     failed transfer raises FXP503 or FXP504 and the engine can no longer be used. Where the lanes of
     a stage are several processes, a stage that fails on one lane alone leaves the others in a
-    collective until their timeout: that, too, is a failed transfer.
+    collective until their timeout: that, too, is a failed transfer. busy: of each process the
+    nanoseconds that it computed in the last pass, 0 where that is not known.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class Engine:
         crew: Crew | None = None,
         around: Callable[[int], Around | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
+        events: Ring | None = None,
     ) -> None:
         """lanes: those of this process. ranks: of each stage and lane.
 
         meshes: what connects the lanes. crew: their threads. around: per lane, what is done around
-        backwards. recompute: stages that do not keep their activations.
+        backwards. recompute: stages that do not keep their activations. events: where what is done
+        is noted.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
@@ -72,6 +77,11 @@ class Engine:
         self._crew = crew or Crew([lane.index for lane in lanes], self._leave)
         self._around = around
         self._recompute = dict(recompute or {})
+        self._events = Ring(transport.local[0], 64) if events is None else events
+        self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
+        self._ends = self._events.mark(END, "wait", peer=ALL)
+        # The host's clock says how long a CPU computed; of a GPU only how long it took to launch.
+        self._seen = all(device.type == "cpu" for device in devices.values())
         self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
             stage.index
@@ -82,6 +92,7 @@ class Engine:
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
         self.broken: str | None = None
+        self.busy: tuple[int, ...] = ()
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder measure every pass from the next one on; None: no more."""
@@ -192,6 +203,7 @@ class Engine:
                 threads=self._meshes is not None and self._meshes.threads,
                 around=around,
                 recompute=self._recompute,
+                events=self._events,
             )
             for rank in self._transport.local
             if rank in ranks
@@ -209,9 +221,13 @@ class Engine:
             raise error("FXP901", where=where, why="no rank can go on", fix="")
 
     def _gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            self._events.write(self._agrees)
+            gate()
+
         if self._recorder is None:
-            return gate
-        return self._recorder.timed(AGREE, gate, [executor.rank])
+            return noted
+        return self._recorder.timed(AGREE, noted, [executor.rank])
 
     def _feed(self, rank: int, cut: Cut, keys: Sequence[int]) -> Feed:
         inputs = cut.taken(self._used[rank], self._devices[rank])
@@ -226,7 +242,12 @@ class Engine:
         bits = 0
         if loss is not None and (loss.device.type == "cpu" or self.spec.replicas):
             bits = struct.unpack("<q", struct.pack("<d", loss.item()))[0]
-        rows = self._exchange([len(failures), bits])
+        busy = sum(executor.busy for executor in executors) if self._seen else 0
+        self._events.write(self._ends)
+        # The last number makes this row longer than others: one of a rank that is at another place
+        # is then waited for in vain, and not taken for a loss.
+        rows = self._exchange([len(failures), bits, busy, 0])
+        self.busy = tuple(row[2] for row in rows)
         for executor in executors:
             executor.finish()
         if any(row[0] for row in rows):

@@ -7,11 +7,13 @@ so that no other rank waits in vain, and the step ends with an error on every ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from time import monotonic_ns
 
 import torch
 from torch import nn
 
 from fxpart.errors import FxpartError
+from fxpart.events.ring import Mark, Ring
 from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import lost
 from fxpart.runtime.instruction import Around, Failure, Feed, Instruction
@@ -27,7 +29,8 @@ class Executor(Prepared):
     """Runs one rank of a lowered schedule.
 
     After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
-    stages produce, ``failure`` if a stage raised.
+    stages produce, ``failure`` if a stage raised, ``busy``: nanoseconds of computation, as the
+    host saw them.
     """
 
     def __init__(
@@ -45,23 +48,29 @@ class Executor(Prepared):
         around: Around | None = None,
         threads: bool = False,
         recompute: Mapping[int, Mode] | None = None,
+        events: Ring | None = None,
     ) -> None:
         """modules: the rank's own stage modules by stage index.
 
         on_failure: called when a stage has raised. around: called around backwards.
         threads: the stage's other lanes are in this process: one that is missed has failed there,
-        and no connection is lost. recompute: stages that do not keep their activations.
+        and no connection is lost. recompute: stages that do not keep their activations. events:
+        where actions are noted; None: nowhere that outlives this.
         """
         super().__init__(
             spec, modules, schedule, rank, transport, device,
             train=train, keep_outputs=keep_outputs, around=around, recompute=recompute,
+            events=events,
         )  # fmt: skip
         self._on_failure = on_failure
         self._threads = threads
         self.position = 0
         self.failure: Failure | None = None
         self.lost = False
+        self.busy = 0
         self._instructions = self._prepared
+        self._marks = [self._first_mark(each) for each in self._prepared]
+        self._computes = [each.action.kind.is_compute for each in self._prepared]
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
         # a forward leaves traces (buffers), lest a refused batch leave some.
         self._alone = int(
@@ -86,6 +95,7 @@ class Executor(Prepared):
         self.losses, self.outputs, self.failure = {}, {}, None
         self._cells.clear()
         self._rests.clear()
+        self.busy, write, marks, computes = 0, self.events.write, self._marks, self._computes
         for position, instruction in enumerate(self._instructions):
             self.position = position
             if position == self._alone:
@@ -96,10 +106,15 @@ class Executor(Prepared):
             for inbox, index, _ in instruction.awaits:
                 while not inbox.ready(index):
                     yield
+            mark = marks[position]
+            if mark is not None:
+                self.began = write(mark)
             try:
                 self._execute(instruction)
             except (TransferTimeoutError, PeerLostError) as cause:
                 raise self._lost(instruction, cause) from cause
+            if computes[position]:
+                self.busy += monotonic_ns() - self.began
         if len(self._instructions) <= self._alone:
             gate()
         yield from self._late_ties()
@@ -110,6 +125,9 @@ class Executor(Prepared):
         for inbox, index, _ in self._late:
             while not inbox.ready(index):
                 yield
+        if self._late:
+            peer = self._late[0][0].source
+            self.events.put("sums of shared parameters", "wait", peer=peer)
         try:
             if self.failure is None:
                 self._ties.conclude()
@@ -117,6 +135,21 @@ class Executor(Prepared):
                 inbox.drop(index)
         except (TransferTimeoutError, PeerLostError) as cause:
             raise self._lost(self._instructions[-1], cause) from cause
+
+    def _first_mark(self, instruction: Instruction) -> Mark | None:
+        """What is noted before an action is done; a receive is only posted, and waits later."""
+        action = instruction.action
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            return None
+        if instruction.awaits:
+            return self._waits_for(action, instruction.awaits[0][0].source)
+        if action.kind.is_compute:
+            return self._begins(action)
+        assert action.peer is not None
+        return self.events.mark(
+            str(action), "send", stage=action.stage, microbatch=action.microbatch,
+            peer=self._stage_rank[action.peer],
+        )  # fmt: skip
 
     def _execute(self, instruction: Instruction) -> None:
         """Do it, or after a failure only what other ranks wait for."""
@@ -128,6 +161,7 @@ class Executor(Prepared):
                 if isinstance(cause, (TransferTimeoutError, PeerLostError)) and not self._threads:
                     raise
                 self.failure = Failure(self.rank, instruction.action, cause)
+                self.events.put(str(instruction.action), "failed", stage=instruction.action.stage)
                 self._cells.clear()
                 self._rests.clear()
                 if self._on_failure is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.ring import Mark, Ring
 from fxpart.program import ProgramSpec
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.instruction import Around, Feed, Instruction, surrounded
@@ -37,7 +38,8 @@ class Prepared:
     """The instructions of one rank, and what they share.
 
     losses, outputs (by name): per microbatch, for what this rank's stages produce. halves: by
-    stage, what splits its backwards.
+    stage, what splits its backwards. began: when the newest action had all that it needs, in
+    monotonic nanoseconds.
     """
 
     def __init__(
@@ -53,9 +55,12 @@ class Prepared:
         keep_outputs: bool,
         around: Around | None,
         recompute: Mapping[int, Mode] | None,
+        events: Ring | None,
     ) -> None:
         """See :class:`fxpart.runtime.executor.Executor`."""
         self.rank = rank
+        self.events = Ring(rank, 64) if events is None else events
+        self.began = 0
         self._around = around
         self._transport = transport
         self._device = device
@@ -169,6 +174,26 @@ class Prepared:
 
         return replace(instruction, do=do)
 
+    def _begins(self, action: Action) -> Mark:
+        """That an action has what it needs."""
+        return self.events.mark(str(action), stage=action.stage, microbatch=action.microbatch)
+
+    def _waits(self, action: Action, arrivals: Sequence[Arrival]) -> list[Mark | None]:
+        """For each arrival that the action waits for its sender; None: as for the one before.
+
+        None for the first, too: the executor says that before the action is looked at.
+        """
+        marks: list[Mark | None] = []
+        for at, (inbox, *_) in enumerate(arrivals):
+            again = at == 0 or arrivals[at - 1][0].source == inbox.source
+            marks.append(None if again else self._waits_for(action, inbox.source))
+        return marks
+
+    def _waits_for(self, action: Action, rank: int) -> Mark:
+        return self.events.mark(
+            str(action), "wait", stage=action.stage, microbatch=action.microbatch, peer=rank
+        )
+
     def _prepare_receive(self, action: Action) -> Instruction:
         """A receive is posted here at the latest; the computation that needs it waits for it."""
         post = self._routes.posting(action) or _nothing
@@ -182,16 +207,21 @@ class Prepared:
             for producer in table.producers
             if self._here(producer, microbatch)
         ]
-        cells = self._cells
+        cells, write = self._cells, self.events.write
+        waits, begins = self._waits(action, arrivals), self._begins(action)
 
         def do() -> None:
             feed, cell = self._feed, Cell(table)
             cell.outlasts = outlasts
             for position, name in table.user:
                 cell.inputs[position] = feed.inputs[microbatch][name]
-            for inbox, place, carried in arrivals:
+            for (inbox, place, carried), mark in zip(arrivals, waits, strict=True):
+                if mark is not None:
+                    write(mark)
                 for link, tensor in zip(carried, inbox.take(place), strict=True):
                     cell.inputs[link.input] = tensor
+            if arrivals:
+                self.began = write(begins)
             for producer, carried in own:
                 for link in carried:
                     value = cells[producer, microbatch].value(link, forward=True)
@@ -219,10 +249,15 @@ class Prepared:
         ]
         self._late += ties.arrivals(stage, microbatch, late=True)
         halves = self.halves[stage] if action.kind is Kind.I else None
+        write, begins = self.events.write, self._begins(action)
+        waits = self._waits(action, (*arrivals, *awaited))
+        waits_for_ties = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
 
         def do() -> None:
             cell, roots = cells[stage, microbatch], Roots(table)
-            for inbox, place, carried in arrivals:
+            for (inbox, place, carried), mark in zip(arrivals, waits, strict=False):
+                if mark is not None:
+                    write(mark)
                 for link, tensor in zip(carried, inbox.take(place), strict=True):
                     roots.add(link, tensor)
             for consumer, carried in own:
@@ -231,7 +266,11 @@ class Prepared:
             if table.loss is not None:
                 roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
             if tied:
+                for mark in waits_for_ties:
+                    write(mark)
                 roots.add_shared(ties.before(stage, microbatch))
+            if waits:
+                self.began = write(begins)
             if halves is None:
                 cell.backward(roots)
             else:

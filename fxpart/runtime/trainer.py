@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.event import ALL
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.fit import Fit, Fitted, Run
@@ -17,7 +18,7 @@ from fxpart.runtime.gradients import share_ties
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.replicas import sum_copies
-from fxpart.schedule.recording import CLIP, OPTIMIZER, SPREAD, SUMS, TIES
+from fxpart.schedule.recording import CLIP, OPTIMIZER, READ, SPREAD, SUMS, TIES
 
 Phase = tuple[str, Callable[[], None]]
 
@@ -25,20 +26,24 @@ Phase = tuple[str, Callable[[], None]]
 class Trainer(Inference):
     """Trains a program's stages; every rank makes one and gives it the same global batches.
 
-    last_rows: rows of the last global batch. last_grad_norm: the global norm before clipping,
-    after an update with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each
-    parameter group, by its name or number.
+    updates: how many were made, those before a checkpoint that was loaded among them. last_rows:
+    rows of the last global batch. last_grad_norm: the global norm before clipping, after an update
+    with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter group, by its
+    name or number.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments: see :class:`~fxpart.runtime.assembly.Assembly`."""
         super().__init__(*args, **kwargs)
+        self.updates = 0
         self.last_rows = 0
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
         self._doing = tuple(do for _, do in self._phases)
+        mark = self.events.mark
+        self._reads, self._over = mark(READ), mark("the step", "end")
 
     # -- training -------------------------------------------------------------------------------
 
@@ -71,6 +76,8 @@ class Trainer(Inference):
         if self._recorder is not None:
             self._recorder.begin(self.calls)
         mode = "last training" if closing else "training"
+        self.events.step = self.calls + 1
+        self.events.write(self._reads)
         read = self._read(self._source, batch, mode, local)
         if self._stale:
             self.zero_grad()
@@ -92,6 +99,7 @@ class Trainer(Inference):
         self.calls += 1
         self.last_rows = sum(read.cut.rows)
         self._pending += 1
+        self.events.write(self._over)
         if self._recorder is not None:
             self._recorder.end()
         assert loss is not None
@@ -114,6 +122,8 @@ class Trainer(Inference):
         for do in self._doing:
             do()
         self._stale, self._pending = True, 0
+        self.updates += 1
+        self.events.write(self._over)
         if self._recorder is not None:
             self._recorder.end()
 
@@ -185,13 +195,25 @@ class Trainer(Inference):
         )
 
     def _update_phases(self) -> tuple[Phase, ...]:
-        return (
+        phases: tuple[Phase, ...] = (
             (SUMS, lambda: self._gradients(lambda: self._each_lane(self._held.finish))),
             (TIES, lambda: self._gradients(self._share)),
             (CLIP, self._clip),
             (OPTIMIZER, self._optimize),
             (SPREAD, self._spread),
         )
+        return tuple((name, self._noted(name, do)) for name, do in phases)
+
+    def _noted(self, name: str, do: Callable[[], None]) -> Callable[[], None]:
+        """A phase, and that it began; in all but one the ranks wait for each other."""
+        alone = name == OPTIMIZER
+        mark = self.events.mark(name) if alone else self.events.mark(name, "wait", peer=ALL)
+
+        def noted() -> None:
+            self.events.write(mark)
+            do()
+
+        return noted
 
     def _share(self) -> None:
         sum_copies(self._state, self._held)
