@@ -1,4 +1,4 @@
-"""``fxpart ckpt``: look at checkpoints, compare their digests, drop old ones."""
+"""``fxpart ckpt``: look at checkpoints, compare their digests, convert them, drop old ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The verbs in the order in which one needs them."""
-        return ["inspect", "verify", "prune"]
+        return ["inspect", "verify", "convert", "prune"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, None where there is no such verb."""
+        if cmd_name == "convert":
+            from fxpart.cli.ckpt_convert import convert
+
+            return convert
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=Verbs)
 def command() -> None:
-    """Look at checkpoints, compare their digests, drop old ones.
+    """Look at checkpoints, compare their digests, convert them, drop old ones.
 
     RUN is a run's folder, its checkpoints folder, or one of the checkpoints in it. Each verb takes
     --json. `fxpart explain checkpoints` says what is in one.

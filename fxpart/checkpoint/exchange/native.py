@@ -1,0 +1,91 @@
+"""Our own checkpoints as a source, and written of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fxpart.checkpoint import folder
+from fxpart.checkpoint.exchange.source import Held, Outline, Rest, Source
+from fxpart.checkpoint.merging import merge
+from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.regions import Bytes, whole
+from fxpart.checkpoint.writer import PLAN, Piece, write_rank, write_text
+from fxpart.errors import error
+
+_RANK = re.compile(r"rank-(\d{1,9})\.safetensors")
+_FIELDS = ("step", "calls", "seed", "fingerprint", "plan", "weights", "values", "groups", "extra")
+_GROUP = 256_000_000  # bytes of a file that is written, which are in memory at once
+
+
+class Native:
+    """A checkpoint as a source; of a run's folder, the newest one. FXP510, FXP511."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it."""
+        self.checkpoint = Checkpoint.open(folder.found(path)[0])
+        manifest = self.checkpoint.manifest
+        fields = {name: getattr(manifest, name) for name in _FIELDS}
+        self.rest = Rest(**fields, plan_text=self.checkpoint.plan())
+        self.tensors = {k: Outline(t.dtype, t.shape) for k, t in manifest.tensors.items()}
+
+    def read(self, key: str) -> Bytes:
+        """The parts put together, their digests compared."""
+        return self.checkpoint.read(key).reshape(-1)
+
+    def layout(self, key: str) -> Sequence[Held]:
+        """The parts of the ranks that wrote it."""
+        found = []
+        for part in self.checkpoint.manifest.tensors[key].parts:
+            rank = _RANK.fullmatch(part.file)
+            if rank is None or part.flat is not None or any(len(dim) != 1 for dim in part.ranges):
+                return ()
+            found.append(Held(int(rank[1]), tuple(dim[0] for dim in part.ranges)))
+        return found
+
+
+def write_native(root: Path, source: Source) -> Path:
+    """Write a checkpoint into a folder of checkpoints; its own folder.
+
+    One that a run can load: any plan's ranks take their parts of it. FXP603 where the folder has
+    one of that step, FXP513 where it cannot be written.
+    """
+    rest = source.rest
+    final = root / folder.step_name(rest.step)
+    if final.exists():
+        why, fix = "there is one of that step", "give another folder"
+        raise error("FXP603", where=str(final), why=why, fix=fix)
+    partial = folder.begin(root, rest.step, 0)
+    try:
+        written = [
+            write_rank(partial, number, pieces) for number, pieces in enumerate(_pieces(source))
+        ]
+        files = {PLAN: write_text(partial, PLAN, rest.plan_text)} if rest.plan_text else {}
+        fields = {name: getattr(rest, name) for name in _FIELDS}
+        return folder.commit(partial, merge(written, **fields, generation=0, files=files))
+    except BaseException:
+        folder.discard(partial)
+        raise
+
+
+def is_native(path: Path) -> bool:
+    """Whether there is a checkpoint of ours at a path."""
+    return (path / "manifest.json").exists() or bool(
+        folder.complete(path) or folder.complete(path / "checkpoints")
+    )
+
+
+def _pieces(source: Source) -> Iterator[list[Piece]]:
+    """Whole tensors, as many to a file as memory is to hold."""
+    found: list[Piece] = []
+    held = 0
+    for key, outline in source.tensors.items():
+        if found and held + outline.size > _GROUP:
+            yield found
+            found, held = [], 0
+        region = whole(outline.shape)
+        data = source.read(key)
+        found.append(Piece(key, outline.dtype, outline.shape, region.ranges, None, data))
+        held += outline.size
+    yield found

@@ -1,0 +1,158 @@
+"""NumPy's .npz files without pickles: arrays that lie plain in a zip file."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from fxpart.checkpoint import files
+from fxpart.checkpoint.dtypes import DTYPES
+from fxpart.checkpoint.exchange.source import Outline, as_view, foreign
+from fxpart.checkpoint.regions import Bytes
+
+_TIME = (1980, 1, 1, 0, 0, 0)  # the same input gives the same bytes
+_END = ".npy"
+_FAULTS = (
+    OSError, ValueError, TypeError, KeyError, EOFError, SyntaxError, RecursionError, MemoryError,
+    NotImplementedError, RuntimeError, struct.error, tokenize.TokenError, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
+# Arrays have no bfloat16: PaddlePaddle, which has no uint16, gives and takes its bits as that.
+BITS = "bfloat16"
+
+
+def holds(dtype: str) -> bool:
+    """Whether such a file can hold a dtype, as PaddlePaddle has it."""
+    return dtype == BITS or (dtype != "uint16" and dtype in _KINDS)
+
+
+class Arrays:
+    """The arrays of an .npz file, read one at a time; FXP110 for anything else.
+
+    Only what is not compressed is read, so that no array takes more memory than the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the table and each array's header."""
+        self._path = path
+        self.outlines: dict[str, Outline] = {}
+        self._entries: dict[str, tuple[str, int]] = {}
+        try:
+            with (
+                files.reading(Path(os.path.realpath(path))) as (raw, size),
+                zipfile.ZipFile(raw) as table,
+            ):
+                for entry in table.infolist():
+                    self._take(table, entry, size)
+        except _FAULTS as cause:
+            raise self._fault(cause) from cause
+
+    def read(self, name: str) -> Bytes:
+        """An array's bytes in row-major order, 1-d."""
+        entry, start = self._entries[name]
+        outline = self.outlines[name]
+        data = np.empty(outline.size, np.uint8)
+        try:
+            with (
+                files.reading(Path(os.path.realpath(self._path))) as (raw, _),
+                zipfile.ZipFile(raw) as table,
+                table.open(entry) as file,
+            ):
+                dtype, shape, fortran = _header(file)
+                if file.tell() != start:
+                    raise ValueError("it has changed meanwhile")
+                _fill(file, data)
+        except _FAULTS as cause:
+            raise self._fault(cause) from cause
+        array = data.view(dtype)
+        if dtype.byteorder == ">":
+            array = array.astype(dtype.newbyteorder("<"))
+        if fortran:
+            array = np.ascontiguousarray(array.reshape(shape, order="F"))
+        return array.reshape(-1).view(np.uint8)
+
+    def _take(self, table: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> None:
+        name = entry.filename.removesuffix(_END)
+        if name == entry.filename or name in self.outlines:
+            raise ValueError(f"{entry.filename[:80]!r} is no array, or there twice")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it is compressed: write it by numpy.savez")
+        if entry.file_size > size:
+            raise ValueError(f"{name[:80]!r} is longer than the file")
+        with table.open(entry) as file:
+            dtype, shape, _ = _header(file)
+            start = file.tell()
+        kind = _NAMES.get(dtype.newbyteorder("=").str.lstrip("<>|="))
+        if kind is None:
+            raise ValueError(f"{name[:80]!r} is of dtype {dtype}, which torch lacks")
+        if entry.file_size - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name[:80]!r} has not the bytes of {shape}")
+        self.outlines[name] = Outline(kind, shape)
+        self._entries[name] = (entry.filename, start)
+
+    def _fault(self, cause: BaseException) -> Exception:
+        why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        return foreign(str(self._path), f"it is no whole .npz file: {why[:200]}")
+
+
+def write_arrays(path: Path, outlines: Mapping[str, Outline], read: Callable[[str], Bytes]) -> None:
+    """A new .npz file as numpy.savez writes it, on the disk when this returns; OSError.
+
+    read: an array's bytes, asked for one after another.
+    """
+    with files.creating(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as table:
+        for name, outline in outlines.items():
+            info = zipfile.ZipInfo(name + _END, _TIME)
+            info.external_attr = 0o600 << 16
+            with table.open(info, "w", force_zip64=True) as entry:
+                kind = np.dtype(_KINDS["uint16" if outline.dtype == BITS else outline.dtype])
+                header = {"descr": kind.str, "fortran_order": False, "shape": outline.shape}
+                npy.write_array_header_1_0(entry, header)
+                data = read(name)
+                assert data.nbytes == outline.size, name
+                entry.write(as_view(data))
+
+
+def _header(file: Any) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """The dtype, shape and order of an array; ValueError."""
+    version = npy.read_magic(file)
+    if version == (1, 0):
+        shape, fortran, dtype = npy.read_array_header_1_0(file)
+    elif version == (2, 0):
+        shape, fortran, dtype = npy.read_array_header_2_0(file)
+    else:
+        raise ValueError(f"version {version} of NumPy's format is not known")
+    if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None:
+        raise ValueError("it holds objects, which are pickled")
+    if len(shape) > 64 or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("its shape is none")
+    return dtype, shape, fortran
+
+
+def _fill(file: Any, data: Bytes) -> None:
+    rest = as_view(data)
+    while rest:
+        part = file.read(min(len(rest), 1 << 24))
+        if not part:
+            raise EOFError("it is shorter than its header says")
+        rest[: len(part)] = part
+        rest = rest[len(part) :]
+
+
+_KINDS = {
+    "float64": "f8", "float32": "f4", "float16": "f2", "complex64": "c8", "complex128": "c16",
+    "int64": "i8", "int32": "i4", "int16": "i2", "int8": "i1", "uint16": "u2", "uint8": "u1",
+    "uint32": "u4", "uint64": "u8", "bool": "b1",
+}  # fmt: skip
+assert set(_KINDS) <= set(DTYPES)
+_NAMES = {kind: BITS if name == "uint16" else name for name, kind in _KINDS.items()}

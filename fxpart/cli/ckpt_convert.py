@@ -1,0 +1,115 @@
+"""``fxpart ckpt convert``: checkpoints in other tools' formats, and theirs as ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+
+FORMATS = ("fxpart", "hf", "dcp", "paddle", "whole")
+
+
+@click.command()
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@click.option("--to", type=click.Choice(FORMATS), required=True, help="What TARGET will be.")
+@click.option("--from", "form", type=click.Choice(FORMATS), help="If not found out by itself.")
+@click.option("--model-only", is_flag=True, help="Leave out the optimizer and all else.")
+@click.option(
+    "--model-prefix",
+    default="model.",
+    show_default=True,
+    help="Of parameters' names in a dcp folder; '' for none.",
+)
+@click.option(
+    "--optimizer-prefix",
+    default="optimizer.state.",
+    show_default=True,
+    help="Of NAME.SLOT in a dcp folder; '' leaves the optimizer out.",
+)
+@click.option(
+    "--strategy",
+    type=click.Path(),
+    help="A JSON file of PaddlePaddle's converter dictionaries: how paddle is to be cut.",
+)
+@click.option("--config", type=click.Path(), help="A config.json to copy into an hf folder.")
+@click.option(
+    "--file-bytes",
+    type=click.IntRange(1),
+    default=5_000_000_000,
+    show_default=True,
+    help="Most bytes of a file in an hf or dcp folder.",
+)
+@json_option
+def convert(
+    source: str,
+    target: str,
+    to: str,
+    form: str | None,
+    model_only: bool,
+    model_prefix: str,
+    optimizer_prefix: str,
+    strategy: str | None,
+    config: str | None,
+    file_bytes: int,
+    as_json: bool,
+) -> int:
+    """Write the checkpoint SOURCE to TARGET in another format; every bit of it stays.
+
+    \b
+    fxpart  our own: SOURCE may be a run, TARGET is a folder for checkpoints
+    hf      a Hugging Face folder of safetensors, or one such file: the model's part
+    dcp     torch.distributed.checkpoint through its HuggingFaceStorageWriter and -Reader
+    paddle  PaddlePaddle's converter dictionaries (.json) with each rank's arrays (.npz)
+    whole   one safetensors file with everything
+
+    One tensor is in memory at a time. Nothing that is pickled is read. `fxpart explain checkpoints`
+    says what is where.
+    """
+    from fxpart.checkpoint.exchange import convert as exchange
+    from fxpart.checkpoint.exchange.huggingface import Prefixes
+    from fxpart.checkpoint.exchange.paddle_files import read_strategies
+    from fxpart.report.units import plural, size
+
+    options = exchange.Options(
+        model_only=model_only,
+        prefixes=Prefixes(model_prefix, optimizer_prefix),
+        strategies={} if strategy is None else read_strategies(Path(strategy)),
+        config=None if config is None else Path(config),
+        file_bytes=file_bytes,
+    )
+    formats = {name: name for name in exchange.FORMATS}
+    with _progress(f"converting {source}") as progress:
+        done = exchange.convert(
+            Path(source), Path(target), formats[to], form=formats[form] if form else None,  # type: ignore[index]
+            options=options, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        output.data({
+            "path": str(done.path), "from": done.source, "to": done.target,
+            "tensors": done.tensors, "bytes": done.bytes, "left_out": sorted(done.left_out),
+        })  # fmt: skip
+    else:
+        output.text(f"{done.path}: {plural(done.tensors, 'tensor')}, {size(done.bytes)}")
+    if done.left_out and not as_json:
+        kinds = sorted({key.split("/")[0] for key in done.left_out})
+        count = plural(len(done.left_out), "tensor")
+        output.note(f"note: {done.target} has no place for {count} of {', '.join(kinds)}")
+    return 0
+
+
+@contextmanager
+def _progress(words: str) -> Iterator[Callable[[int, int], None] | None]:
+    """How far it is: on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with output.told(words, True) as tell:
+        assert tell is not None
+        yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")
