@@ -20,7 +20,9 @@ class Launch:
 
     rank, world: this process and the number of them. local_rank, local_world: the same on this
     machine. address, port: where the job's store listens. restarts: how often torchrun has
-    restarted the job.
+    restarted the job here. host: the number of this machine's launcher. supervised: a launcher
+    starts the job again, or ends it, when one of its processes fails. keeps_store: that launcher
+    owns the store, not rank 0.
     """
 
     rank: int
@@ -30,6 +32,9 @@ class Launch:
     address: str
     port: int
     restarts: int = 0
+    host: int = 0
+    supervised: bool = False
+    keeps_store: bool = False
 
     @property
     def one_machine(self) -> bool:
@@ -64,6 +69,9 @@ def launch() -> Launch | None:
         address=os.environ["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
         restarts=numbers["TORCHELASTIC_RESTART_COUNT"],
+        host=numbers["GROUP_RANK"],
+        supervised="TORCHELASTIC_RUN_ID" in os.environ,
+        keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -75,6 +83,7 @@ _NUMBERS = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("MASTER_PORT", "MASTER_PORT"),
     ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"),
+    ("GROUP_RANK", "GROUP_RANK"),
 )
 
 
@@ -178,6 +187,34 @@ def for_rank(
         "MKL_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(path),
     }
+
+
+_LAUNCHER = "FXPART_LAUNCHER"
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # those that torch's agent takes for itself
+
+
+def launcher() -> int | None:
+    """The process that started this one as a rank (:mod:`fxpart.launching`), if it is one's.
+
+    Told once: what this process starts is not the launcher's.
+    """
+    text = os.environ.pop(_LAUNCHER, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+@contextmanager
+def for_ranks(signals: str) -> Iterator[None]:
+    """What ranks started meanwhile shall find; signals: that torch's agent acts on, by name."""
+    kept = {name: os.environ.get(name) for name in (_LAUNCHER, _HANDLED)}
+    os.environ.update({_LAUNCHER: str(os.getpid()), _HANDLED: signals})
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

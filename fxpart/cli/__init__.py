@@ -78,6 +78,13 @@ def cli(show: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
+    from fxpart.environment import launcher
+
+    parent = launcher()
+    if parent is not None:
+        from fxpart.launching import die_with_parent
+
+        die_with_parent(parent)
     status = run(sys.argv[1:] if arguments is None else list(arguments))
     sys.exit(status)
 

@@ -1,18 +1,16 @@
-"""A verb on several processes of this host: plan once, then torchrun."""
+"""A verb on several processes of this host: plan once, then start them."""
 
 from __future__ import annotations
 
-import logging
+import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from fxpart.cli import output
 from fxpart.cli.options import Request
-from fxpart.errors import CODES, EXIT_OURS, error
+from fxpart.errors import error
 from fxpart.plan import Plan
-
-_KNOWN = {status for _, status in CODES.values()} | {EXIT_OURS}
 
 
 def run_on(
@@ -40,7 +38,7 @@ def run_on(
                 arguments += [name, str(value)]
         if as_json:
             arguments.append("--json")
-        return _torchrun(processes, arguments)
+        return start(processes, arguments)
 
 
 def _plan(request: Request, processes: int) -> Plan:
@@ -59,35 +57,25 @@ def _check(plan: Plan, processes: int) -> None:
         )
 
 
-def _torchrun(processes: int, arguments: list[str]) -> int:
-    """torchrun in this process, so that its failure is an exception here and not a traceback."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+def start(processes: int, arguments: list[str]) -> int:
+    """The verb on so many ranks; FXP507 where one ended without saying why."""
+    from fxpart import launching
 
-    from fxpart.environment import limit_threads
-
-    limit_threads(processes)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    start = ["--standalone", "--nproc-per-node", str(processes), "--module", "fxpart"]
     output.note(f"starting {processes} processes")
-    try:
-        main([*start, *arguments])
-    except SignalException as fault:
-        raise KeyboardInterrupt from fault
-    except ChildFailedError as fault:
-        rank, failure = min(fault.failures.items(), key=lambda item: item[1].timestamp)
-        if failure.exitcode in _KNOWN:
-            output.note(f"rank {rank} failed; its message stands above")
-            return int(failure.exitcode)
-        raise error(
-            "FXP507",
-            where=f"rank {rank} (process {failure.pid})",
-            why=f"it ended with {_ending(failure.exitcode)}",
-            fix="see what it printed above; a killed process often ran out of memory",
-        ) from None
-    return 0
-
-
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
+    ended = launching.start(arguments, processes)
+    first = ended.first
+    if first is None:
+        return 0
+    if ended.asked == signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended.asked is not None:
+        return ended.code
+    if first.told:
+        output.note(f"rank {first.rank} failed; its message stands above")
+        return ended.code
+    raise error(
+        "FXP507",
+        where=f"rank {first.rank} (process {first.pid})",
+        why=f"it ended with {first.how}",
+        fix="see what it printed above; a killed process often ran out of memory",
+    )

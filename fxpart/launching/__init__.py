@@ -1,1 +1,12 @@
-"""Processes of one machine, started again when one of them ends."""
+"""Ranks of this machine as processes: started by torch's elastic agent, and ended with it.
+
+:func:`start` runs ``python -m fxpart ...`` as so many ranks and says how they ended. Nothing of it
+listens on another interface than the loopback.
+"""
+
+from fxpart.launching.ended import Ended, Failed
+from fxpart.launching.parent import die_with_parent
+from fxpart.launching.running import Running
+from fxpart.launching.start import start
+
+__all__ = ["Ended", "Failed", "Running", "die_with_parent", "start"]
