@@ -18,6 +18,7 @@ from fxpart.compat.foreach import (
     foreach_sqrt,
     foreach_zero_,
 )
+from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
     has_module_hooks,
     mask_detection_off,
@@ -107,6 +108,7 @@ __all__ = [
     "saved_slots",
     "scheduler_standing_in",
     "size_hint",
+    "skip_batches",
     "step_of",
     "storage_address",
     "storage_identity",

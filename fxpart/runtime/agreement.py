@@ -53,7 +53,7 @@ class Pending(Generic[T]):
                 raise
             self._problems = failure.problems
         if not self._alone:
-            row = [len(self._problems), *self._digests()]
+            row = [len(self._problems), *self._digests(), self._aside()]
             with reporting(transport, f"comparing {what}"):
                 self._handle = transport.begin_exchange(row)
             if self._problems:
@@ -84,6 +84,10 @@ class Pending(Generic[T]):
     def _digests(self) -> list[int]:
         """What stands for the text in this process's row: two numbers, whatever is compared."""
         return [digest(self._text), 0]
+
+    def _aside(self) -> int:
+        """A number that goes along, and is not compared."""
+        return 0
 
     def _compare(self, rows: list[list[int]]) -> None:
         """Raise FXP501 unless all rows are equal."""

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
@@ -30,6 +32,7 @@ from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
 from fxpart.runtime.sharded_state import ShardedState
+from fxpart.runtime.slow import Pace
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.transport import Transport
 from fxpart.schedule.action import Kind, Schedule
@@ -44,6 +47,8 @@ class Assembly:
 
     options: what it was given. optimizer: this process's torch optimizer, for learning-rate
     schedulers and options. events: what this process did last, in memory until it is given a file.
+    pace: how long each rank computes, and whether one has become slow.
+    asks: what this process asks of all, and what it heard.
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class Assembly:
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self.events = Ring(transport.local[0])
+        self.pace = Pace(self._ranks, warns=0 in transport.local)
+        self.asks = Asks(alone=len(transport.local) == transport.ranks)
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
@@ -157,6 +164,7 @@ class Assembly:
 
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
+        self.events.put(LEFT, "end")
         self._crew.close()
         if self._meshes is not None:
             self._meshes.close()
@@ -231,7 +239,7 @@ class Assembly:
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
         mode = f"{mode} call {self.calls}"
-        return Reading(self._transport, source, batch, mode, local=local)
+        return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

@@ -18,7 +18,8 @@ Kind = Literal["start", "evaluation", "epoch", "fallback", "failure", "end"]
 class StepInfo:
     """One update of the parameters. Numbers are equal on every rank but for the times.
 
-    step: how many updates there have been in this run, this one included. epoch: passes over the
+    step: how many updates there have been in this run, those before a checkpoint that it went on
+    from and this one included. epoch: passes over the
     data before this one. loss: mean over the rows of the update's batches. lr: of each parameter
     group. grad_norm: the global norm before clipping, None where it is not computed
     (``log_grad_norm=True``). rows: of the global batches. seconds: from the end of the last step,
@@ -46,8 +47,8 @@ class Event:
 
     kind: "start", "evaluation" (values: loss and metrics), "epoch" (one pass over the data has
     ended), "fallback" (why: an asynchronous pipeline drains after every minibatch from now on),
-    "failure" (error: why fit raises) or "end" (why: "steps", "epochs", "data", or
-    "early stopping"). step: updates so far.
+    "failure" (error: why fit raises) or "end" (why: "steps", "epochs", "data", "early stopping",
+    or a signal). step: updates so far; at the start those before a checkpoint.
     """
 
     kind: Kind
@@ -63,7 +64,9 @@ class Callback:
     """Told of every step and event, on every rank; override what is of interest.
 
     What raises here ends :meth:`~fxpart.runtime.trainer.Trainer.fit` with FXP507 on every rank. A
-    call that every rank has to make (``state_dict``) is allowed if all of them make it.
+    call that every rank has to make (``state_dict``) is allowed if all of them make it. One with
+    ``state_dict`` and ``load_state_dict`` of its own, of plain data, is saved in checkpoints: rank
+    0's, for all.
     """
 
     def on_step(self, info: StepInfo) -> None:
@@ -77,7 +80,9 @@ class JsonLines(Callback):
     """Writes a line of JSON for each step and event to a file; rank 0 does."""
 
     def __init__(self, path: str | Path, *, every: int = 1) -> None:
-        """path: is written anew when a run starts. every: how many steps there are to a line."""
+        """path: is written anew when a run starts, and gone on with when it goes on from a
+        checkpoint. every: how many steps there are to a line.
+        """
         self._path, self._every = Path(path), every
         self._file: IO[str] | None = None
 
@@ -91,7 +96,7 @@ class JsonLines(Callback):
         if event.rank != 0:
             return
         if event.kind == "start":
-            self._open()
+            self._open("a" if event.step else "w")
         told: dict[str, Any] = {"event": event.kind, "step": event.step, "epoch": event.epoch}
         told |= {"values": dict(event.values)} if event.values else {}
         told |= {"why": event.why} if event.why else {}
@@ -101,9 +106,9 @@ class JsonLines(Callback):
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
+    def _open(self, mode: str) -> None:
         try:
-            self._file = self._path.open("w", encoding="utf-8")
+            self._file = self._path.open(mode, encoding="utf-8")
         except OSError as cause:
             raise error(
                 "FXP603", where=str(self._path), why=str(cause), fix="a path that can be written"
@@ -153,7 +158,20 @@ class EarlyStopping:
             self.best, self.worse = value, 0
         else:
             self.worse += 1
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the last evaluation said to stop."""
         return self.worse >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next evaluations are compared with."""
+        return {"best": self.best, "worse": self.worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.best, self.worse = state["best"], state["worse"]
 
 
 Told = Callback | Callable[[StepInfo], object]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from fxpart.errors import error
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
 from fxpart.runtime.loader import each, guarded
+from fxpart.runtime.run.kept import Done, Kept
+from fxpart.runtime.run.options import Checkpoints
+from fxpart.runtime.run.position import Position
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
@@ -37,6 +41,7 @@ class Run:
     callbacks: Sequence[Told] = ()
     early_stopping: EarlyStopping | None = None
     local: bool = False
+    checkpoints: Checkpoints | str | Path | None = None
 
     def check(self) -> Run:
         """FXP109 for what cannot be."""
@@ -62,13 +67,23 @@ class Run:
             f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
             f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
-            f"early {self.early_stopping is not None} local {self.local}"
+            f"early {self.early_stopping is not None} local {self.local} checkpoints "
+            f"{None if self.kept is None else self.kept.describe()}"
         )
+
+    @property
+    def kept(self) -> Checkpoints | None:
+        """How the run is kept."""
+        return Checkpoints.of(self.checkpoints)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a run went. steps: updates; epochs: whole passes; why it ended; values: the last ones."""
+    """How a run went. steps: updates; epochs: whole passes; why it ended; values: the last ones.
+
+    Those before a checkpoint that it went on from count. why: "steps", "epochs", "data", "early
+    stopping", or the signal that asked it to end: "SIGTERM to rank 2".
+    """
 
     steps: int
     epochs: int
@@ -78,70 +93,98 @@ class Fitted:
 
 
 class Fit:
-    """One run of a trainer."""
+    """One run of a trainer. step: updates so far; position: in the data."""
 
     def __init__(self, trainer: Trainer, batches: Any, run: Run) -> None:
         """batches: an iterable, or a function that returns one for each epoch."""
-        self._trainer, self._batches, self._run = trainer, batches, run
-        self._transport = trainer.transport
-        self._optimizer = trainer.optimizer
-        self._scheduler = run.scheduler
-        self.step = self.epoch = 0
+        self.trainer, self.run, self.transport = trainer, run, trainer.transport
+        self.position = Position(batches, keeps=run.kept is not None)
+        self.scheduler = run.scheduler
+        self.step = 0
         self.loss = float("nan")
         self.values: dict[str, float] = {}
+        self._batches = batches
+        self._kept = None if run.kept is None else Kept(self, run.kept)
         self._last = time.perf_counter()
 
     def go(self) -> Fitted:
         """To the end; a failure is told to the callbacks and raised on every rank."""
         try:
-            agree(self._transport, "the arguments of fit", lambda: (True, self._run.describe()))
-            self._scheduler = self._made(self._run.scheduler)
+            agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
+            self.scheduler = self._made(self.run.scheduler)
+            if self._kept is not None:
+                self._kept.begin()
             self._tell("start")
             self._last = time.perf_counter()
             why = self._loop()
+            if self._kept is not None:
+                self._kept.end(why)
             self._tell("end", why=why)
             # A callback that failed on another rank is heard of here.
-            agree(self._transport, "the end of fit", lambda: (True, why))
+            agree(self.transport, "the end of fit", lambda: (True, why))
         except BaseException as cause:
+            if self._kept is not None:
+                self._kept.fail(cause)
             self._report(cause)
             raise
-        return Fitted(self.step, self.epoch, why, self.loss, self.values)
+        finally:
+            if self._kept is not None:
+                self._kept.close()
+        return Fitted(self.step, self.position.epoch, why, self.loss, self.values)
+
+    def settle(self) -> None:
+        """Finish what is in flight, and tell of it."""
 
     def _loop(self) -> str:
-        run = self._run
+        """Every update; why it ended."""
+        run, position = self.run, self.position
+        if self._kept is not None and self._kept.resumed:
+            if run.early_stopping is not None and run.early_stopping.over:
+                return "early stopping"
+            if why := self._over():
+                return why
         while True:
-            before = self.step
             for group in self._groups(self._each()):
                 self._update(group)
                 if run.every and self.step % run.every == 0 and self._evaluate():
                     return "early stopping"
+                if self._kept is not None and (why := self._kept.stop()):
+                    return why
                 if self.step == run.steps:
                     return "steps"
-            if self.step == before:
+            if not position.used:
                 return "data"
-            self.epoch += 1
+            position.next_epoch()
             if run.scheduler_every == "epoch":
                 self._schedule()
             if run.evaluate is not None and not run.every and self._evaluate():
                 return "early stopping"
             self._tell("epoch")
-            if self.epoch == run.epochs:
-                return "epochs"
-            if (run.steps is None and run.epochs is None) or iter_once(self._batches):
-                return "data"
+            if why := self._over():
+                return why
+
+    def _over(self) -> str:
+        """Why there is no other epoch; "" where there is one."""
+        run, epoch = self.run, self.position.epoch
+        if run.steps is not None and self.step >= run.steps:
+            return "steps"
+        if run.epochs is not None and epoch >= run.epochs:
+            return "epochs"
+        once = (run.steps is None and run.epochs is None) or iter_once(self._batches)
+        return "data" if epoch and once else ""
 
     def _each(self) -> Iterator[Any]:
         """The batches of an epoch."""
-        return each(self._transport, self._data(self._batches))
+        return each(self.transport, self.position)
 
-    def _guarded(self, what: str, do: Callable[[], T]) -> T:
+    def guarded(self, what: str, do: Callable[[], T]) -> T:
         """The user's own function; what it raises is raised on every rank."""
-        return guarded(self._transport, what, do)
+        return guarded(self.transport, what, do)
 
     def _data(self, given: Any) -> Iterable[Any]:
         if not callable(given) or hasattr(given, "__iter__"):
             return given  # type: ignore[no-any-return]
-        made: Iterable[Any] = self._guarded("the batches", given)
+        made: Iterable[Any] = self.guarded("the batches", given)
         return made
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
@@ -149,40 +192,56 @@ class Fit:
         group: list[Any] = []
         for batch in batches:
             group.append(batch)
-            if len(group) == self._run.accumulate:
+            if len(group) == self.run.accumulate:
                 yield group
                 group = []
         if group:
             yield group
 
     def _update(self, group: list[Any]) -> None:
-        trainer, total, rows = self._trainer, 0.0, 0
+        trainer, total, rows = self.trainer, 0.0, 0
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
-            loss = trainer.step(batch, accumulate=not last, local=self._run.local)
+            loss = trainer.step(batch, accumulate=not last, local=self.run.local)
             total, rows = total + float(loss) * trainer.last_rows, rows + trainer.last_rows
         self.loss, self.step = total / rows, self.step + 1
+        self._used(group, rows)
         lr = self._rates()
-        if self._run.scheduler_every == "step":
+        if self.run.scheduler_every == "step":
             self._schedule()
         now = time.perf_counter()
         norm = trainer.last_grad_norm
         info = StepInfo(
-            self.step, self.epoch, self.loss, lr, None if norm is None else float(norm),
+            self.step, self.position.epoch, self.loss, lr, None if norm is None else float(norm),
             rows, now - self._last, trainer.rank,
         )  # fmt: skip
         self._last = now
-        for callback in self._run.callbacks:
+        for callback in self.run.callbacks:
             tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
             what = f"callback {_name(callback)}.on_step after step {self.step}"
-            self._guarded(what, partial(tell, info))
+            self.guarded(what, partial(tell, info))
+
+    def _used(self, group: list[Any], rows: int) -> None:
+        """An update has used these batches, and its loss is known."""
+        self._write(self._done(group, rows), self.loss)
+        self.position.used += len(group)
+
+    def _write(self, done: Done, loss: float) -> None:
+        """A line of the ledger."""
+        if self._kept is not None:
+            self.guarded("the run's ledger", partial(self._kept.updated, done, loss))
+
+    def _done(self, group: list[Any], rows: int) -> Done:
+        """The update with these batches, for the ledger."""
+        position, digest = self.position, "" if self._kept is None else self._kept.digest(group)
+        return Done(self.step, position.epoch, position.used, len(group), rows, digest)
 
     def _evaluate(self) -> bool:
         """Evaluate, tell of it, and say whether to stop."""
-        run = self._run
-        self.values = self._trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(next(iter(self.values.values())))
+        run = self.run
+        self.values = self.trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(next(iter(self.values.values())))
         self._tell("evaluation", values=self.values)
         self._last = time.perf_counter()
         return run.early_stopping is not None and run.early_stopping.stop(self.values)
@@ -191,29 +250,29 @@ class Fit:
         """The scheduler, or what a function of the optimizer makes of it."""
         if given is None or hasattr(given, "step"):
             return given
-        return self._guarded("the scheduler", lambda: given(self._optimizer))
+        return self.guarded("the scheduler", lambda: given(self.trainer.optimizer))
 
     def _schedule(self) -> None:
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        if self._scheduler is not None and not isinstance(self._scheduler, plateau):
-            self._guarded("the scheduler", self._scheduler.step)
+        if self.scheduler is not None and not isinstance(self.scheduler, plateau):
+            self.guarded("the scheduler", self.scheduler.step)
 
     def _rates(self) -> tuple[float, ...]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def _tell(self, kind: Kind, **more: Any) -> None:
-        event = Event(kind, self.step, self.epoch, self._trainer.rank, **more)
-        for callback in self._run.callbacks:
+        event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)
+        for callback in self.run.callbacks:
             tell = getattr(callback, "on_event", None)
             if tell is not None:
                 what = f"callback {_name(callback)}.on_event({kind})"
-                self._guarded(what, partial(tell, event))
+                self.guarded(what, partial(tell, event))
 
     def _report(self, cause: BaseException) -> None:
         """Tell the callbacks of a failure; what they raise now is noted, and hides nothing."""
-        event = Event("failure", self.step, self.epoch, self._trainer.rank, error=cause)
-        for callback in self._run.callbacks:
+        event = Event("failure", self.step, self.position.epoch, self.trainer.rank, error=cause)
+        for callback in self.run.callbacks:
             try:
                 getattr(callback, "on_event", _ignore)(event)
             except Exception as other:

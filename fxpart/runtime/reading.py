@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fxpart.runtime.agreement import Pending, digest
+from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut, Seen, Shape
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.transport import Transport
@@ -35,14 +36,23 @@ class Reading(Pending[Seen]):
     """One batch; :attr:`cut` is there when all ranks are known to fit where it is given in part."""
 
     def __init__(
-        self, transport: Transport, source: Source, batch: Any, mode: str, *, local: bool = False
+        self,
+        transport: Transport,
+        source: Source,
+        batch: Any,
+        mode: str,
+        *,
+        local: bool = False,
+        asks: Asks | None = None,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
-        Raises FXP105 on every rank if any rank's batch does not fit.
+        asks: what this process asks of all, sent along, and where theirs is put. Raises FXP105 on
+        every rank if any rank's batch does not fit.
         """
         self._source = source
         self._mode = mode
+        self._asks = Asks(alone=False) if asks is None else asks
         self._cut: Cut | None = None
         self._others: Mapping[str, Shape] = {}
 
@@ -75,7 +85,13 @@ class Reading(Pending[Seen]):
         shapes = digest(msgspec.json.encode(seen.shapes).decode())
         return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
 
+    def _aside(self) -> int:
+        return self._asks.mine
+
     def _compare(self, rows: list[list[int]]) -> None:
+        *others, asks = zip(*rows, strict=True)
+        self._asks.hear(asks)
+        rows = [list(row) for row in zip(*others, strict=True)]
         complete = all(row[2] & _FULL for row in rows)
         if complete or any(row[1] != rows[0][1] for row in rows):
             super()._compare(rows)

@@ -12,6 +12,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import AgreedError, agree
 from fxpart.runtime.callbacks import StepInfo
 from fxpart.runtime.fit import Fit, Run
+from fxpart.runtime.run.kept import Done
 
 if TYPE_CHECKING:
     from fxpart.runtime.stream.trainer import StreamTrainer
@@ -50,7 +51,7 @@ class StreamFit(Fit):
         """See :class:`~fxpart.runtime.fit.Fit`."""
         super().__init__(trainer, batches, run)  # type: ignore[arg-type]
         self._stream = trainer
-        self._rows: dict[int, tuple[int, int, int]] = {}  # by call: step, epoch, rows
+        self._rows: dict[int, Done] = {}  # by call
         self._spoilt = False  # something has failed here, and the others have not heard of it
 
     def _loop(self) -> str:
@@ -58,59 +59,61 @@ class StreamFit(Fit):
         self._stream.listeners.append(lambda text: listener(why=text))
         try:
             why = super()._loop()
-            self._finish()
+            self.settle()
         finally:
             self._stream.listeners.pop()
         return why
 
     def _each(self) -> Iterator[Any]:
         """The batches; the pipeline is empty where they end, so that ranks can be compared."""
-        source = self._guarded("the batches", lambda: iter(self._data(self._batches)))
+        source = self.guarded("the batches", lambda: iter(self.position))
         while True:
             batch = _NONE
             if source is not _NONE:
-                batch = self._guarded("the batches", lambda: next(source, _END))
+                batch = self.guarded("the batches", lambda: next(source, _END))
             if batch is _END:
                 break
             yield batch
         if not self._stream.in_flight:
-            agree(self._transport, "the batches", lambda: (True, "the data has ended"))
+            agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def _update(self, group: list[Any]) -> None:
         (batch,) = group
         if batch is _NONE:
             call = self._stream.again()
         else:
-            call = self._stream.feed(batch, local=self._run.local)
+            call = self._stream.feed(batch, local=self.run.local)
         self.step += 1
-        self._rows[call] = self.step, self.epoch, self._stream.last_rows
+        self._rows[call] = self._done([] if batch is _NONE else group, self._stream.last_rows)
+        self.position.used += 1
         for known, loss in self._stream.taken():
             self._tell_step(known, float(loss))
 
     def _evaluate(self) -> bool:
-        self._finish()
+        self.settle()
         return super()._evaluate()
 
-    def _finish(self) -> None:
+    def settle(self) -> None:
         """Drain, and tell of all steps that are left."""
         for call, loss in self._stream.finish():
             self._tell_step(call, float(loss))
 
     def _tell_step(self, call: int, loss: float) -> None:
-        step, epoch, rows = self._rows.pop(call)
+        done = self._rows.pop(call)
         now, norm = time.perf_counter(), self._stream.last_grad_norm
         self.loss = loss
+        self._write(done, loss)
         info = StepInfo(
-            step, epoch, loss, self._rates(), None if norm is None else float(norm), rows,
-            now - self._last, self._stream.rank,
+            done.step, done.epoch, loss, self._rates(), None if norm is None else float(norm),
+            done.rows, now - self._last, self._stream.rank,
         )  # fmt: skip
         self._last = now
-        for callback in self._run.callbacks:
+        for callback in self.run.callbacks:
             tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
             name = getattr(callback, "__name__", type(callback).__name__)
-            self._guarded(f"callback {name}.on_step after step {step}", partial(tell, info))
+            self.guarded(f"callback {name}.on_step after step {done.step}", partial(tell, info))
 
-    def _guarded(self, what: str, do: Callable[[], T]) -> T:
+    def guarded(self, what: str, do: Callable[[], T]) -> T:
         """What raises here while something is in flight is heard by the others as a failure.
 
         Until then this rank makes the same calls, with nothing in them, and no more of the user's.
@@ -118,7 +121,7 @@ class StreamFit(Fit):
         if self._spoilt and what != "the batches":
             return _NONE  # type: ignore[return-value]
         if not self._stream.in_flight:
-            return super()._guarded(what, do)
+            return super().guarded(what, do)
         try:
             return do()
         except AgreedError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fxpart.errors import Problem
@@ -9,14 +11,15 @@ from fxpart.runtime.batch import Cut
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import Ranks
 from fxpart.runtime.stream.crew import Stages
+from fxpart.runtime.stream.runner import Runner
 from fxpart.runtime.stream.word import Counts, Word, bits
 from fxpart.runtime.transport import Transport
 from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import WeightMode
 
 
-def word_of(stages: Stages, cut: Cut | None) -> Word:
-    """What this process says; cut: the call's minibatch, None of a drain."""
+def word_of(stages: Stages, cut: Cut | None, asks: int) -> Word:
+    """What this process says; cut: the call's minibatch, None of a drain; asks: of all."""
     runners = list(stages.runners.values())
     first = runners[0]
     failed = sum(runner.failure is not None for runner in runners)
@@ -32,7 +35,7 @@ def word_of(stages: Stages, cut: Cut | None) -> Word:
     return Word(
         failed, skipped, int(loss is not None), bits(0.0 if loss is None else loss.item()),
         first.forwards, first.backwards, first.updates, first.read_last, bits(square),
-        int(any(runner.halted for runner in runners)),
+        int(any(runner.halted for runner in runners)), asks, _busy(runners),
     )  # fmt: skip
 
 
@@ -62,6 +65,15 @@ def problem_of(failure: Failure) -> Problem:
     """What a stage's failure is called on every rank."""
     fix = "other stages may have made an update more: go on from the last checkpoint"
     return failure.problem(fix, of=" of the stream")
+
+
+def _busy(runners: Sequence[Runner]) -> int:
+    """The host's clock says how long a CPU computed; of a GPU only how long it took to launch."""
+    busy = sum(runner.busy for runner in runners)
+    for runner in runners:
+        busy = busy if runner.seat.device.type == "cpu" else 0
+        runner.busy = 0
+    return busy
 
 
 def _loss(stages: Stages, cut: Cut) -> torch.Tensor | None:

@@ -327,7 +327,7 @@ class StreamTrainer(Whole):
             self.calls - self._first if ended else None,
         )  # fmt: skip
         with reporting(self._transport, "telling the other ranks"):
-            self._words.say(call, word_of(self._stages, cut), expected)
+            self._words.say(call, word_of(self._stages, cut, self.asks.mine), expected)
 
     def _hear(self, *, drained: bool = False) -> None:
         """Act on the oldest word: the same on every rank, at the same call."""
@@ -335,6 +335,7 @@ class StreamTrainer(Whole):
             call, words, expected = self._words.hear()
         if any(word.failed for word in words):
             self._fail(drained=drained)
+        self.asks.hear([word.asks for word in words])
         for rank, (word, counted) in enumerate(zip(words, expected, strict=True)):
             assert word.halted or word.counts == counted, (
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) are "

@@ -25,6 +25,7 @@ class Word:
     finite. told: whether it has the loss. loss: its bits. forwards, backwards, updates, version:
     of its first stage in the stream (version: that its last forward started from). square: the bits
     of the squared norm of its gradients. halted: whether a stage has stopped updating.
+    asks: what the process asks of all (:class:`~fxpart.runtime.asks.Asks`).
     """
 
     failed: int
@@ -37,6 +38,7 @@ class Word:
     version: int
     square: int
     halted: int
+    asks: int = 0
 
     @property
     def counts(self) -> Counts:

@@ -1,0 +1,257 @@
+"""What fit does with a run's folder: goes on from it, keeps its ledger, saves, and says its end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+
+from fxpart.checkpoint import folder
+from fxpart.errors import FxpartError
+from fxpart.runtime.agreement import agree, reporting
+from fxpart.runtime.run import generations
+from fxpart.runtime.run.batches import digest_of
+from fxpart.runtime.run.ledger import Begin, Ledger, Update
+from fxpart.runtime.run.options import Checkpoints
+from fxpart.runtime.run.signals import Signals, name_of
+from fxpart.runtime.run.state import put_back, taken
+
+if TYPE_CHECKING:
+    from fxpart.runtime.checkpoint.saver import Saver
+    from fxpart.runtime.fit import Fit
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What rank 0 found in the folder, for all. newest: the step of the newest checkpoint."""
+
+    generation: int
+    newest: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """An update, for the ledger: which batches of the epoch it had, and their digest."""
+
+    step: int
+    epoch: int
+    first: int
+    batches: int
+    rows: int
+    digest: str
+
+
+class Kept:
+    """One fit with a folder. generation: this one's number, known after :meth:`begin`."""
+
+    def __init__(self, fit: Fit, options: Checkpoints) -> None:
+        """Nothing is read or written yet."""
+        self.options = options
+        self.generation = 0
+        self.resumed = False
+        self._fit = fit
+        self._run = options.run
+        self._first = 0 in fit.transport.local
+        self._signals = Signals(fit.trainer.asks)
+        self._saver: Saver | None = None
+        self._ledger: Ledger | None = None
+        self._book: generations.Generations | None = None
+        self._told = 0  # problems of the saver that were told
+        self._saved = -1
+
+    # -- the beginning --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Go on from the newest checkpoint that is whole; every rank calls it.
+
+        FXP517 where starting again is no use, FXP511 where none can be loaded, FXP512.
+        """
+        from fxpart.runtime.checkpoint.load import restore_newest
+        from fxpart.runtime.checkpoint.saver import Saver
+
+        if self.options.signals:
+            self._signals.__enter__()
+        fit = self._fit
+        start = self._look()
+        self.generation = start.generation
+        agree(fit.transport, "the ring of events", self._note)
+        if start.newest >= 0:
+            checkpoint, extra = restore_newest(fit.trainer, self._run.checkpoints, random=False)
+            for problem in checkpoint.skipped:
+                warnings.warn(str(problem), stacklevel=4)
+            agree(fit.transport, "what a run goes on from", lambda: (put_back(fit, extra), ""))
+            self.resumed, self._saved = True, fit.step
+        self._saver = Saver(
+            fit.trainer, self._run.checkpoints, keep=self.options.keep,
+            generation=start.generation, strict=self.options.strict,
+        )  # fmt: skip
+        agree(fit.transport, "the run's ledger", self._open)
+        if not self.resumed:
+            # What is drawn without a seed, weights too, is then the same after a restart.
+            self.save(wait=True)
+
+    def _look(self) -> _Start:
+        """What is there, by rank 0."""
+        transport = self._fit.transport
+        found = agree(transport, "the run's folder", lambda: (self._found(), ""))
+        with reporting(transport, "sharing what the run's folder has"):
+            raw = transport.exchange_bytes(b"" if found is None else msgspec.json.encode(found))[0]
+        return msgspec.json.decode(raw, type=_Start)
+
+    def _found(self) -> _Start | None:
+        """Of rank 0; its generation is written down, so that it counts however it ends."""
+        if not self._first:
+            return None
+        earlier = generations.read(self._run.generations)
+        there = folder.complete(self._run.checkpoints)
+        step = folder.step_of(there[0]) if there else -1
+        ledger = Ledger(self._run.ledger, check=self.options.check)
+        self._ledger, reached = ledger, ledger.reached
+        self._book = generations.Generations(self._run.generations)
+        number = max((g.began.generation for g in earlier), default=0) + 1
+        useless = generations.stuck(self._run.path, earlier, reached, self.options.restarts)
+        self._book.begin(
+            number, world=self._fit.transport.ranks, step=max(step, 0), reached=reached,
+            plan=_short(self._fit.trainer.plan_text),
+        )  # fmt: skip
+        if useless is not None:
+            self._book.end(number, step=max(step, 0), how=useless.code)
+            raise useless
+        return _Start(number, step)
+
+    def _note(self) -> tuple[None, str]:
+        """What this process does stands in the run's folder from now on."""
+        rank, events = self._fit.trainer.rank, self._fit.trainer.events
+        path = self._run.events(self.generation, rank)
+        events.keep(path, rank=rank, generation=self.generation)
+        return None, ""
+
+    def _open(self) -> tuple[None, str]:
+        fit = self._fit
+        if self._ledger is not None:
+            begin = Begin(
+                generation=self.generation, after=fit.step, world=fit.transport.ranks,
+                same=_same(fit), own=fit.run.local,
+            )  # fmt: skip
+            self._ledger.begin(begin)
+            _write(self._run.plan, fit.trainer.plan_text)
+        return None, ""
+
+    # -- meanwhile ------------------------------------------------------------------------------
+
+    def digest(self, batches: Sequence[Any]) -> str:
+        """Of an update's batches, where the ledger is."""
+        return "" if self._ledger is None else digest_of(batches)
+
+    def updated(self, done: Done, loss: float) -> None:
+        """A line of the ledger; FXP518."""
+        if self._ledger is not None:
+            self._ledger.write(
+                Update(
+                    step=done.step, epoch=done.epoch, first=done.first, batches=done.batches,
+                    rows=done.rows, digest=done.digest,
+                    loss=loss if math.isfinite(loss) else cast(Any, repr(loss)),
+                )
+            )  # fmt: skip
+
+    def stop(self) -> str:
+        """After an update: save where that is due; why to end, "" to go on. Equal on all ranks."""
+        number, rank = self._fit.trainer.asks.asked
+        due = self._fit.step % self.options.every == 0
+        if number:
+            self.save(wait=True)
+            return f"{name_of(number)} to rank {rank}"
+        if due:
+            self.save()
+        return ""
+
+    def save(self, *, wait: bool = False) -> None:
+        """A checkpoint of now, if there is none; every rank calls it. FXP513 where it is strict."""
+        assert self._saver is not None
+        fit = self._fit
+        fit.settle()
+        if self._saved != fit.step:
+            if self._ledger is not None:
+                fit.guarded("the run's ledger", self._ledger.sync)
+            extra = taken(fit)
+            self._saved = fit.step
+            self._saver.save(fit.step, extra, wait=wait)
+        elif wait:
+            self._saver.finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Warn of checkpoints that were not written; every rank knows of the same."""
+        assert self._saver is not None
+        for failure in self._saver.problems[self._told :]:
+            warnings.warn(str(failure), stacklevel=4)
+        self._told = len(self._saver.problems)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def end(self, why: str) -> None:
+        """The run ends in order: a last checkpoint."""
+        self.save(wait=True)
+        if self._book is not None:
+            self._book.end(self.generation, step=self._fit.step, how=why)
+
+    def fail(self, cause: BaseException) -> None:
+        """The run ends by a failure: it is written down, and nobody is waited for."""
+        from fxpart.events.failures import record_failure
+
+        if not self.generation:
+            return
+        line = next(iter(str(cause).splitlines()), "")
+        if isinstance(cause, FxpartError):
+            first = cause.problems[0]
+            line = f"{first.code} {first.where}: {first.why}"
+        rank = self._fit.trainer.rank
+        record_failure(
+            self._run.failure(self.generation, rank), cause, rank=rank,
+            generation=self.generation, events=self._fit.trainer.events,
+        )  # fmt: skip
+        if self._book is not None:
+            text = f"rank {rank}: {line or type(cause).__name__}"
+            with contextlib.suppress(FxpartError):  # what ends the run must not be hidden
+                self._book.end(
+                    self.generation, step=self._fit.step, how=generations.FAILED, why=text
+                )
+
+    def close(self) -> None:
+        """Give signals and files back."""
+        self._signals.__exit__(None, None, None)
+        for file in (self._ledger, self._book):
+            if file is not None:
+                file.close()
+
+
+def _same(fit: Fit) -> str:
+    """Runs of equal ones give equal bits: plan, ranks, options, machine, version."""
+    trainer = fit.trainer
+    kinds = sorted({device.type for device in trainer._devices.values()})
+    exact = kinds == ["cpu"] or torch.are_deterministic_algorithms_enabled()
+    text = (
+        f"{trainer.plan_text} {fit.transport.ranks} {len(fit.transport.local)} "
+        f"{trainer.options.describe()} {torch.__version__} {torch.get_num_threads()} {kinds} "
+        f"{fit.run.describe()}"
+    )
+    return _short(text) if exact else ""
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
+
+
+def _write(path: Path, text: str) -> None:
+    """Beside, and renamed: it is whole or it is the one before."""
+    if text:
+        beside = path.with_name(f".{path.name}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)

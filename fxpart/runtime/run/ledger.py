@@ -1,0 +1,243 @@
+"""The ledger of a run: a line for each update, so that nothing is lost, repeated or different.
+
+The file only grows. Where a run goes on from a checkpoint, a line says after which step; the lines
+behind that step stand aside then, and each of their steps that is done again is compared with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.runtime.run.lines import Appender, read_lines
+
+_CLOSE = 1e-5  # relative, where plan, ranks or machine are others
+_WHAT = 8  # the letters of a digest that say what was looked at
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True, tag="update", tag_field="line"):
+    """One update. Of the data: batches ``first`` to before ``first + batches`` of the epoch.
+
+    loss: exact; the text of a number that is not finite. digest: of what rank 0 was given of the
+    batches (:func:`fxpart.runtime.run.batches.digest_of`).
+    """
+
+    step: int
+    epoch: int
+    first: int
+    batches: int
+    rows: int
+    loss: float | Literal["nan", "inf", "-inf"]
+    digest: str
+
+    @property
+    def number(self) -> float:
+        """The loss."""
+        return float(self.loss)
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="line"):
+    """A generation goes on after a step. same: alike where losses have to be equal to the bit.
+
+    own: rank 0 is given its own rows only, so that digests are those of this world.
+    """
+
+    generation: int
+    after: int
+    world: int
+    same: str
+    own: bool = False
+
+
+Line = Update | Begin
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a ledger says. steps: updates that count; rows: their rows; epochs: batches of each.
+
+    generations: how often the run was started. redone: updates that were done again. problems: what
+    was lost, repeated or different; none where all is well.
+    """
+
+    steps: int
+    rows: int
+    epochs: tuple[int, ...]
+    generations: int
+    redone: int
+    problems: tuple[str, ...]
+
+
+def check(path: str | Path) -> Summary:
+    """Go through a ledger: every step once, every batch once, steps done again as they were.
+
+    FXP520 where it cannot be read.
+    """
+    return _walked(Path(path)).summary()
+
+
+def updates(path: str | Path) -> list[Update]:
+    """The updates that count, in order; FXP520 where the file cannot be read."""
+    return [update for update, _ in _walked(Path(path)).done]
+
+
+class Ledger:
+    """A run's ledger, written by rank 0. reached: the farthest step that it had before."""
+
+    def __init__(self, path: Path, *, check: bool = True) -> None:
+        """Nothing is written yet. check: compare steps that are done again."""
+        self._path, self._check = path, check
+        self._walk = _walked(path)
+        self._file = Appender(path)
+
+    @property
+    def reached(self) -> int:
+        """The farthest step that was ever done."""
+        return self._walk.reached
+
+    def begin(self, line: Begin) -> None:
+        """A generation begins."""
+        self._walk.begin(line)
+        self._file.write(line)
+
+    def write(self, line: Update) -> None:
+        """An update was done; FXP518 where it was done before and gave something else."""
+        told = self._walk.update(line)
+        self._file.write(line)
+        if told and self._check:
+            raise error(
+                "FXP518", where=f"{self._path}, step {line.step}", why=told,
+                fix="see what differs: data order, code, library versions; "
+                "Checkpoints(check=False) goes on",
+            )  # fmt: skip
+
+    def sync(self) -> None:
+        """What was written stands on the disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Walk:
+    """Goes through the lines. done: updates that count, with the generation that did each."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Update, Begin]] = []
+        self.reached = self.redone = 0
+        self.problems: list[str] = []
+        self._aside: dict[int, tuple[Update, Begin]] = {}
+        self._now: Begin | None = None
+        self._generations = 0
+
+    def begin(self, line: Begin) -> None:
+        """A generation begins: what is behind its step stands aside."""
+        last = self.done[-1][0].step if self.done else 0
+        if line.after > last:
+            self.problems.append(
+                f"generation {line.generation} went on after step {line.after}, and the ledger "
+                f"ends with step {last}"
+            )
+        while self.done and self.done[-1][0].step > line.after:
+            update, by = self.done.pop()
+            self._aside[update.step] = update, by
+        self._now = line
+        self._generations += 1
+
+    def update(self, line: Update) -> str:
+        """An update; what is different from when it was done before, "" where nothing is."""
+        told = ""
+        if self._now is None:
+            self.problems.append(f"step {line.step} before any generation")
+            self._now = Begin(generation=0, after=0, world=0, same="")
+        before = self.done[-1][0] if self.done else None
+        if wrong := _misplaced(before, line, self._now):
+            self.problems.append(wrong)
+        earlier = self._aside.pop(line.step, None)
+        if earlier is not None:
+            self.redone += 1
+            told = _different(*earlier, line, self._now)
+            if told:
+                self.problems.append(f"step {line.step}: {told}")
+        self.done.append((line, self._now))
+        self.reached = max(self.reached, line.step)
+        return told
+
+    def summary(self) -> Summary:
+        """What was found."""
+        epochs: dict[int, int] = {}
+        for update, _ in self.done:
+            epochs[update.epoch] = epochs.get(update.epoch, 0) + update.batches
+        return Summary(
+            len(self.done), sum(update.rows for update, _ in self.done), tuple(epochs.values()),
+            self._generations, self.redone, tuple(self.problems),
+        )  # fmt: skip
+
+
+def _walked(path: Path) -> _Walk:
+    walk = _Walk()
+    for line in read_lines(path, Line):
+        if isinstance(line, Begin):
+            walk.begin(line)
+        else:
+            walk.update(line)
+    return walk
+
+
+def _misplaced(before: Update | None, line: Update, begin: Begin) -> str:
+    """Whether a step or a batch was lost or repeated between two updates, in words."""
+    step = begin.after + 1 if before is None else before.step + 1
+    if line.step != step:
+        return f"step {line.step} where step {step} comes next"
+    if before is None:
+        return "" if begin.after else _first(line, line.epoch == 0)
+    if line.epoch == before.epoch:
+        expected = before.first + before.batches
+        if line.first != expected:
+            return (
+                f"step {line.step}: batch {line.first} of epoch {line.epoch} where batch "
+                f"{expected} comes next"
+            )
+        return ""
+    return _first(line, line.epoch == before.epoch + 1)
+
+
+def _first(line: Update, next_epoch: bool) -> str:
+    if line.first or not next_epoch:
+        return f"step {line.step}: epoch {line.epoch} begins with batch {line.first}"
+    return ""
+
+
+def _different(then: Update, by: Begin, now: Update, begin: Begin) -> str:
+    """What is not as it was, in words."""
+    if (then.epoch, then.first, then.batches, then.rows) != (
+        now.epoch, now.first, now.batches, now.rows,
+    ):  # fmt: skip
+        return f"{_data(then)} then, {_data(now)} now"
+    comparable = by.own == begin.own and (not begin.own or by.world == begin.world)
+    comparable = comparable and then.digest[:_WHAT] == now.digest[:_WHAT]
+    if comparable and then.digest != now.digest:
+        return f"{_data(then)}: other numbers in it than then"
+    exact = by.same == begin.same
+    if not _alike(then.number, now.number, exact=exact):
+        how = "" if exact else f", more than {_CLOSE:g} apart"
+        return f"loss {then.loss!r} then, {now.loss!r} now{how}"
+    return ""
+
+
+def _data(update: Update) -> str:
+    last = update.first + update.batches - 1
+    batches = f"batch {last}" if update.batches == 1 else f"batches {update.first} to {last}"
+    return f"{batches} of epoch {update.epoch}, {update.rows} rows"
+
+
+def _alike(a: float, b: float, *, exact: bool) -> bool:
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return a == b if exact else math.isclose(a, b, rel_tol=_CLOSE)
