@@ -226,6 +226,7 @@ class _Loading:
         updates = manifest.values.get("trainer/updates", manifest.step)
         stream.put_slots(trainer, kept, told, updates)
         self._read = None
+        stream.put_squares(trainer, manifest.values)
         names = ("draining", "known", "scheduler")
         stream.put_whole(trainer, {n: manifest.values.get(f"trainer/{n}") for n in names})
 

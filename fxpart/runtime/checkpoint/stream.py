@@ -61,9 +61,28 @@ def whole(trainer: StreamTrainer) -> dict[str, Any]:
     update = next(iter(trainer._stages.updates.values()))
     weights = next(iter(trainer._weights.values()))
     found: dict[str, Any] = {"draining": trainer.draining, "known": update.known}
+    found["stages"] = len(trainer.spec.stages)
     if weights.scheduler is not None:
         found["scheduler"] = weights.scheduler.state_dict()
     return found
+
+
+def squares(trainer: StreamTrainer) -> Iterator[tuple[int, str, float]]:
+    """Each stage's (rank, key, squared norm of its last gradients), of the first lane."""
+    for (stage, lane), update in trainer._stages.updates.items():
+        if lane == 0:
+            yield trainer._state.rank(stage, lane), _square(stage), update.square
+
+
+def put_squares(trainer: StreamTrainer, values: Mapping[str, Any]) -> None:
+    """The same of a checkpoint of as many stages: until its first update a stage still tells it."""
+    same = values.get("trainer/stages") == len(trainer.spec.stages)
+    for (stage, _), update in trainer._stages.updates.items():
+        update.square = float(values.get(_square(stage), 0.0)) if same else 0.0
+
+
+def _square(stage: int) -> str:
+    return f"stage/{stage}/square"
 
 
 def put_whole(trainer: StreamTrainer, given: Mapping[str, Any]) -> None:

@@ -134,6 +134,8 @@ class _Taking:
             holder = known.get(id(parameter))
             if holder is not None and holder.writes:
                 self._slot("predictor", parameter, holder, slot, value)
+        for rank, key, square in stream.squares(trainer):
+            self.taken.values[rank][key] = square
 
     def random(self) -> None:
         """This process's generators, as those of its first rank."""
