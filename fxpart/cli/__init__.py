@@ -27,6 +27,7 @@ VERBS = {
     "validate": "Check plan files; every fault, not the first.",
     "export": "Write each rank's program as readable Python.",
     "train": "Train a target by a plan, in this process or on several.",
+    "scale": "Ask a run that is under way to go on with another number of ranks.",
     "emulate": "Say what stale weights would do to a model's loss, in one process.",
     "ckpt": "Look at a run's checkpoints, compare every digest, drop old ones.",
     "verify": "Compare partitioned training with one process, number by number.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -89,6 +89,33 @@ class Request:
             return replace(self, cluster=cluster, constraint=(*self.constraint, f"ranks={ranks}"))
         stages = f"stages={ranks // lanes}"
         return replace(self, cluster=cluster, constraint=(*items, stages))
+
+    def arguments(self) -> list[str]:
+        """As they are given on the command line, TARGET first; without --plan."""
+        found = [self.target]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("target", "plan") or value is None:
+                continue
+            for item in value if isinstance(value, tuple) else (value,):
+                # One argument each: a value may begin with a dash.
+                found.append(f"--{field.name.replace('_', '-')}={item}")
+        return found
+
+    def on_each_rank(
+        self, verb: str, plan: str, options: Mapping[str, object], as_json: bool
+    ) -> list[str]:
+        """The command line of each rank, which runs the plan in that file on the plan's cluster.
+
+        options: further ones by name, left out where None or False.
+        """
+        found = [verb, self.target, "--plan", plan]
+        for name, value in {**options, "--optimizer": self.optimizer}.items():
+            if value is True:
+                found.append(name)
+            elif value is not None and value is not False:
+                found += [name, str(value)]
+        return [*found, "--json"] if as_json else found
 
     def propose(self, workload: Workload) -> Proposed:
         """The best plan of all that the planner knows, trainable or not."""

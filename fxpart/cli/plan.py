@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fxpart.cli import output
 from fxpart.cli.options import Request, compile_options, json_option
-from fxpart.errors import error
+from fxpart.errors import EXIT_INFEASIBLE, error
 
 if TYPE_CHECKING:
     from fxpart.plan import Plan
@@ -29,13 +30,27 @@ if TYPE_CHECKING:
     show_default=True,
     help="all: also stages that differ, recompute and schedules that cannot be trained yet.",
 )
+@click.option("--nproc", metavar="MIN:MAX", help="With --run: plan for so many ranks.")
+@click.option("--run", type=click.Path(), help="Keep the plans of a run in this folder, for later.")
 @json_option
-def command(path: str | None, dump: str | None, space: str, as_json: bool, **options: Any) -> int:
+def command(
+    path: str | None,
+    dump: str | None,
+    space: str,
+    nproc: str | None,
+    run: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Capture TARGET, choose its partition on the cluster, and write the plan.
 
-    With -o plan.json the costed problem is written beside it, as plan.problem.json.
+    With -o plan.json the costed problem is written beside it, as plan.problem.json. With --nproc
+    MIN:MAX --run DIR a plan for each of these numbers of ranks is made for the run in DIR, where
+    `fxpart train` finds them when ranks go or come back.
     """
     request = Request(**options)
+    if nproc is not None or run is not None:
+        return _ahead(request, nproc, run, as_json)
     if dump is not None and not dump.endswith((".toml", ".json")):
         fix = "give a file that ends in .toml or .json"
         raise error("FXP109", where=f"--dump-annotations {dump}", why="what format?", fix=fix)
@@ -54,6 +69,28 @@ def command(path: str | None, dump: str | None, space: str, as_json: bool, **opt
         output.note(f"wrote {dump}")
     _write(program.plan, program.costed() if path is not None else None, path, as_json)
     return 0
+
+
+def _ahead(request: Request, nproc: str | None, run: str | None, as_json: bool) -> int:
+    """Plans for a run's numbers of ranks; status 3 where there is none for some."""
+    from fxpart.cli.supervised import plan_ahead
+    from fxpart.elastic.bounds import Bounds
+    from fxpart.rundir import RunDir
+
+    if nproc is None or run is None:
+        given, missing = ("--nproc", "--run DIR") if run is None else ("--run", "--nproc MIN:MAX")
+        fix = f"give {missing} too"
+        raise error("FXP109", where=given, why="one is nothing without the other", fix=fix)
+    folder = RunDir(Path(run))
+    with output.busy(f"planning {request.target} for {nproc} ranks"):
+        refused = plan_ahead(request, Bounds.parse(nproc), folder)
+    if as_json:
+        output.data({"plans": str(folder.plans), "refused": refused})
+    for ranks, why in refused.items():
+        output.note(f"no plan for {ranks} ranks: {why}")
+    if not as_json:
+        output.text(f"plans in {folder.plans}")
+    return EXIT_INFEASIBLE if refused else 0
 
 
 def _write(plan: Plan, problem: JointProblem | None, path: str | None, as_json: bool) -> None:

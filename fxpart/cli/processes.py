@@ -29,15 +29,7 @@ def run_on(
             _plan(request, processes).dump(plan)
         else:
             _check(Plan.load(plan), processes)
-        # No --cluster: the ranks run the plan on its own cluster, wherever it was made.
-        arguments = [verb, request.target, "--plan", plan]
-        for name, value in {**options, "--optimizer": request.optimizer}.items():
-            if value is True:
-                arguments.append(name)
-            elif value is not None and value is not False:
-                arguments += [name, str(value)]
-        if as_json:
-            arguments.append("--json")
+        arguments = request.on_each_rank(verb, plan, options, as_json)
         return start(processes, arguments)
 
 

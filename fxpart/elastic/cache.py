@@ -20,15 +20,13 @@ _MOST_BYTES = 1 << 20
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What plans of a run are asked for, whatever their number of ranks.
 
-    constraints: all but the number of ranks. batch_size, microbatches: None where not fixed; the
-    run's first plan fixes them for those that follow. cost_model: its name, or the digest of its
-    file. version: of fxpart, as another one may plan otherwise.
+    constraints: all but the number of ranks. cost_model: its name, or the digest of its file.
+    version: of fxpart, as another one may plan otherwise. The global batch and the microbatches
+    are not asked for: the run's first plan fixes them for those that follow (:func:`check_same`).
     """
 
     target: str
     constraints: dict[str, int | float | str | bool] = {}
-    batch_size: int | None = None
-    microbatches: int | None = None
     optimizer: str | None = None
     cost_model: str = "auto"
     seed: int = 0

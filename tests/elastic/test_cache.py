@@ -36,7 +36,7 @@ def test_other_wishes_find_nothing(tmp_path: Path) -> None:
     Plans(RunDir(tmp_path), ASKED).keep(plan)
     for other in (
         replace(ASKED, constraints={"tp": 2}),
-        replace(ASKED, microbatches=4),
+        replace(ASKED, optimizer="sgd"),
         replace(ASKED, cost_model="ab12"),
         replace(ASKED, version="9"),
     ):

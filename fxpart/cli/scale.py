@@ -1,0 +1,35 @@
+"""``fxpart scale``: another number of ranks for a run that is under way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+
+
+@click.command()
+@click.argument("run", type=click.Path())
+@click.argument("ranks", type=click.IntRange(1))
+@json_option
+def command(run: str, ranks: int, as_json: bool) -> int:
+    """Ask the run in folder RUN to go on with RANKS ranks, at its next step.
+
+    It has to be under way: started by `fxpart train --nproc MIN:MAX --run RUN`. All ranks save
+    after the step they are at and stop; the launcher plans for the new number, and training goes on
+    from there. More: fxpart/docs/elastic.md.
+    """
+    from fxpart.elastic.wishes import ask
+    from fxpart.rundir import RunDir
+
+    held = ask(RunDir(Path(run)), ranks)
+    if as_json:
+        output.data({"asked": ranks, **msgspec.to_builtins(held)})
+    elif ranks == held.ranks:
+        output.text(f"it has {ranks} ranks already")
+    else:
+        output.text(f"asked process {held.pid} for {ranks} ranks in place of {held.ranks}")
+    return 0

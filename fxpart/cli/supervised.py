@@ -1,0 +1,212 @@
+"""A run that its launcher watches over: plans for every number of ranks, and a supervisor."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fxpart._version import __version__
+from fxpart.cli import output
+from fxpart.cli.options import Request
+from fxpart.cluster import Cluster
+from fxpart.elastic.bounds import Bounds
+from fxpart.elastic.cache import Asked, Plans, check_elastic, newest, planned
+from fxpart.elastic.clusters import for_ranks, without
+from fxpart.elastic.supervisor import Job, supervise
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan import Plan
+from fxpart.rundir import RunDir
+
+
+def run_supervised(
+    request: Request,
+    bounds: Bounds,
+    run: RunDir,
+    options: Mapping[str, object],
+    steps: int,
+    as_json: bool,
+) -> int:
+    """Run ``fxpart train`` on as many ranks as the bounds allow, to its end; the exit status.
+
+    options: of train, by name, with --run among them. Raises FXP109 where a plan is given that is
+    for one number of ranks only, or the run has another batch, and what
+    :func:`fxpart.elastic.supervisor.supervise` raises.
+    """
+    if request.plan is not None and bounds.elastic:
+        raise error(
+            "FXP109",
+            where=f"--plan {request.plan} --nproc {bounds}",
+            why="a plan is for one number of ranks",
+            fix="leave --plan out, or give one number",
+        )
+    _check_begun(request, run)
+    planning = Planning(request, bounds, run)
+    job = Job(
+        bounds=bounds,
+        run=run,
+        steps=steps,
+        plan=planning.plan,
+        arguments=lambda path: request.on_each_rank("train", str(path), options, as_json),
+        tell=output.note,
+        advance=planning.advance,
+    )
+    try:
+        return supervise(job)
+    finally:
+        planning.close()
+
+
+@dataclass
+class Planning:
+    """Plans of a run, found or made: in this process when they are needed, in another before."""
+
+    request: Request
+    bounds: Bounds
+    run: RunDir
+    made: Plans = field(init=False)
+    ahead: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        """Open the run's plans."""
+        self.made = Plans(self.run, asked_of(self.request))
+
+    def plan(self, ranks: int, lost: frozenset[str] = frozenset()) -> tuple[Plan, bool]:
+        """For so many ranks of the devices that are left, and whether it was there already."""
+        if self.request.plan is not None:
+            plan = Plan.load(self.request.plan)
+            if plan.world != ranks:
+                why = f"the plan is for {plan.world} ranks"
+                fix = f"--nproc {plan.world}, or plan for {ranks} devices"
+                raise error("FXP502", where=f"--nproc {ranks}", why=why, fix=fix)
+            return plan, True
+        given = self._left(lost)
+        request = replace(fixed(self.request, self.run), cluster=given)
+        cluster = for_ranks(given, ranks)
+        whole = request.on_ranks(ranks, "--nproc")
+        found = planned(self.made, cluster, ranks, lambda: whole.compile(whole.workload()).plan)
+        if self.bounds.elastic:
+            check_elastic(found[0], f"--nproc {self.bounds}")
+        return found
+
+    def advance(self, numbers: Iterable[int]) -> None:
+        """Have the plans that are missing made by a process of its own, at low priority."""
+        if self.request.plan is not None or (self.ahead and self.ahead.poll() is None):
+            return
+        if not any(self._missing(ranks) for ranks in numbers):
+            return
+        from fxpart.environment import for_ranks as as_child
+
+        command = [sys.executable, "-m", "fxpart", "plan", *self.request.arguments()]
+        command += ["--nproc", str(self.bounds), "--run", str(self.run.path)]
+        quiet = subprocess.DEVNULL
+        with as_child(""):
+            self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        if self.ahead is not None:
+            self.ahead.kill()
+            self.ahead.wait()
+
+    def _missing(self, ranks: int) -> bool:
+        try:
+            return self.made.find(for_ranks(self.request.cluster, ranks), ranks) is None
+        except FxpartError:
+            return False  # there are not so many devices
+
+    def _left(self, lost: frozenset[str]) -> str:
+        """The cluster as text: as it was given, or the file of what is left of it."""
+        if not lost or self.request.cluster == "auto":
+            return self.request.cluster
+        path = self.run.path / "cluster.json"
+        without(Cluster.parse(self.request.cluster), lost).dump(path)
+        return str(path)
+
+
+def plan_ahead(request: Request, bounds: Bounds, run: RunDir) -> dict[int, str]:
+    """Make the plans of a run that are missing; by number of ranks why there is none.
+
+    Those next to the present number first. The model is captured once.
+    """
+    from fxpart.elastic.advance import advance
+    from fxpart.modes import with_mode
+    from fxpart.requests import with_numbers
+
+    before = newest(run)
+    world = before.world if before is not None else bounds.most + 1
+    numbers = sorted(range(bounds.least, bounds.most + 1), key=lambda n: (abs(n - world), n))
+    same = fixed(request, run)
+    workload = request.workload()
+
+    def constraints(ranks: int) -> dict[str, int | float | str | bool]:
+        own = same.on_ranks(ranks, "--nproc").constraints
+        numbers = with_numbers(own, request.precision, request.transfer_dtype)
+        return with_mode(numbers, request.mode, request.weights)
+
+    return advance(
+        Plans(run, asked_of(request)),
+        request.cluster,
+        numbers,
+        lambda ranks: same.on_ranks(ranks, "--nproc").compile(workload, quiet=True),
+        constraints,
+        cost_model=request.cost_model,
+    )
+
+
+def fixed(request: Request, run: RunDir) -> Request:
+    """The request with the global batch and the microbatches that the run began with, if it has."""
+    before = newest(run)
+    if before is None:
+        return request
+    return replace(request, batch_size=before.batch_size, microbatches=before.microbatches)
+
+
+def asked_of(request: Request) -> Asked:
+    """What every plan of the request's run is asked for, as far as it decides the plan."""
+    numbers = {
+        "precision": request.precision, "transfer_dtype": request.transfer_dtype,
+        "mode": request.mode, "weights": request.weights,
+    }  # fmt: skip
+    return Asked(
+        target=request.target,
+        constraints={**request.constraints, **{k: v for k, v in numbers.items() if v is not None}},
+        optimizer=request.optimizer,
+        cost_model=_digest(request.cost_model),
+        seed=request.seed,
+        version=__version__,
+    )
+
+
+def _digest(cost_model: str) -> str:
+    """A file by what is in it, a name as it is."""
+    try:
+        return hashlib.sha256(Path(cost_model).read_bytes()).hexdigest()
+    except OSError:
+        return cost_model
+
+
+def _check_begun(request: Request, run: RunDir) -> None:
+    """FXP109 for a batch or microbatches that are not those of the run, where it has begun."""
+    before = newest(run)
+    if before is None:
+        return
+    pairs = (
+        ("--batch-size", request.batch_size, before.batch_size),
+        ("--microbatches", request.microbatches, before.microbatches),
+    )
+    problems = [
+        Problem(
+            "FXP109",
+            f"{option} {now}",
+            f"the run in {run.path} began with {was}, and its updates would be others",
+            "leave it out, or begin a run in another folder",
+        )
+        for option, now, was in pairs
+        if now is not None and now != was
+    ]
+    if problems:
+        raise FxpartError(problems)

@@ -1,0 +1,67 @@
+"""How far a run has come, as its folder says: looked at from outside, and never trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fxpart.rundir import RunDir
+
+_STEP = re.compile(r"step-(\d{10})")
+_TAIL = 1 << 16  # bytes
+
+
+def saved(run: RunDir) -> int:
+    """Updates that the run's newest checkpoint has; 0 where there is none."""
+    try:
+        found = [_STEP.fullmatch(path.name) for path in run.checkpoints.iterdir()]
+    except OSError:
+        return 0
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def reached(run: RunDir) -> int:
+    """The farthest update among the last lines of the run's ledger; 0 where there is none."""
+    steps = [line.get("step") for line in _last_lines(run.ledger) if line.get("line") == "update"]
+    return max((step for step in steps if type(step) is int), default=0)
+
+
+def how_it_ended(run: RunDir) -> str:
+    """Why the last generation ended, in its own words ("steps", "SIGUSR1 to rank 0", "failed").
+
+    "" where it could not say so, or where another has begun.
+    """
+    lines = _last_lines(run.generations)
+    if not lines or lines[-1].get("line") != "ended":
+        return ""
+    how = lines[-1].get("how")
+    return how if isinstance(how, str) else ""
+
+
+def finished(run: RunDir) -> bool:
+    """Whether the last generation did all that there was to do."""
+    how = how_it_ended(run)
+    return how in ("steps", "epochs", "data", "early stopping")
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in the last lines of a file of JSON lines; what is none is left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            raw = file.read(_TAIL)
+    except OSError:
+        return []
+    found = []
+    for line in raw.split(b"\n"):
+        try:
+            value = msgspec.json.decode(line)
+        except (ValueError, RecursionError, msgspec.MsgspecError):
+            continue  # cut by the tail, or by the end of who wrote it
+        if isinstance(value, dict):
+            found.append(value)
+    return found

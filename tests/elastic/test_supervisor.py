@@ -1,0 +1,264 @@
+"""The launcher's decisions, with ranks that end as each test says."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_plans
+
+from fxpart.elastic.bounds import Bounds
+from fxpart.elastic.clusters import without
+from fxpart.elastic.progress import finished, how_it_ended, reached, saved
+from fxpart.elastic.supervisor import Job, supervise
+from fxpart.elastic.wishes import ask
+from fxpart.errors import FxpartError, error
+from fxpart.launching import Ended, Failed
+from fxpart.plan import Plan
+from fxpart.rundir import RunDir
+
+KILLED = -int(signal.SIGKILL)
+
+
+class World:
+    """Ranks that are not there: each generation is a function of the run and its plan."""
+
+    def __init__(self, path: Path, bounds: str, generations: Sequence[Any], **more: Any) -> None:
+        self.run = RunDir(path)
+        self.generations: Iterator[Any] = iter(generations)
+        self.worlds: list[int] = []
+        self.plans: list[Plan] = []
+        self.lines: list[str] = []
+        self.sent: list[int] = []
+        self.refused: set[int] = set()
+        self.advanced: list[list[int]] = []
+        self.job = Job(
+            bounds=Bounds.parse(bounds), run=self.run, steps=100, plan=self.plan,
+            arguments=lambda path: ["train", "--plan", str(path)], tell=self.lines.append,
+            advance=lambda numbers: self.advanced.append(list(numbers)), start=self.start, **more,
+        )  # fmt: skip
+
+    def plan(self, ranks: int, lost: frozenset[str]) -> tuple[Plan, bool]:
+        if ranks in self.refused:
+            raise error("FXP204", where="x", why="it does not fit", fix="")
+        left = without(sample_plans.cluster(4), lost)
+        if len(left.devices) < ranks:
+            raise error("FXP519", where="x", why=f"{len(left.devices)} devices are left", fix="")
+        return sample_plans.plan(ranks, blocks=12), True
+
+    def start(
+        self, arguments: Sequence[str], ranks: int, *, on_tick: Callable[[Any], object]
+    ) -> Ended:
+        plan = Plan.load(arguments[-1])
+        assert plan.world == ranks
+        self.worlds.append(ranks)
+        self.plans.append(plan)
+        ended = next(self.generations)(self, lambda: on_tick(self))
+        assert isinstance(ended, Ended)
+        return ended
+
+    def send(self, number: int) -> None:
+        self.sent.append(number)
+
+    def save(self, step: int) -> None:
+        (self.run.checkpoints / f"step-{step:010d}").mkdir(parents=True, exist_ok=True)
+
+    def supervise(self) -> int:
+        return supervise(self.job)
+
+
+def ends(step: int = 0, rank: int | None = None, status: int = KILLED) -> Callable[..., Ended]:
+    """A generation that saves at a step, and whose rank ends with that status."""
+
+    def generation(world: World, tick: Callable[[], None]) -> Ended:
+        if step:
+            world.save(step)
+        tick()
+        return Ended(None if rank is None else Failed(rank, 1, status))
+
+    return generation
+
+
+def scaled(
+    ranks: int, step: int, status: int | None = None, how: str = "SIGUSR1 to rank 0"
+) -> Callable[..., Ended]:
+    """A generation that is asked to be another, and saves at a step when it is told."""
+
+    def generation(world: World, tick: Callable[[], None]) -> Ended:
+        before = len(world.sent)
+        ask(world.run, ranks)
+        tick()
+        tick()
+        assert world.sent[before:] == ([signal.SIGUSR1] if ranks != world.worlds[-1] else [])
+        world.save(step)
+        with world.run.generations.open("a") as file:
+            file.write(f'{{"line":"ended","generation":1,"ended":0,"step":{step},"how":"{how}"}}\n')
+        return Ended(None if status is None else Failed(0, 1, status))
+
+    return generation
+
+
+def test_a_run_without_events(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [ends(100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4]
+    assert world.advanced == [[3, 2]]
+
+
+def test_four_three_two_four(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [scaled(3, 10), scaled(2, 20), scaled(4, 30), ends(100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4, 3, 2, 4]
+    assert any("4 -> 3 ranks" in line and "made in advance" in line for line in world.lines)
+    assert world.advanced[1] == [2, 4]
+
+
+def test_a_signal_before_the_ranks_listen_is_a_stop_too(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [scaled(3, 10, -int(signal.SIGUSR1)), ends(100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4, 3]
+
+
+def test_the_number_there_is_asks_nobody_to_stop(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [scaled(4, 100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4]
+
+
+def test_a_run_that_is_done_when_it_is_to_change(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [scaled(3, 100, how="steps")])
+    assert world.supervise() == 0
+    assert world.worlds == [4]
+
+
+def test_a_lost_rank_is_replaced_with_the_same_seats(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [ends(10, 1), ends(20, 1), ends(30, 0), ends(100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4] * 4
+    assert all(plan == world.plans[0] for plan in world.plans)
+    words = "rank 1 (host0/cpu:1) ended with signal 9; 10 steps are saved"
+    assert any(words in line for line in world.lines)
+
+
+def test_a_device_that_loses_its_rank_twice_is_done_without(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [ends(10, 2), ends(0, 2), ends(100)])
+    assert world.supervise() == 0
+    # The first loss came with steps more; the second without any; both on one device.
+    assert world.worlds == [4, 4, 3]
+    assert any("going on with fewer ranks" in line for line in world.lines)
+
+
+def test_it_is_tried_with_all_again_later(tmp_path: Path) -> None:
+    def later(world: World, tick: Callable[[], None]) -> Ended:
+        tick()
+        assert world.sent == [signal.SIGUSR1]
+        world.save(50)
+        return Ended()
+
+    world = World(tmp_path, "2:4", [ends(10, 2), ends(0, 2), later, ends(100)], retry=1e-9)
+    world.job = _with(world.job, change=0.0)
+    assert world.supervise() == 0
+    assert world.worlds[-1] == 4
+
+
+def _with(job: Job, **fields: Any) -> Job:
+    from dataclasses import replace
+
+    return replace(job, **fields)
+
+
+def test_three_restarts_without_a_step_more(tmp_path: Path) -> None:
+    world = World(tmp_path, "4", [ends(10, 0)] + [ends(0, 0)] * 9)
+    with pytest.raises(FxpartError) as caught:
+        world.supervise()
+    (problem,) = caught.value.problems
+    assert problem.code == "FXP517"
+    assert "3 restarts since step 10" in problem.why and "rank 0: signal 9" in problem.why
+    assert world.worlds == [4] * 4
+
+
+def test_a_users_mistake_is_not_repeated(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [ends(0, 1, 2)])
+    assert world.supervise() == 2
+    assert world.worlds == [4]
+
+
+def test_a_failed_stage_is_tried_again(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [ends(0, 1, 5), ends(100)])
+    assert world.supervise() == 0
+    assert world.worlds == [4, 4]
+
+
+def test_asked_to_end(tmp_path: Path) -> None:
+    def stopped(world: World, tick: Callable[[], None]) -> Ended:
+        world.save(40)
+        return Ended(asked=int(signal.SIGTERM))
+
+    world = World(tmp_path, "2:4", [stopped])
+    assert world.supervise() == 0
+    assert saved(world.run) == 40
+
+
+def test_a_number_without_a_plan_is_left_out(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [scaled(2, 10), scaled(3, 20), ends(100)])
+    world.refused = {3}
+    assert world.supervise() == 0
+    assert world.worlds == [4, 2, 2]
+    assert any("no plan for 3 ranks (it does not fit): going on with 2" in x for x in world.lines)
+
+
+def test_no_plan_at_all(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:4", [])
+    world.refused = {2, 3, 4}
+    with pytest.raises(FxpartError, match="FXP204"):
+        world.supervise()
+
+
+def test_fewer_devices_than_the_least(tmp_path: Path) -> None:
+    world = World(tmp_path, "5:6", [])
+    with pytest.raises(FxpartError) as caught:
+        world.supervise()
+    (problem,) = caught.value.problems
+    assert problem.code == "FXP519" and problem.why == "4 devices are left; --nproc 5:6"
+
+
+def test_a_step_that_was_not_saved_is_progress_too(tmp_path: Path) -> None:
+    def further(world: World, tick: Callable[[], None]) -> Ended:
+        step = reached(world.run) + 1
+        with world.run.ledger.open("a") as file:
+            file.write(f'{{"line":"update","step":{step}}}\n')
+        return Ended(Failed(0, 1, KILLED))
+
+    world = World(tmp_path, "4", [further] * 6 + [ends(100)])
+    assert world.supervise() == 0
+    assert len(world.worlds) == 7
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"line":"update","step":"9"}', "[" * 99999, "\n"])
+def test_what_a_damaged_folder_says(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path)
+    for path in (run.ledger, run.generations):
+        path.write_text(text)
+    assert reached(run) == 0 and how_it_ended(run) == "" and not finished(run)
+
+
+def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lines = [f'{{"line":"update","step":{step}}}' for step in range(5000)]
+    run.ledger.write_text("\n".join(lines) + '\n{"line":"upd')
+    assert reached(run) == 4999
+    run.generations.write_text('{"line":"ended","how":"data"}\n')
+    assert finished(run)
+    run.generations.write_text('{"line":"ended","how":"data"}\n{"line":"began"}\n')
+    assert not finished(run)
+
+
+def test_what_counts_as_saved(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert saved(run) == 0
+    for name in ("step-0000000012", "step-3", ".partial-g1-step-0000000099", "step-00000000123"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert saved(run) == 12
