@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxpart.checkpoint import dtypes, files
 from fxpart.checkpoint.headers import Place
-from fxpart.checkpoint.manifest import Manifest, Part, Tensor
+from fxpart.checkpoint.manifest import NAME, Manifest, Part, Tensor
 from fxpart.checkpoint.regions import Region
 from fxpart.errors import Problem
 
@@ -20,7 +20,7 @@ _HUGE = 1 << 62
 def manifest_problems(manifest: Manifest, folder: Path) -> Iterator[Problem]:
     """What the manifest says that cannot be: names of files, dtypes, shapes, regions, digests."""
     for name, entry in manifest.files.items():
-        if not files.is_name(name):
+        if not files.is_name(name) or name == NAME:
             yield files.damage(folder, files.shown(name), "it is no name of a file beside it")
         if entry.size < 0:
             yield files.damage(folder, files.shown(name), f"it has {entry.size} bytes")

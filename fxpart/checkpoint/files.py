@@ -42,13 +42,14 @@ def reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 @contextmanager
-def creating(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written anew, on the disk when the block ends; removed where it fails."""
+def creating(path: Path, *, lasting: bool = True) -> Iterator[BinaryIO]:
+    """A file to be written anew; removed where that fails. lasting: on the disk at the end."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
             yield file  # type: ignore[misc]
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)  # what it takes of a full disk is wanted back
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -42,6 +43,10 @@ class Checkpoint:
         folder = Path(path)
         manifest = _manifest(folder)
         problems = list(islice(check.manifest_problems(manifest, folder), MOST))
+        named = re.fullmatch(r"step-(\d{1,18})", folder.name)
+        if named is not None and int(named[1]) != manifest.step:
+            why = f"it is of step {manifest.step}"
+            problems.append(files.damage(folder, NAME, why))
         if problems:
             raise FxpartError(problems)
         places: dict[str, dict[str, Place]] = {}

@@ -91,7 +91,7 @@ def write_rank(
         )  # fmt: skip
         text = encode(written)
         beside = folder / f".{told_name(rank)}.new"
-        with files.creating(beside) as file:
+        with files.creating(beside, lasting=False) as file:
             files.write(file, text)
         beside.rename(folder / told_name(rank))
     return written
