@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fxpart.runtime import InProcess
 from fxpart.runtime.checkpoint.parts import as_tensor
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream import StreamTrainer
+from fxpart.schedule.weight_modes import MODES, RULES
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {
@@ -47,7 +49,10 @@ LANES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp and zero-1": ("tp=2,dp=2", {"zero": 1}),
     "tp and zero-3": ("tp=2,dp=2", {"zero3": True}),
 }
-STREAMS = ("spectrain", "pipemare", "stash", "xpipe", "pipeoptim", "2bw")
+STREAMS = {
+    **{f"spectrain {rule}": replace(MODES["spectrain"], rule=rule) for rule in RULES},
+    **{name: MODES[name] for name in ("stash", "xpipe", "pipemare", "2bw", "lookahead")},
+}
 
 
 def pipeline(way: str, optimizer: str = "adamw", **model: Any) -> Saving:
@@ -70,9 +75,10 @@ def lanes(way: str, optimizer: str = "adamw", transport: Any = None) -> Saving:
 
 def stream(mode: str, cut: tuple[int, ...] = (1, 1, 1, 1), **options: Any) -> StreamTrainer:
     """The language model as a stream."""
+    options = {"microbatches": 4 if mode == "2bw" else 2, **options}
     if mode == "pipemare":
-        options = {"total_updates": 20, **options}
-    made = make_stream(language(cut), InProcess(len(cut)), weights=mode, **options)
+        options["total_updates"] = 20
+    made = make_stream(language(cut), InProcess(len(cut)), weights=STREAMS[mode], **options)
     assert isinstance(made, StreamTrainer)
     return made
 
