@@ -1,4 +1,4 @@
-"""How the processes of one machine connect to each other: a socket for each pair, known by a token.
+"""How processes connect to each other: a socket for each pair, known by a token.
 
 The default process group carries everybody's address and a random token; only who knows a rank's
 token is let in by it, and shows so in both directions.
@@ -44,6 +44,24 @@ class Loopback:
         return socket.create_connection(("127.0.0.1", port), seconds)
 
 
+class Network:
+    """TCP between machines, over the interface that an address belongs to."""
+
+    def __init__(self, address: str) -> None:
+        """address: of this machine, as the others reach it."""
+        self._address = address
+
+    def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
+        """Any free port of that interface alone."""
+        listener = socket.create_server((self._address, 0), backlog=backlog)
+        return listener, f"{listener.getsockname()[1]} {self._address}".encode()
+
+    def call(self, address: bytes, seconds: float) -> socket.socket:
+        """Connects to the other machine's address and port."""
+        port, _, host = address.decode().partition(" ")
+        return socket.create_connection((host, int(port)), seconds)
+
+
 class Abstract:
     """Unix sockets by a random name that is in no file system, and gone with its listener (Linux).
 
@@ -80,21 +98,20 @@ def meet(rank: int, ranks: int, spread: Spread, kind: Kind) -> dict[int, socket.
     spread: gives a message to all processes and returns everybody's, in order of rank. Called at
     the same time by all ranks.
     """
-    token = secrets.token_bytes(_TOKEN)
     listener: socket.socket | None = None
+    token = mine = b""
     try:
-        listener, address = kind.listen(ranks)
-        offer = token + address
+        listener, token, mine = offer(kind, ranks)
     except OSError:
-        offer = b""
-    offers = spread(offer)
+        pass
+    offers = spread(mine)
     peers: dict[int, socket.socket] = {}
     limit = time.monotonic() + _SECONDS
     try:
         if listener is not None and all(offers):
             for other in range(rank):
-                peers[other] = _call(kind, rank, offers[other], limit)
-            _admit(listener, range(rank + 1, ranks), token, peers, limit)
+                peers[other] = call(kind, rank, offers[other], limit)
+            admit(listener, range(rank + 1, ranks), token, peers, limit)
     except OSError:
         pass  # told to all by what was reached, below
     finally:
@@ -119,7 +136,14 @@ def exactly(peer: socket.socket, count: int, limit: float) -> bytes:
     return found
 
 
-def _call(kind: Kind, rank: int, offer: bytes, limit: float) -> socket.socket:
+def offer(kind: Kind, backlog: int) -> tuple[socket.socket, bytes, bytes]:
+    """A listening socket, the token that opens it, and what others need to :func:`call` it."""
+    token = secrets.token_bytes(_TOKEN)
+    listener, address = kind.listen(backlog)
+    return listener, token, token + address
+
+
+def call(kind: Kind, rank: int, offer: bytes, limit: float) -> socket.socket:
     """Connect to a rank, show its token, and see that the other end knows it, too."""
     token = offer[:_TOKEN]
     peer = kind.call(offer[_TOKEN:], _SECONDS)
@@ -133,7 +157,7 @@ def _call(kind: Kind, rank: int, offer: bytes, limit: float) -> socket.socket:
     return peer
 
 
-def _admit(
+def admit(
     listener: socket.socket,
     expected: Sequence[int],
     token: bytes,
