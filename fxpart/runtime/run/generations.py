@@ -75,16 +75,17 @@ def read(path: Path) -> list[Generation]:
 
 
 def stuck(
-    path: Path, earlier: Sequence[Generation], reached: int, allowed: int
+    path: Path, earlier: Sequence[Generation], step: int, reached: int, allowed: int
 ) -> FxpartError | None:
     """FXP517 where more than ``allowed`` restarts in a row brought the run no further.
 
-    path: of the run. reached: the farthest step that was ever done. A run that ended in order, by
-    a signal or as it was told, begins to count anew.
+    path: of the run. step: of the newest checkpoint. reached: the farthest step that was ever
+    done. A run that ended in order, by a signal or as it was told, begins to count anew.
     """
     tries: list[Generation] = []
     for generation in reversed(earlier):
-        if generation.in_order or generation.began.reached < reached:
+        began = generation.began
+        if generation.in_order or began.reached < reached or began.step < step:
             break
         tries.append(generation)
     tries.reverse()
@@ -95,7 +96,8 @@ def stuck(
     ends = "; ".join(dict.fromkeys(generation.how for generation in restarts[-allowed:]))
     return error(
         "FXP517", where=f"{path}, generation {earlier[-1].began.generation + 1}",
-        why=f"{len(restarts)} restarts since step {reached}; each ended with: {ends}",
+        why=f"{len(restarts)} restarts since step {step} came to step {reached} at most; each "
+        f"ended with: {ends}",
         fix="mend the cause, then run the same command again",
     )  # fmt: skip
 

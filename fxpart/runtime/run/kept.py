@@ -116,7 +116,9 @@ class Kept:
         self._ledger, reached = ledger, ledger.reached
         self._book = generations.Generations(self._run.generations)
         number = max((g.began.generation for g in earlier), default=0) + 1
-        useless = generations.stuck(self._run.path, earlier, reached, self.options.restarts)
+        useless = generations.stuck(
+            self._run.path, earlier, max(step, 0), reached, self.options.restarts
+        )
         self._book.begin(
             number, world=self._fit.transport.ranks, step=max(step, 0), reached=reached,
             plan=_short(self._fit.trainer.plan_text),
