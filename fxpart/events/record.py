@@ -17,6 +17,7 @@ _MAGIC, _VERSION = b"fxpring\n", 1
 _HEADER = struct.Struct("<8sIIIiqqqq")
 _CHECK = struct.Struct("<I4x")
 HEAD = _HEADER.size + _CHECK.size
+_FIRST = struct.Struct("<i")
 _KIND = struct.Struct("<iiiBB50s")  # microbatch, stage, peer, phase, bytes of the text, text
 RECORD = struct.Struct(f"<Qqq{_KIND.size}sQ")  # number, nanoseconds, step, kind, number
 _LONGEST = 50
@@ -59,8 +60,16 @@ def parsed(content: bytes) -> Header | str:
     return Header(size, rank, process, generation, wall, wall - mono)
 
 
+def numbered(packed: bytes, microbatch: int) -> bytes:
+    """The same event of another microbatch."""
+    return _FIRST.pack(microbatch) + packed[_FIRST.size :]
+
+
 def kind(what: str, phase: Phase, microbatch: int, stage: int, peer: int) -> bytes:
-    """An event without its number, time and step. what: longer than 50 bytes it is cut."""
+    """An event without its number, time and step.
+
+    what: longer than 50 bytes it is cut; ``#`` in it stands for the microbatch's number.
+    """
     text = what.encode("ascii", "replace")[:_LONGEST]
     numbers = (min(max(n, _LOW), _HIGH) for n in (microbatch, stage, peer))
     return _KIND.pack(*numbers, PHASES.index(phase), len(text), text)
@@ -93,4 +102,7 @@ def _event(number: int, nanoseconds: int, step: int, packed: bytes) -> Event | N
         return None
     if not all(32 <= byte < 127 for byte in words):
         return None
-    return Event(number, nanoseconds, step, words.decode(), PHASES[phase], stage, microbatch, peer)
+    what = words.decode()
+    if microbatch >= 0:
+        what = what.replace("#", str(microbatch), 1)
+    return Event(number, nanoseconds, step, what, PHASES[phase], stage, microbatch, peer)

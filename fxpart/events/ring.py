@@ -93,7 +93,8 @@ class Ring:
     ) -> Mark:
         """An event made ready for :meth:`write`; see :class:`~fxpart.events.event.Event`.
 
-        what: its first 50 bytes are kept.
+        what: its first 50 bytes are kept; a ``#`` in it stands for the microbatch's number, for
+        marks that are made once and :func:`~fxpart.events.record.numbered` for each.
         """
         return kind(what, phase, microbatch, stage, peer)
 

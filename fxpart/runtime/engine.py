@@ -244,9 +244,9 @@ class Engine:
             bits = struct.unpack("<q", struct.pack("<d", loss.item()))[0]
         busy = sum(executor.busy for executor in executors) if self._seen else 0
         self._events.write(self._ends)
-        # The last number makes this row longer than others: one of a rank that is at another place
+        # The last numbers make this row longer than others: one of a rank that is at another place
         # is then waited for in vain, and not taken for a loss.
-        rows = self._exchange([len(failures), bits, busy, 0])
+        rows = self._exchange([len(failures), bits, busy, 0, 0])
         self.busy = tuple(row[2] for row in rows)
         for executor in executors:
             executor.finish()

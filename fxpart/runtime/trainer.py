@@ -76,7 +76,7 @@ class Trainer(Inference):
         if self._recorder is not None:
             self._recorder.begin(self.calls)
         mode = "last training" if closing else "training"
-        self.events.step = self.calls + 1
+        self.events.step = self.updates + 1
         self.events.write(self._reads)
         read = self._read(self._source, batch, mode, local)
         if self._stale:
@@ -96,6 +96,7 @@ class Trainer(Inference):
             raise
         finally:
             self._held.closing = False
+        self.pace.note(self.updates + 1, self._engine.busy)
         self.calls += 1
         self.last_rows = sum(read.cut.rows)
         self._pending += 1

@@ -76,5 +76,6 @@ def build(trainer: StreamTrainer) -> tuple[dict[Place, StageWeights], Stages]:
         trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
         trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
         crew=trainer._crew, recompute=options.recomputes(len(trainer.spec.stages)),
+        events=trainer.events,
     )  # fmt: skip
     return weights, stages

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.ring import Ring
 from fxpart.runtime.agreement import lost
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.engine import used_inputs
@@ -48,6 +49,7 @@ class Stages:
         meshes: Meshes | None,
         crew: Crew,
         recompute: Mapping[int, Mode],
+        events: Ring,
     ) -> None:
         """See :class:`fxpart.runtime.engine.Engine`."""
         self._lanes = tuple(lanes)
@@ -65,7 +67,7 @@ class Stages:
             for stage, module in sorted(lane.modules.items()):
                 place, rank = (stage, lane.index), row[stage]
                 threads = meshes is not None and meshes.threads
-                seat = Seat(rank, lane.index, row, transport, devices[rank], alone, threads)
+                seat = Seat(rank, lane.index, row, transport, devices[rank], alone, threads, events)
                 table = StageTable.of(
                     lane.spec, lane.spec.stages[stage], module, layout.found, False,
                     recompute.get(stage, "none"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpart.events.ring import Ring
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.stream.layout import Layout, Pair, Parcel
 from fxpart.runtime.stream.ports import Form, Header, Inlet, Outlet
@@ -24,7 +25,7 @@ class Seat:
     """Where a stage's lane runs.
 
     ranks: of all stages of the lane. alone: there is no other process. threads: the stage's other
-    lanes are in this process.
+    lanes are in this process. events: where what is done is noted.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Seat:
     device: torch.device
     alone: bool
     threads: bool
+    events: Ring
 
 
 class Mail:

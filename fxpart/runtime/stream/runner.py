@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic_ns
 from typing import TypeVar
 
 import torch
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.record import numbered
 from fxpart.runtime.agreement import lost
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.instruction import Failure
@@ -22,6 +24,7 @@ from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.stage import StageTable
 from fxpart.runtime.stream.layout import Layout
 from fxpart.runtime.stream.mail import Mail, Seat
+from fxpart.runtime.stream.notes import Notes
 from fxpart.runtime.stream.ports import END, Header, Inlet
 from fxpart.runtime.stream.ties import Ties
 from fxpart.runtime.stream.updates import StageUpdate
@@ -47,7 +50,8 @@ class Runner:
     """Runs one stage.
 
     forwards, backwards: of the stream so far. losses: of the microbatches since they were taken.
-    failure: of the stage itself; halted: it, or one before it, has failed.
+    failure: of the stage itself; halted: it, or one before it, has failed. busy: nanoseconds of
+    computation since it was set, as the host saw them.
     """
 
     def __init__(
@@ -78,6 +82,9 @@ class Runner:
         self._mail = Mail(layout, self.stage, seat, self._mode, versions)
         self._into, self._back = self._mail.into, self._mail.back
         self._out, self._return = self._mail.out, self._mail.returns
+        self._notes = Notes(seat.events, self.stage, seat.ranks)
+        self._write = seat.events.write
+        self._began = self.busy = 0
         self.begin(versions)
 
     def begin(self, versions: Versions) -> None:
@@ -141,6 +148,7 @@ class Runner:
         cell = Cell(self._table)
         read = self.versions.read(self._mode, self.stage, microbatch)
         for peer, parcel, inlet in self._into:
+            self._write(numbered(self._notes.forward[peer], microbatch))
             version = self.versions.read(self._mode, peer, microbatch).version
             tensors = self._checked(inlet, peer, microbatch, version)
             for link, tensor in zip(parcel.links, tensors, strict=False):
@@ -150,6 +158,7 @@ class Runner:
         self._expect_updates(read.forward, "F", microbatch)
         self.read_last = read.version
         self.forwards += 1
+        self._began = self._write(numbered(self._notes.forward_begins, microbatch))
         self._attempt(lambda: self._compute(cell, microbatch, batch, index, read))
         if self.halted:
             header = Header(microbatch, read.version, halted=True)
@@ -176,7 +185,9 @@ class Runner:
             self._shares[microbatch] = batch.weights[index]
         header = Header(microbatch, read.version, halted=False)
         sent = [self._values(cell, p.links, microbatch, forward=True) for _, p, _ in self._out]
+        self.busy += monotonic_ns() - self._began
         for (peer, _, outlet), tensors in zip(self._out, sent, strict=True):
+            self._write(numbered(self._notes.sends[peer], microbatch))
             outlet.send(header, [*tensors, *lent.get(peer, [])])
 
     # -- backward -------------------------------------------------------------------------------
@@ -189,6 +200,7 @@ class Runner:
         roots = Roots(self._table)
         sums: list[tuple[int, Shared, torch.Tensor]] = []
         for peer, parcel, inlet in self._back:
+            self._write(numbered(self._notes.backward[peer], microbatch))
             version = self.versions.backward(peer, microbatch)
             tensors = self._checked(inlet, peer, microbatch, version)
             for link, tensor in zip(parcel.links, tensors, strict=False):
@@ -198,12 +210,14 @@ class Runner:
         applied = self.versions.backward(self.stage, microbatch)
         self._expect_updates(applied, "B", microbatch)
         self.backwards += 1
+        self._began = self._write(numbered(self._notes.backward_begins, microbatch))
         self._attempt(lambda: self._compute_back(microbatch, roots, sums, applied))
         if self.halted:
             header = Header(microbatch, applied, halted=True)
             self._guarded(partial(self._mail.zeros, self._return, header))
         if self._ends[0] == microbatch:
             self._ends.pop(0)
+            self._write(numbered(self._notes.updates, microbatch))
             self._attempt(lambda: self._update.run(halted=self.halted), always=True)
             self.updates += 1
 
@@ -229,7 +243,9 @@ class Runner:
             [*self._values(cell, p.links, microbatch, forward=False), *ties.give(p.shared)]
             for _, p, _ in self._return
         ]
-        for (_, _, outlet), tensors in zip(self._return, sent, strict=True):
+        self.busy += monotonic_ns() - self._began
+        for (peer, _, outlet), tensors in zip(self._return, sent, strict=True):
+            self._write(numbered(self._notes.returns[peer], microbatch))
             outlet.send(header, tensors)
 
     # -- inner ----------------------------------------------------------------------------------
@@ -249,6 +265,7 @@ class Runner:
         """The stage goes on with zeros from here on."""
         if self.failure is None:
             self.failure = Failure(self.seat.rank, self.doing, cause)
+            self.seat.events.put(str(self.doing), "failed", stage=self.stage)
         self.halt()
 
     def halt(self) -> None:

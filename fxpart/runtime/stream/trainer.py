@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from fxpart.errors import FxpartError, error
+from fxpart.events.event import ALL
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
@@ -69,6 +70,8 @@ class StreamTrainer(Whole):
         self._cut: Cut | None = None
         self.draining = self.stream.mode.flush  # after every minibatch, for good
         self.listeners: list[Callable[[str], object]] = []
+        self._hears = self.events.mark("hearing of the others", "wait", peer=ALL)
+        self._over = self.events.mark("the step", "end")
         self.last_rows = 0
         self.last_grad_norm: torch.Tensor | None = None
 
@@ -239,6 +242,7 @@ class StreamTrainer(Whole):
             self._first = self.calls
         for update in self._stages.updates.values():
             update.waits = closing and self._globally
+        self.events.step = self.calls + 1
         self._stages.minibatch(self._feed.parts(cut), self._keys(cut), closing=closing)
         self._cut, self._streaming, self._spread = cut, not closing, False
         call, self.calls = self.calls, self.calls + 1
@@ -249,6 +253,7 @@ class StreamTrainer(Whole):
             if self._globally:
                 self._update_together()
             self._begin()
+        self.events.write(self._over)
 
     @property
     def _globally(self) -> bool:
@@ -331,6 +336,7 @@ class StreamTrainer(Whole):
 
     def _hear(self, *, drained: bool = False) -> None:
         """Act on the oldest word: the same on every rank, at the same call."""
+        self.events.write(self._hears)
         with reporting(self._transport, "hearing of the other ranks"):
             call, words, expected = self._words.hear()
         if any(word.failed for word in words):
@@ -341,6 +347,7 @@ class StreamTrainer(Whole):
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) are "
                 f"{counted} by the schedule, {word.counts} found"
             )
+        self.pace.note(call, [word.busy for word in words])
         for word in words:
             if word.told:
                 self._losses.append((call, self._as_loss(number(word.loss))))

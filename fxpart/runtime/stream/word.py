@@ -25,7 +25,8 @@ class Word:
     finite. told: whether it has the loss. loss: its bits. forwards, backwards, updates, version:
     of its first stage in the stream (version: that its last forward started from). square: the bits
     of the squared norm of its gradients. halted: whether a stage has stopped updating.
-    asks: what the process asks of all (:class:`~fxpart.runtime.asks.Asks`).
+    asks: what the process asks of all (:class:`~fxpart.runtime.asks.Asks`). busy: nanoseconds that
+    it has computed since its last word, 0 where that is not known.
     """
 
     failed: int
@@ -39,6 +40,7 @@ class Word:
     square: int
     halted: int
     asks: int = 0
+    busy: int = 0
 
     @property
     def counts(self) -> Counts:
