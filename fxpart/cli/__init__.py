@@ -33,6 +33,7 @@ VERBS = {
     "verify": "Compare partitioned training with one process, number by number.",
     "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
     "schedule": "Show, prove, time and convert schedules: built ones, and files.",
+    "postmortem": "Say who stopped first in a run that failed, and why.",
     "report": "Draw a plan as one HTML file.",
     "whatif": "Ask what a plan would be with other devices, links or decisions.",
     "diff": "Show what differs between two plans.",

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 Phase = Literal["begin", "end", "wait", "send", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 NOBODY, ALL = -1, -2  # in the place of a peer
+STEP = "the step"  # what ends when a step is over
 LEFT = "the training"  # what a rank notes to have ended when it leaves as it should
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from fxpart.errors import FxpartError
 from fxpart.events.blame import Blame, blame
-from fxpart.events.event import ALL, LEFT, NOBODY, Event
+from fxpart.events.event import ALL, LEFT, NOBODY, STEP, Event
 from fxpart.events.failures import Failure, read_failure
 from fxpart.events.ring import Kept, read, unreadable
 
@@ -37,6 +37,16 @@ class Traces:
         return next((event for event in reversed(events) if event.phase != "failed"), None)
 
     @property
+    def fault(self) -> Event | None:
+        """What failed since its last whole step, if it noted that."""
+        for event in reversed(self.ring.events if self.ring is not None else ()):
+            if event.phase == "failed":
+                return event
+            if event.phase == "end" and event.what == STEP:
+                break
+        return None
+
+    @property
     def time(self) -> int:
         """When it was last heard of, in nanoseconds since 1970; its failure if it had one."""
         if self.failure is not None:
@@ -56,8 +66,15 @@ class Traces:
         found = self.blame
         if found is not None:
             return "failed" if self.rank in found.ranks else "followed"
+        if self.fault is not None:
+            return "failed"
         last = self.last
         return "left" if last is not None and (last.what, last.phase) == (LEFT, "end") else "silent"
+
+    def newest(self, count: int) -> tuple[Event, ...]:
+        """Its last events, at most so many, oldest first."""
+        events = self.ring.events if self.ring is not None else ()
+        return events[max(0, len(events) - count) :]
 
     @property
     def awaited(self) -> int:
@@ -89,9 +106,7 @@ class Postmortem:
     def timeline(self, count: int) -> list[tuple[int, Event]]:
         """The last ``count`` events of each rank with their ranks, by time."""
         found = [
-            (rank, event)
-            for rank, traces in self.ranks.items()
-            for event in (traces.ring.events[-count:] if traces.ring is not None else ())
+            (rank, event) for rank, traces in self.ranks.items() for event in traces.newest(count)
         ]
         return sorted(found, key=lambda each: (each[1].nanoseconds, each[0], each[1].number))
 
@@ -165,9 +180,9 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
         if traces is None:
             return rank  # it left nothing at all
         found = traces.blame
+        if traces.how == "failed":
+            return rank
         if found is not None:
-            if rank in found.ranks:
-                return rank
             following, gone = _one_of(ranks, found.ranks), found.gone
         elif traces.how == "left":
             return None

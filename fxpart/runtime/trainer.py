@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import FxpartError, error
-from fxpart.events.event import ALL
+from fxpart.events.event import ALL, STEP
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.fit import Fit, Fitted, Run
@@ -43,7 +43,7 @@ class Trainer(Inference):
         self._phases = self._update_phases()
         self._doing = tuple(do for _, do in self._phases)
         mark = self.events.mark
-        self._reads, self._over = mark(READ), mark("the step", "end")
+        self._reads, self._over = mark(READ), mark(STEP, "end")
 
     # -- training -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from fxpart.errors import FxpartError, error
-from fxpart.events.event import ALL
+from fxpart.events.event import ALL, STEP
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
@@ -71,7 +71,7 @@ class StreamTrainer(Whole):
         self.draining = self.stream.mode.flush  # after every minibatch, for good
         self.listeners: list[Callable[[str], object]] = []
         self._hears = self.events.mark("hearing of the others", "wait", peer=ALL)
-        self._over = self.events.mark("the step", "end")
+        self._over = self.events.mark(STEP, "end")
         self.last_rows = 0
         self.last_grad_norm: torch.Tensor | None = None
 

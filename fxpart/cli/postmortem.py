@@ -1,0 +1,132 @@
+"""``fxpart postmortem``: who stopped first in a run, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpart.cli import output
+from fxpart.cli.options import json_option
+
+if TYPE_CHECKING:
+    from fxpart.events.postmortem import Postmortem
+
+_SHOWN = 16  # ranks of which a person wants to see the last events
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path())
+@click.option(
+    "--generation", type=click.IntRange(0), help="Of the run's lives; the newest if not given."
+)
+@click.option(
+    "--last", type=click.IntRange(0, 65536), default=5, show_default=True,
+    help="How many of each rank's last events to show.",
+)  # fmt: skip
+@json_option
+def command(run_dir: str, generation: int | None, last: int, as_json: bool) -> None:
+    """Say who stopped first in RUN_DIR and why, and what each rank did and waited for then.
+
+    RUN_DIR is the folder that `fxpart train --run` was given. Nothing of it is changed.
+    """
+    from fxpart.events.postmortem import examine
+
+    found = examine(run_dir, generation)
+    if as_json:
+        output.data(_data(found, last))
+    else:
+        output.text("\n".join([*_head(run_dir, found), *_ranks(found), *_events(found, last)]))
+
+
+def _head(run: str, found: Postmortem) -> list[str]:
+    from fxpart.events import verdict
+
+    many = len(found.ranks)
+    lines = [
+        f"{run}, generation {found.generation} of {found.generations[-1]}: "
+        f"{many} rank{'' if many == 1 else 's'}",
+        verdict.headline(found),
+    ]
+    for rank in found.first[:1]:
+        votes = found.votes.get(rank, 0)
+        traces = found.ranks.get(rank)
+        if traces is not None:
+            lines.append(f"  it did    {verdict.did(traces)}")
+            lines.append(f"  at        {verdict.moment(traces.time)}")
+        lines.append(f"  told by   what {votes} of {many} ranks left")
+    for traces in found.ranks.values():
+        lines += [f"  not read  {problem}" for problem in traces.problems]
+    return lines
+
+
+def _ranks(found: Postmortem) -> list[str]:
+    """A row for each rank."""
+    from fxpart.events import verdict
+    from fxpart.report.table import shortened, table
+
+    heads = ("rank", "process", "seconds", "ended", "did last", "waited for")
+    rows = []
+    for rank, traces in found.ranks.items():
+        process = traces.ring.process if traces.ring is not None else None
+        if traces.failure is not None:
+            process = traces.failure.process
+        rows.append(
+            (
+                str(rank),
+                "" if process is None else str(process),
+                f"{(traces.time - found.since) / 1e9:+.3f}" if traces.time else "",
+                verdict.ended(traces),
+                shortened(verdict.did(traces), 60),
+                verdict.awaited(traces),
+            )
+        )
+    return ["", *table(heads, ">>><<<", rows)]
+
+
+def _events(found: Postmortem, last: int) -> list[str]:
+    shown = found.timeline(last)
+    if not shown:
+        return []
+    if len(found.ranks) > _SHOWN:
+        near = {*found.first, *list(found.ranks)[:_SHOWN]}
+        shown = [(rank, event) for rank, event in shown if rank in near]
+    lines = ["", f"the last {last} events of each rank, in seconds from then"]
+    for rank, event in shown:
+        seconds = (event.nanoseconds - found.since) / 1e9
+        lines.append(f"{seconds:+12.6f}  rank {rank:<4} {event.words}")
+    return lines
+
+
+def _data(found: Postmortem, last: int) -> dict[str, Any]:
+    from fxpart.events import verdict
+
+    return {
+        "generation": found.generation,
+        "generations": found.generations,
+        "first": found.first,
+        "why": verdict.headline(found),
+        "since": found.since,
+        "votes": {str(rank): count for rank, count in sorted(found.votes.items())},
+        "ranks": [
+            {
+                "rank": rank,
+                "how": traces.how,
+                "ended": verdict.ended(traces),
+                "last": verdict.did(traces),
+                "waited_for": verdict.awaited(traces),
+                "time": traces.time,
+                "failure": traces.failure,
+                "not_read": traces.problems,
+                "events": [
+                    {
+                        "time": event.nanoseconds, "step": event.step, "what": event.what,
+                        "phase": event.phase, "stage": event.stage, "peer": event.peer,
+                        "microbatch": event.microbatch,
+                    }
+                    for event in traces.newest(last)
+                ],
+            }
+            for rank, traces in found.ranks.items()
+        ],
+    }  # fmt: skip
