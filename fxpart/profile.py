@@ -192,23 +192,27 @@ class Profile:
         """Whatever is wrong with the file is FXP405."""
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as why:
+        except (sqlite3.Error, msgspec.MsgspecError, RecursionError, ValueError, TypeError) as why:
             fix = "give a file that fxpart profile wrote, or profile again"
             raise _unreadable(self.path, str(why), fix) from why
 
     def _prepare(self, create: bool) -> None:
+        self._base.execute("PRAGMA trusted_schema = OFF")
+        self._base.execute("PRAGMA cell_size_check = ON")
         (version,) = self._base.execute("PRAGMA user_version").fetchone()
-        known = {row[0] for row in self._base.execute("SELECT name FROM sqlite_master")}
-        if version == FORMAT and set(_TABLES) <= known:
-            return
+        known = dict(self._base.execute("SELECT name, sql FROM sqlite_master").fetchall())
+        if version == FORMAT and set(_TABLES) <= set(known):
+            # A view or a trigger of that name could run queries of its own.
+            other = [name for name, sql in known.items() if sql != _made(name)]
+            if not other:
+                return
+            why = f"it holds {str(other[0])[:40]!r}, which is not as fxpart profile makes it"
+            raise _unreadable(self.path, why, "profile again into another file")
         if version or known or not create:
             why = f"it has the format {version}, and this version reads {FORMAT}"
             raise _unreadable(self.path, why, "profile again into another file")
         for kind in _TABLES:
-            self._base.execute(
-                f"CREATE TABLE {kind} (setting TEXT, key TEXT, value TEXT, date TEXT, "
-                "PRIMARY KEY (setting, key)) WITHOUT ROWID"
-            )
+            self._base.execute(_made(kind))
         self._base.execute(f"PRAGMA user_version = {FORMAT}")
 
     def put(
@@ -284,6 +288,14 @@ class Profile:
         """Close the file."""
         with closing(self._base):
             pass
+
+
+def _made(kind: str) -> str:
+    """How the table of a kind is made; SQLite keeps this text."""
+    return (
+        f"CREATE TABLE {kind} (setting TEXT, key TEXT, value TEXT, date TEXT, "
+        "PRIMARY KEY (setting, key)) WITHOUT ROWID"
+    )
 
 
 def _text(setting: Setting) -> str:

@@ -105,6 +105,12 @@ def test_operation_schema() -> None:
     assert compat.operation_schema(torch.ops.aten.add) is None
 
 
+def test_ops_that_the_dispatcher_runs() -> None:
+    assert compat.has_kernel(torch.ops.aten.linear.default)
+    assert compat.has_kernel(torch.ops.aten.add_.Tensor)
+    assert not compat.has_kernel(torch.ops.aten.save.default)
+
+
 def test_conversions_are_seen() -> None:
     x = torch.ones(2, 2)
     with compat.watch_casts() as seen:

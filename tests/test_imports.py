@@ -46,6 +46,7 @@ LAYERS = (
     ("launching",),
     ("rundir",),
     ("environment",),
+    ("bounded",),
     ("errors", "_version"),
 )
 # Beside that: the manager reads the table of passes, and these build on the captured graph.
@@ -59,6 +60,7 @@ SAME = {
 }  # fmt: skip
 # A training job needs a program and actions, not a compiler.
 RUNTIME = {
+    "bounded",
     "environment",
     "errors",
     "program",
@@ -80,6 +82,7 @@ TABLES = ("fxpart.passes", "fxpart.costmodels")
 TORCH_FREE = (
     "errors", "cluster", "cluster_io", "plan", "plan_io", "program", "costs", "schedule", "solver",
     "report", "sharding", "planning_joint", "profile", "checkpoint", "events", "rundir",
+    "bounded",
 )  # fmt: skip
 MODULES_OF_DANGER = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
 LONGEST_FUNCTION = 60

@@ -13,6 +13,7 @@ from fxpart.annotations.entries import (
     read_strategies,
     text_problems,
 )
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import Mesh
 
@@ -31,9 +32,7 @@ def load_annotations(path: str | Path) -> dict[str, str]:
     if path.suffix not in (".toml", ".json"):
         raise _unreadable(path, "the suffix is not .toml or .json")
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise _unreadable(path, f"it is longer than {MAX_BYTES} bytes")
-        data = path.read_bytes().decode("utf-8")
+        data = read_bytes(path, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise _unreadable(path, str(cause)) from cause
     return parse_annotations(data, path.suffix, str(path))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
 
 if TYPE_CHECKING:
@@ -29,10 +30,7 @@ def load(path: Path) -> Cluster:
     """The checked cluster in ``path``; FXP401 where it cannot be read, FXP402 where it is wrong."""
     _suffix(path)
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise _unreadable(path, f"it has {size} bytes, more than {MAX_BYTES}")
-        data = path.read_bytes()
+        data = read_bytes(path, MAX_BYTES)
     except OSError as why:
         raise _unreadable(
             path, why.strerror or str(why), "give the path of a readable file"

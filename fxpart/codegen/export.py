@@ -34,6 +34,10 @@ _PLAIN = re.compile(r"[a-z0-9_]+\.(py|json|txt|safetensors)")
 _LARGEST = 1 << 24  # bytes of a manifest
 
 
+# What files raise whose digests are right and whose content is not.
+_UNFIT = (KeyError, msgspec.MsgspecError, SafetensorError, UnicodeDecodeError, RecursionError)
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The files of an exported program with their SHA-256 digests in hexadecimal."""
 
@@ -58,13 +62,16 @@ class Exported:
     files: Mapping[str, bytes]
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
-        """The program of a lane, and the text of its stages."""
-        own = self.files.get(f"program_lane{index}.json")
-        spec = self.spec if own is None else msgspec.json.decode(own, type=ProgramSpec)
-        stages = range(len(spec.stages))
-        names = [(f"stage{i}_lane{index}.py", f"stage{i}.py") for i in stages]
-        texts = [self.files.get(name, self.files[shared]) for name, shared in names]
-        return spec, tuple(text.decode() for text in texts)
+        """The program of a lane, and the text of its stages; FXP505 where they are none."""
+        own = self.files.get(name := f"program_lane{index}.json")
+        try:
+            spec = self.spec if own is None else msgspec.json.decode(own, type=ProgramSpec)
+            stages = range(len(spec.stages))
+            names = [(f"stage{i}_lane{index}.py", f"stage{i}.py") for i in stages]
+            texts = [self.files.get(name, self.files[shared]) for name, shared in names]
+            return spec, tuple(text.decode() for text in texts)
+        except _UNFIT as cause:
+            raise _changed(Path(name), f"its content does not fit together: {cause}") from cause
 
 
 def export(
@@ -192,7 +199,7 @@ def load_exported(
         plan = files["plan.json"].decode()
         count = sum(1 for name in files if re.fullmatch(r"rank\d+\.txt", name))
         actions = tuple(files[f"rank{rank}.txt"].decode() for rank in range(count))
-    except (KeyError, msgspec.MsgspecError, SafetensorError, UnicodeDecodeError) as cause:
+    except _UNFIT as cause:
         raise _changed(folder, f"its content does not fit together: {cause}") from cause
     modules = {i: load_stage(text, spec.stages[i], device) for i, text in texts.items()}
     return Exported(spec, modules, plan, actions, constants, files)

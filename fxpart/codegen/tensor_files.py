@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem
 
 INDEX = "model.safetensors.index.json"
@@ -37,6 +38,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGEST = 100_000_000  # bytes of a header, the format's own limit
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
+)  # fmt: skip
 _CHUNK = 1 << 22  # bytes read at once of a tensor that is cut along an inner dim
 
 
@@ -75,7 +79,7 @@ class TensorFiles:
         for file in files:
             try:
                 found = _header(file)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+            except _UNREADABLE as cause:
                 problems.extend(_fault(file, f"it cannot be read: {cause}").problems)
                 continue
             for name, entry in found.items():
@@ -157,9 +161,9 @@ def _index(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        found: dict[str, Any] = json.loads(read_bytes(path, _LARGEST))["weight_map"]
         wrong = [file for file in found.values() if Path(file).name != file]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+    except _UNREADABLE as cause:
         raise _fault(path, f"it is no index of a checkpoint: {cause!r}") from cause
     if wrong:
         raise _fault(path, f"{wrong[0]!r} is not the name of a file beside it")
@@ -168,6 +172,8 @@ def _index(path: Path) -> dict[str, str]:
 
 def _header(path: Path) -> dict[str, _Entry]:
     """The tensors of a file; ValueError where it is not as the format says."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")  # a pipe would block
     with open(path, "rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")

@@ -20,6 +20,7 @@ from fxpart.compat.foreach import (
 )
 from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
+    has_kernel,
     has_module_hooks,
     mask_detection_off,
     operation_schema,
@@ -88,6 +89,7 @@ __all__ = [
     "foreach_zero_",
     "grad_modes_kept",
     "guards_off",
+    "has_kernel",
     "has_module_hooks",
     "has_unbacked_symbols",
     "is_compiled",

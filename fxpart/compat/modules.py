@@ -101,6 +101,16 @@ def operation_schema(target: object) -> Any:
     return target._schema if isinstance(target, OpOverload) else None
 
 
+def has_kernel(operation: Any) -> bool:
+    """Whether torch's dispatcher runs the op overload; the others are TorchScript's own.
+
+    Uses ``torch._C._dispatch_has_kernel``, for which torch has no public name.
+    """
+    schema = operation_schema(operation)
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return bool(torch._C._dispatch_has_kernel(name))
+
+
 def registering_module(operation: Any) -> str | None:
     """The module whose import registers a custom op (``torch.library.custom_op``), if it is known.
 

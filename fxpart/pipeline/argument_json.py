@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import fx
 
 from fxpart.errors import error
 from fxpart.pipeline.effects import is_op
+from fxpart.pipeline.functions import function, name_of, operation
 
 Json = Any
 
@@ -43,7 +42,7 @@ def encode(item: Any) -> Json:
     if getattr(item, "namespace", "") == "higher_order":
         return {"operation": f"higher_order.{item.__name__}"}
     if callable(item):
-        return {"function": f"{item.__module__}:{item.__qualname__}"}
+        return {"function": name_of(item)}
     raise error("FXP900", where="writing a graph", why=f"{type(item).__name__} has no JSON form")
 
 
@@ -53,7 +52,7 @@ def plain_name(item: Any) -> str:
 
 
 def decode(item: Json, nodes: Mapping[str, fx.Node]) -> Any:
-    """The inverse of :func:`encode`."""
+    """The inverse of :func:`encode`; ValueError for what it never writes."""
     if isinstance(item, list):
         return [decode(i, nodes) for i in item]
     if not isinstance(item, dict):
@@ -72,8 +71,17 @@ def decode(item: Json, nodes: Mapping[str, fx.Node]) -> Any:
     if kind == "device":
         return torch.device(held)
     if kind == "torch":
-        return getattr(torch, held)
+        return constant(held, _NAMED)
     if kind == "operation":
-        return attrgetter(held)(torch.ops)
-    module, _, name = held.partition(":")
-    return attrgetter(name)(import_module(module))
+        return operation(held)
+    if kind == "function":
+        return function(held)
+    raise ValueError(f"{kind[:80]!r} is no kind of argument")
+
+
+def constant(name: str, kinds: type | tuple[type, ...]) -> Any:
+    """A dtype, layout or memory format by its plain name; ValueError where it is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, kinds):
+        raise ValueError(f"{name[:80]!r} is no name of a dtype or layout")
+    return found

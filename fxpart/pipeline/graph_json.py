@@ -6,6 +6,7 @@ tensors. State comes back on the meta device: passes look at shapes, never at da
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -28,7 +29,7 @@ from fxpart.pipeline.annotation import (
     Level,
     Saved,
 )
-from fxpart.pipeline.argument_json import Json, decode, encode, plain_name
+from fxpart.pipeline.argument_json import Json, constant, decode, encode, plain_name
 from fxpart.pipeline.collective import bound, is_collective
 from fxpart.pipeline.edit import annotation, value
 from fxpart.pipeline.sharding_json import mesh_in, mesh_out, sharding_in, sharding_out
@@ -117,7 +118,11 @@ def _input_out(held: Any, hints: dict[str, int]) -> Json:
 
 
 def graph_from_json(data: Mapping[str, Json]) -> fx.GraphModule:
-    """The graph again, with fake values of its own; FXP900 where it cannot be rebuilt."""
+    """The graph again, with fake values of its own.
+
+    torch.fx writes the names of a graph into code that it runs, so they are looked at first:
+    ValueError for one that is no name. Raises whatever torch does where it cannot be rebuilt.
+    """
     return _build(data, fake_mode(symbolic=True))
 
 
@@ -130,6 +135,7 @@ def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for item in data["nodes"]:
+        _check_names(item)
         node = graph.create_node(
             item["op"],
             decode(item["target"], nodes),
@@ -156,6 +162,23 @@ def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
         module.meta[BLOCKS_KEY] = tuple(BlockInfo(*b) for b in data["blocks"])
         module.meta[NO_CUT_KEY] = tuple(data["no_cut"])
     return module
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_PLACE = re.compile(r"\w+(\.\w+)*")
+
+
+def _check_names(item: Mapping[str, Json]) -> None:
+    """What becomes text of the graph's code: only words."""
+    op, target = item["op"], item["target"]
+    if op not in ("placeholder", "get_attr", "call_function", "output"):
+        raise ValueError(f"{str(op)[:80]!r} is no kind of node")
+    words = [item["name"], *item["kwargs"].get("dict", ())]
+    if op != "call_function" and not _PLACE.fullmatch(target):
+        raise ValueError(f"{target[:80]!r} is no place in a model")
+    for word in [*words, target] if op == "placeholder" else words:
+        if not _NAME.fullmatch(word):
+            raise ValueError(f"{word[:80]!r} is no name")
 
 
 def _distinct(hints: Mapping[str, int]) -> dict[str, int]:
@@ -216,7 +239,7 @@ def _region(options: Sequence[Any]) -> AbstractContextManager[Any]:
 def _state_in(held: Mapping[str, Json]) -> torch.Tensor:
     """State of the same shape on the meta device."""
     tensor = torch.empty_strided(
-        held["shape"], held["stride"], dtype=getattr(torch, held["dtype"]), device="meta"
+        held["shape"], held["stride"], dtype=constant(held["dtype"], torch.dtype), device="meta"
     )
     if held["parameter"]:
         return torch.nn.Parameter(tensor, requires_grad=held["trained"])
@@ -232,7 +255,8 @@ def _input_in(held: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> 
         raise error("FXP900", where="rebuilding a graph", why=f"an input has the size {unknown[0]}")
     sizes = [hints[s] if isinstance(s, str) else s for s in held["shape"]]
     dynamic = [isinstance(s, str) for s in held["shape"]]
-    meta = torch.empty(sizes, dtype=getattr(torch, held["dtype"]), device=held["device"])
+    kind = constant(held["dtype"], torch.dtype)
+    meta = torch.empty(sizes, dtype=kind, device=held["device"])
     return symbolic_input(mode, meta, dynamic)
 
 

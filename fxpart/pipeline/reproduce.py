@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import error
 from fxpart.pipeline.graph_json import graph_from_json, graph_to_json
 
@@ -50,6 +52,13 @@ def readable(graph: fx.GraphModule) -> str:
     return graph.print_readable(print_output=False)
 
 
+class _About(msgspec.Struct):
+    """What pipeline.json has to say."""
+
+    format: int
+    pipeline: str = ""
+
+
 def rerun(folder: Path | str, table: Mapping[str, type[Any]] | None = None) -> fx.GraphModule:
     """Run the pipeline of a reproducer on its graph again: fails as it did, or returns the result.
 
@@ -58,19 +67,20 @@ def rerun(folder: Path | str, table: Mapping[str, type[Any]] | None = None) -> f
     """
     from fxpart.pipeline.manager import PassManager
 
+    pipeline, graph = read_reproducer(folder)
+    return PassManager(table=table).run(pipeline, graph)
+
+
+def read_reproducer(folder: Path | str) -> tuple[str, fx.GraphModule]:
+    """The pipeline and the graph of a reproducer, which may come from anyone. FXP109."""
     path = Path(folder)
     try:
-        about = json.loads((path / "pipeline.json").read_text())
-        data = json.loads((path / "graph.json").read_text())
-    except (OSError, ValueError) as cause:
-        raise error(
-            "FXP109",
-            where=str(path),
-            why=f"it holds no reproducer: {cause}",
-            fix="give the folder that an FXP900 error named",
-        ) from cause
-    if about.get("format") != FORMAT:
-        raise error(
-            "FXP109", where=str(path), why=f"its format is {about.get('format')}, not {FORMAT}"
-        )
-    return PassManager(table=table).run(about["pipeline"], graph_from_json(data))
+        about = msgspec.json.decode(read_bytes(path / "pipeline.json"), type=_About)
+        if about.format != FORMAT:
+            raise ValueError(f"its format is {about.format}, not {FORMAT}")
+        graph = graph_from_json(json.loads(read_bytes(path / "graph.json")))
+    except Exception as cause:  # torch has an error of its own for each way to be no graph
+        why = f"it holds no reproducer: {type(cause).__name__}: {str(cause)[:500]}"
+        fix = "give the folder that an FXP900 error named"
+        raise error("FXP109", where=str(path), why=why, fix=fix) from cause
+    return about.pipeline, graph

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Plan
 from fxpart.plan_io.migrate import upgrade
@@ -29,16 +28,10 @@ def load(path: Path) -> Plan:
     """The checked plan in ``path``."""
     where = str(path)
     try:
-        # A pipe or a device could block for ever or never end.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise _unreadable(where, "it is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as why:
-        text = getattr(why, "strerror", None) or str(why)
+        data = read_bytes(path, MAX_BYTES)
+    except OSError as why:
+        text = why.strerror or str(why)
         raise _unreadable(where, text, "give the path of a plan file") from why
-    if len(data) > MAX_BYTES:
-        raise _unreadable(where, f"it has more than {MAX_BYTES} bytes")
     return decode(data, where)
 
 

@@ -8,12 +8,14 @@ from typing import Any, get_args
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Plan
 from fxpart.planned.decided import decisions
 from fxpart.schedule.recording import FORMAT, VERSION, Lane, Measured, Recording
 
 _LANES = get_args(Lane)
+_LARGEST = 1 << 28  # bytes: long recordings are large
 
 
 class _Event(msgspec.Struct):
@@ -34,7 +36,7 @@ class _Trace(msgspec.Struct):
 def load(path: str | Path) -> Recording:
     """The recording in a trace file. FXP109 where there is none, in words what there is instead."""
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path, _LARGEST)
     except OSError as why:
         raise _wrong(path, why.strerror or str(why)) from why
     return decode(data, str(path))
@@ -44,7 +46,7 @@ def decode(data: bytes, where: str) -> Recording:
     """The recording in a trace's text; ``where`` names it in errors, which are those of load."""
     try:
         trace = msgspec.json.decode(data, type=_Trace)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
         raise _wrong(where, f"it is no Chrome trace: {why}") from why
     about = dict(trace.otherData)
     if about.pop("format", None) != FORMAT:

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import FORWARD, Kind, Schedule, StageEdge
 from fxpart.schedule.text import from_text, is_name, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
 
 MAX_BYTES = 64 << 20
+_FIX = "give a schedule's text or CSV"
 IMPORTED = "imported"  # the name of a schedule that comes without one
 
 
@@ -32,13 +34,9 @@ def load(path: str | Path, name: str | None = None) -> Schedule:
 def contents(path: str | Path) -> str:
     """The text of a schedule's file; raises FXP301 where it cannot be read."""
     try:
-        size = Path(path).stat().st_size
-        if size > MAX_BYTES:
-            why = f"it has {size} bytes, more than {MAX_BYTES}"
-            raise error("FXP301", where=str(path), why=why, fix="give a schedule's text or CSV")
-        return Path(path).read_bytes().decode("utf-8")
+        return read_bytes(path, MAX_BYTES).decode("utf-8")
     except OSError as why:
-        raise error("FXP301", where=str(path), why=why.strerror or str(why), fix="") from why
+        raise error("FXP301", where=str(path), why=why.strerror or str(why), fix=_FIX) from why
     except UnicodeDecodeError as why:
         raise error("FXP301", where=str(path), why="it is not UTF-8 text", fix="") from why
 

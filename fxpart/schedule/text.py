@@ -22,6 +22,7 @@ _HEAD = re.compile(
     r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
     r"(?: replicas=([0-9]{1,9}(?:,[0-9]{1,9})*(?:\|[0-9]{1,9}(?:,[0-9]{1,9})*)*))?"
 )
+MOST_PROBLEMS = 100  # of a text that is no schedule: the rest would be like these
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")
 
 
@@ -51,8 +52,8 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """The schedule that the text describes; blank lines and lines starting with # are skipped.
 
-    Raises FXP303 with every fault of the text. Whether the schedule is safe to run is the
-    verifier's question.
+    Raises FXP303 with every fault of the text, the first hundred at least. Whether the schedule is
+    safe to run is the verifier's question.
     """
     lines = [
         (number, line.strip())
@@ -69,12 +70,16 @@ def from_text(text: str) -> Schedule:
     problems: list[Problem] = []
     ranks: list[tuple[Action, ...]] = []
     for number, line in lines[1:]:
+        if len(problems) >= MOST_PROBLEMS:
+            raise FxpartError(problems)
         match = _RANK.fullmatch(line)
         if match is None or int(match[1]) != len(ranks):
             problems += _fault(number, f"a line '{len(ranks)}: ...' is expected").problems
             continue
         actions: list[Action] = []
         for word in match[2].split():
+            if len(problems) >= MOST_PROBLEMS:
+                break
             try:
                 actions.append(parse(word))
             except FxpartError as failure:

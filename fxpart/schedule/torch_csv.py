@@ -13,6 +13,7 @@ import re
 
 from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.action import Action, Kind, Schedule, default_peer, parse
+from fxpart.schedule.text import MOST_PROBLEMS
 
 # Their actions on sharded parameters and data-parallel gradients: no part of a schedule's order.
 _PARAMETERS = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
@@ -49,7 +50,7 @@ def from_torch_csv(text: str, name: str) -> Schedule:
 
     Overlapped pairs are taken one after the other; actions on sharded parameters are left out.
     Stages, ranks and microbatches are those that occur. Raises FXP303 with every cell that is
-    no action.
+    no action, the first hundred at least.
     """
     problems: list[Problem] = []
     ranks: list[tuple[Action, ...]] = []
@@ -58,6 +59,8 @@ def from_torch_csv(text: str, name: str) -> Schedule:
         for cell in row:
             pair = _OVERLAPPED.fullmatch(cell.strip())
             for word in pair[1].split(";") if pair else [cell]:
+                if len(problems) >= MOST_PROBLEMS:
+                    raise FxpartError(problems)
                 if not word.strip() or _PARAMETERS.fullmatch(word.strip()):
                     continue
                 try:

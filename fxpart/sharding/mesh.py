@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fxpart.errors import error
 
 _AXIS = re.compile(r"[a-z][a-z0-9_]*\Z")
+_SIZE = re.compile(r"(?=0*[1-9])[0-9]{1,6}")
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Mesh:
         axes: list[tuple[str, int]] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, size = (p.strip() for p in part.partition("="))
-            fine = _AXIS.match(name) and size.isascii() and size.isdigit() and int(size) >= 1
-            if not fine or name in dict(axes) or len(size) > 6:
+            fine = _AXIS.match(name) and _SIZE.fullmatch(size)
+            if not fine or name in dict(axes):
                 raise error(
                     "FXP109",
                     where=f"mesh {text[:80]!r}",

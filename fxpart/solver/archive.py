@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import error
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.validate import check_problem
@@ -51,7 +52,7 @@ def save_problem(problem: msgspec.Struct, path: str | Path) -> None:
 def read(path: str | Path) -> bytes:
     """What a file holds; raises FXP206 if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        return read_bytes(path)
     except OSError as failure:
         raise error(
             "FXP206", where=str(path), why=failure.strerror or str(failure), fix="check the path"

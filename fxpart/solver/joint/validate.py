@@ -161,7 +161,7 @@ def _sizes(problem: JointProblem) -> Iterator[_Fault]:
         for x in problem.layouts
     )
     repeats = max(Counter(problem.kinds).values())
-    work = max((sum(w.activation) + max(w.workspace) for w in problem.works), default=0)
+    work = max((sum(w.activation) + max(w.workspace, default=0) for w in problem.works), default=0)
     rows = max((w.rows for w in problem.works), default=1)
     values = 2 * sum((v.row_bytes * rows + v.fixed_bytes) * v.widened for v in problem.boundaries)
     if (flying + 1) * (repeats * (state + work) + values) > LARGEST:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
 from fxpart.solver.maxload.checks import check_instance
 from fxpart.solver.maxload.formats.given import Given
@@ -23,9 +24,7 @@ def read_instance(path: str | Path, given: Given | None = None) -> Instance:
     """
     where = str(path)
     try:
-        if Path(path).stat().st_size > _LARGEST:
-            raise error("FXP206", where=where, why="it is larger than 256 MiB", fix=_FIX)
-        data = Path(path).read_bytes()
+        data = read_bytes(path, _LARGEST)
     except OSError as failure:
         raise error(
             "FXP206", where=where, why=failure.strerror or str(failure), fix="check the path"

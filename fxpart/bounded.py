@@ -1,0 +1,28 @@
+"""Files as bytes, never more of one than its reader can use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+MOST = 64 << 20  # bytes
+
+
+def read_bytes(path: str | Path, most: int = MOST) -> bytes:
+    """What a file holds. OSError, with words for a person, where it cannot be read.
+
+    That is also so for a file of more than ``most`` bytes, and for what is no regular file: a pipe
+    or a device could block for ever or never end.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except ValueError as why:  # a path with a NUL
+        raise OSError(errno.EINVAL, str(why), str(path)) from why
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return data

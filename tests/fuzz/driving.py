@@ -1,0 +1,122 @@
+"""Runs a reader over changed files: only our errors, no second of time, no flood of memory."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import resource
+import signal
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fuzz.mutations import Sample, mutated
+
+from fxpart.errors import FxpartError
+
+SECONDS = 1.0  # of the processor, for one file
+MEMORY = 512 << 20  # address space beyond what the process has, for one file
+_SHRINKING = 300  # tries to make a failing file smaller
+
+
+class TooLong(BaseException):
+    """The reader did not end within the time; no reader catches it."""
+
+
+@dataclass
+class Outcome:
+    """What came of many files. codes: of the errors; "read" where there was none."""
+
+    codes: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    seconds: float = 0.0
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Memory and time as they are allowed to a reader: MemoryError and :class:`TooLong` else."""
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
+    before = signal.signal(signal.SIGVTALRM, _stop)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _stop(*_: object) -> None:
+    raise TooLong(f"longer than {SECONDS} s")
+
+
+def fault(read: Callable[[bytes], object], data: bytes) -> tuple[str, str]:
+    """What came of one file, ("read" or a code, "") if it is right; else ("", what was wrong)."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        read(data)
+        return "read", ""
+    except FxpartError as refused:
+        codes = {problem.code for problem in refused.problems}
+        if "FXP900" in codes:
+            return "", f"it calls it a fault of its own:\n{refused}"
+        if len(str(refused)) > 200_000 + 20 * len(data):
+            return "", f"its message has {len(str(refused))} characters"
+        return refused.code, ""
+    except (Exception, TooLong):
+        return "", traceback.format_exc(limit=-6)[-3000:]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def fuzz(
+    name: str, read: Callable[[bytes], object], samples: Sequence[Sample], count: int, seed: int = 0
+) -> Outcome:
+    """Read ``count`` changed files; AssertionError with the smallest failing one that was found."""
+    outcome = Outcome()
+    began = time.process_time()
+    with bounded():
+        for number in range(count):
+            made = f"{name}:{seed}:{number}"
+            data = mutated(samples, made)
+            start = time.thread_time()
+            code, wrong = fault(read, data)
+            outcome.slowest = max(outcome.slowest, time.thread_time() - start)
+            if wrong:
+                small = shrunk(data, lambda part: bool(fault(read, part)[1]))
+                wrong = fault(read, small)[1] or wrong
+                raise AssertionError(f"{name}: {wrong}\nmutation {made!r}\n{repro(small)}")
+            outcome.codes[code] += 1
+    outcome.seconds = time.process_time() - began
+    return outcome
+
+
+def shrunk(data: bytes, fails: Callable[[bytes], bool]) -> bytes:
+    """The data without the ranges that the failure does not need: halves first, then less."""
+    tries, size = 0, len(data) // 2
+    while size:
+        start = 0
+        while start < len(data) and tries < _SHRINKING:
+            tries += 1
+            less = data[:start] + data[start + size :]
+            if fails(less):
+                data = less
+            else:
+                start += size
+        size //= 2
+    return data
+
+
+def repro(data: bytes) -> str:
+    """The bytes as they can be pasted into a test."""
+    if len(data) <= 600:
+        return f"data = {data!r}"
+    packed = base64.b85encode(zlib.compress(data, 9)).decode()
+    return f"data = zlib.decompress(base64.b85decode({packed!r}))  # {len(data)} bytes"

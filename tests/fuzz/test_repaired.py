@@ -1,0 +1,160 @@
+"""The smallest files that a reader once failed on, and what it says of them now."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fuzz import readers
+from fuzz.readers import READERS
+
+from fxpart import cli
+from fxpart.errors import FxpartError
+from fxpart.profile import Profile
+from fxpart.sharding import Mesh
+from fxpart.solver.joint.archive import from_json, to_json
+
+
+def refused(read: Callable[[bytes], object], data: bytes) -> str:
+    with pytest.raises(FxpartError) as caught:
+        read(data)
+    return caught.value.code
+
+
+def test_a_joint_problem_without_a_workspace() -> None:
+    import joint_problems
+
+    document = json.loads(to_json(joint_problems.rich_problem(0)))
+    document["works"][0]["workspace"] = []
+    assert refused(from_json, json.dumps(document).encode()) == "FXP206"
+
+
+def test_an_axis_of_more_digits_than_python_converts() -> None:
+    for size in ("9" * 5000, "0", "1000000", "-1", "٣", ""):
+        assert refused(lambda data: Mesh.parse(data.decode()), f"dp={size}".encode()) == "FXP109"
+    assert Mesh.parse("dp=002,tp=999999").axes == (("dp", 2), ("tp", 999999))
+
+
+@pytest.mark.parametrize("csv", [True, False])
+def test_a_schedule_of_nothing_but_faults_is_refused_in_few_words(csv: bool) -> None:
+    head = "" if csv else "fxpart-schedule x stages=1 microbatches=1 stage_rank=0\n0: "
+    data = head + ("x," if csv else "x ") * 50_000
+    with pytest.raises(FxpartError) as caught:
+        READERS["schedule-csv" if csv else "schedule"].read(data.encode())
+    assert len(caught.value.problems) < 110
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP TABLE ops; CREATE VIEW ops AS WITH RECURSIVE n(i) AS "
+        "(SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS setting, i AS key, i AS value, "
+        "i AS date FROM n",
+        "CREATE TRIGGER t AFTER INSERT ON ops BEGIN DELETE FROM stages; END",
+        "DROP TABLE ops; CREATE TABLE ops (setting TEXT, key TEXT, value TEXT, "
+        "date TEXT AS (zeroblob(1000000000)))",
+        "CREATE TABLE more (x)",
+    ],
+)
+def test_a_profile_that_computes(change: str, tmp_path: Path) -> None:
+    """What a view or a trigger says would be run by the database."""
+    path = tmp_path / "some.profile"
+    Profile(path, create=True).close()
+    base = sqlite3.connect(path)
+    base.executescript(change)
+    base.close()
+    for create in (False, True):
+        with pytest.raises(FxpartError) as caught:
+            Profile(path, create=create)
+        assert caught.value.code == "FXP405"
+
+
+def test_a_profile_with_a_value_that_is_nested_deep(tmp_path: Path) -> None:
+    path = tmp_path / "some.profile"
+    path.write_bytes(READERS["profile"].samples()[0].data)
+    base = sqlite3.connect(path)
+    base.execute("UPDATE stages SET value = ?", ('{"parts":' + "[" * 100_000,))
+    base.commit()
+    base.close()
+    with pytest.raises(FxpartError, match="FXP405"):
+        readers._read_profile(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("nodes", 1, "target"), {"function": "os:system"}),
+        (("nodes", 1, "target"), {"function": "builtins:exec"}),
+        (("nodes", 1, "target"), {"function": "torch:load"}),
+        (("nodes", 1, "target"), {"function": "antigravity:fly"}),
+        (("nodes", 1, "target"), {"operation": "load_library"}),
+        (("nodes", 1, "target"), {"operation": "aten.save.default"}),
+        (("nodes", 1, "target"), {"operation": "aten.save"}),
+        (("nodes", 1, "target"), {"operation": "aten.from_file.default"}),
+        (("nodes", 1, "target"), {"operation": "__class__.__init__.__globals__"}),
+        (("nodes", 1, "target"), {"__reduce__": "os:system"}),
+        (("nodes", 0, "target"), "x=print(1)"),
+        (("nodes", 0, "name"), "x, y=print(1)"),
+        (("nodes", 1, "target"), 'a.b"); print(1); ("'),
+        (("nodes", 0, "op"), "call_method"),
+        (("nodes", 0, "kwargs"), {"dict": {"x=print(1), y": 1}}),
+        (("nodes", 0, "value", "dtype"), "load"),
+    ],
+)
+def test_a_reproducer_that_names_what_is_no_part_of_a_graph(
+    place: tuple[str | int, ...], value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = READERS["reproducer"].samples()[0].data
+    document = json.loads(graph)
+    assert [node["op"] for node in document["nodes"][:2]] == ["placeholder", "get_attr"]
+    *above, last = place
+    held = document
+    for key in above:
+        held = held[key]
+    held[last] = value
+    if isinstance(value, dict) and last == "target":
+        held["op"] = "call_function"
+    assert refused(READERS["reproducer"].read, json.dumps(document).encode()) == "FXP109"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_a_program_whose_lane_is_none() -> None:
+    """Its digest is right, and its content is not."""
+    for data in (b"{}", b"\xff", b'{"stages":[', b"[" * 100_000):
+        assert refused(READERS["program-lane"].read, data) == "FXP505"
+
+
+def test_weights_whose_header_is_nested_deep_or_endless() -> None:
+    read = READERS["weights"].read
+    wrong = (b"[" * 100_000, b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}')
+    for header in wrong:
+        assert refused(read, readers.with_length(header)) == "FXP110"
+    assert refused(READERS["weights-index"].read, b'{"weight_map":' + b"[" * 100_000) == "FXP110"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "{}.json"],
+        ["cluster", "show", "{}.json"],
+        ["schedule", "validate", "{}.json"],
+        ["solve", "{}.json"],
+        ["report", "{}.json", "--trace", "{}.json"],
+    ],
+)
+def test_what_is_no_regular_file_is_not_waited_for(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes would block for ever; a device may never end."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.json")
+    os.symlink("/dev/zero", "zero.json")
+    for name in ("pipe", "zero"):
+        given = [argument.format(name) for argument in arguments]
+        assert cli.run(given) == 2
