@@ -97,3 +97,32 @@ def differences(one: Path, other: Path) -> list[str]:
             found.append(key)
     assert any(key.startswith("optimizer/") for key in left.tensors)
     return found
+
+
+def planned_by_rank_0(refused: bool) -> list[Any]:
+    """The plan's stages and who was there, or the codes of what rank 0 raised."""
+    from dataclasses import replace
+
+    import sample_plans
+
+    from fxpart.elastic.shared_plan import shared_plan
+    from fxpart.environment import launch
+    from fxpart.errors import FxpartError, error
+
+    found = launch()
+    assert found is not None
+    hosts: list[str] = []
+
+    def make(names: Any) -> Any:
+        assert found.rank == 0, "nobody else plans"
+        hosts.extend(names)
+        if refused:
+            raise error("FXP204", where="rank 1", why="too large", fix="")
+        return sample_plans.plan(found.world)
+
+    try:
+        # The pool keeps its store itself, as torchrun's agent does.
+        plan = shared_plan(replace(found, keeps_store=True), make, timeout=30)
+    except FxpartError as fault:
+        return [fault.code, fault.problems[0].why]
+    return [len(plan.stages), plan.dumps() == sample_plans.plan(found.world).dumps(), len(hosts)]
