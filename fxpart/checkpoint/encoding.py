@@ -33,11 +33,16 @@ def encode(manifest: Manifest) -> bytes:
     """The file's bytes; the digest in it is that of all the others. TypeError: see ``values``."""
     free = {name: values.stored(getattr(manifest, name), name) for name in _FREE}
     bare = msgspec.structs.replace(manifest, digest="", **free)
-    text = msgspec.json.encode(bare, order="sorted")
+    return signed(msgspec.json.encode(bare, order="sorted"))
+
+
+def signed(text: bytes) -> bytes:
+    """A manifest's canonical JSON of which the digest is "", with it."""
     before, mark, after = text.partition(b'"digest":"')
     # Keys are sorted, so that this is the manifest's own and not that of a part.
     assert mark and before.startswith(b'{"calls":') and before.count(b'"') == 2
-    return before + mark + digest(text).hexdigest().encode() + after
+    made: str = digest(text).hexdigest()
+    return before + mark + made.encode() + after
 
 
 def decode(data: bytes) -> Manifest:

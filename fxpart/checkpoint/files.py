@@ -38,7 +38,7 @@ def reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(0, "it is no regular file")
-        yield file, found.st_size  # type: ignore[misc]
+        yield file, found.st_size
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def creating(path: Path, *, lasting: bool = True) -> Iterator[BinaryIO]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(path, flags, 0o666), "wb", buffering=0) as file:
-            yield file  # type: ignore[misc]
+            yield file
             if lasting:
                 os.fsync(file.fileno())
     except BaseException:

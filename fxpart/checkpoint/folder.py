@@ -52,17 +52,17 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     final = root / step_name(manifest.step)
     with files.saving(str(root)):
         data = _encoded(manifest, root)
-        if final.is_dir():
-            if _is_whole(final):
-                shutil.rmtree(partial)
-                return final
-            _aside(final, "damaged")
         with files.creating(partial / NAME) as file:
             files.write(file, data)
         for path in partial.iterdir():  # what ranks told each other is in the manifest now
             if path.name != NAME and path.name not in manifest.files:
                 path.unlink()
         files.keep(partial)
+        if final.is_dir():
+            if _is_whole(final):
+                shutil.rmtree(partial)
+                return final
+            _aside(final, "damaged")
         partial.rename(final)
         files.keep(root)
     return final

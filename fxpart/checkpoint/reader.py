@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class Checkpoint:
         buffer = np.empty(files.CHUNK, np.uint8)
         for key, part in mine:
             try:
-                self._compare(key, part, buffer)
+                self._load(key, part, buffer, keep=False)
             except FxpartError as fault:
                 found += fault.problems
             done += self._place(part).size
@@ -154,22 +155,19 @@ class Checkpoint:
     def _place(self, part: Part) -> Place:
         return self.places[part.file][part.name]
 
-    def _compare(self, key: str, part: Part, buffer: Bytes) -> None:
-        """Compare a part's digest in pieces."""
-        self._stream(key, part, buffer, whole=False)
+    def _load(self, key: str, part: Part, target: Bytes, *, keep: bool = True) -> None:
+        """Read a part and compare its digest; FXP510.
 
-    def _load(self, key: str, part: Part, target: Bytes) -> None:
-        """Fill an array with a part and compare its digest."""
-        self._stream(key, part, target.reshape(-1), whole=True)
-
-    def _stream(self, key: str, part: Part, buffer: Bytes, *, whole: bool) -> None:
-        """Read a part, into the whole buffer or always into its beginning; FXP510."""
+        target: what it fills; where it is not kept, room for CHUNK bytes.
+        """
+        buffer = target.reshape(-1)
         place, running = self._place(part), encoding.digest()
         try:
             with files.reading(self.path / part.file) as (file, _):
                 for at in range(place.start, place.stop, files.CHUNK):
-                    start = at - place.start if whole else 0
-                    chunk = memoryview(buffer[start : start + min(files.CHUNK, place.stop - at)])
+                    start = at - place.start if keep else 0
+                    held: Any = buffer[start : start + min(files.CHUNK, place.stop - at)]
+                    chunk = memoryview(held)
                     files.fill(file, chunk, at)
                     running.update(chunk)
             why = "its bytes are not those that were written"

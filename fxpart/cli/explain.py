@@ -14,8 +14,8 @@ from fxpart.plan import Plan
 
 PAGES = (
     "annotations", "asynchronous", "checkpoints", "clusters", "glossary", "how_it_chooses",
-    "learning", "one_process", "precision", "prediction", "profiling", "reading_a_plan", "reading_a_run",
-    "rules", "schedules", "solve", "training",
+    "learning", "one_process", "precision", "prediction", "profiling", "reading_a_plan",
+    "reading_a_run", "rules", "schedules", "solve", "training",
 )  # fmt: skip
 
 
