@@ -22,6 +22,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def identity(self) -> Path:
+        """A random name that this run alone has: what stands elsewhere is found by it."""
+        return self.path / "identity"
+
+    @property
     def plans(self) -> Path:
         """Plans by what they are for: ``<fingerprint>-<cluster hash>.json``."""
         return self.path / "plans"

@@ -1,0 +1,68 @@
+"""Which checkpoint to take of what machines' memories hold, and who brings whom which files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from fxpart.runtime.checkpoint.memory import Held, step_of
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What one machine's memory holds.
+
+    held: by checkpoint the bytes of each file that is there. needed: of the checkpoints whose
+    manifest is there, those of every file that belongs to it. free: bytes that still fit.
+    """
+
+    held: Held
+    needed: Held
+    free: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A file that goes from one machine's memory to another's."""
+
+    file: str
+    source: str
+    target: str
+
+
+def choose(machines: Mapping[str, Told], at_least: int = -1) -> tuple[str, list[Move]] | None:
+    """The newest checkpoint from that step on whose files are all somewhere, and the moves.
+
+    After the moves every machine has every file. A file is only taken from where it has the bytes
+    that the manifest says; of several machines, each brings about as many bytes. None where no
+    checkpoint is whole, or does not fit. The same for the same machines on every rank.
+    """
+    known = {where: files for told in machines.values() for where, files in told.needed.items()}
+    for where in sorted(known, key=lambda name: (step_of(name), name), reverse=True):
+        if step_of(where) >= at_least:
+            moves = _moves(machines, where, known[where])
+            if moves is not None:
+                return where, moves
+    return None
+
+
+def _moves(machines: Mapping[str, Told], where: str, files: Mapping[str, int]) -> list[Move] | None:
+    """What brings every file to every machine; None where that cannot be."""
+    moves: list[Move] = []
+    brought = dict.fromkeys(machines, 0)
+    room = {name: told.free for name, told in machines.items()}
+    for file, size in files.items():
+        has = [
+            name for name, told in machines.items() if told.held.get(where, {}).get(file) == size
+        ]
+        for name in machines:
+            if name in has:
+                continue
+            if not has or room[name] < size:
+                return None
+            source = min(has, key=lambda host: (brought[host], host))
+            brought[source] += size
+            room[name] -= size
+            moves.append(Move(file, source, name))
+    return moves
