@@ -16,6 +16,7 @@ from fxpart.modes import NAMES, STREAMS, WEIGHTS
 
 if TYPE_CHECKING:
     from fxpart.api import Program, Proposed
+    from fxpart.plan import Plan
     from fxpart.target import Workload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -35,7 +36,7 @@ class Request:
     cost_model: str
     constraint: tuple[str, ...]
     seed: int
-    plan: str | None = None
+    plan: str | Plan | None = None
     mesh: str | None = None
     annotations: str | None = None
     zero: int | None = None

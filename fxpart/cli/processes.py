@@ -24,11 +24,12 @@ def run_on(
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = request.plan
-        if plan is None:
-            plan = str(Path(folder) / "plan.json")
-            _plan(request, processes).dump(plan)
-        else:
+        if isinstance(plan, str):
             _check(Plan.load(plan), processes)
+        else:
+            made = plan or _plan(request, processes)
+            plan = str(Path(folder) / "plan.json")
+            made.dump(plan)
         arguments = request.on_each_rank(verb, plan, options, as_json)
         return start(processes, arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,11 @@ from fxpart.cluster import Cluster
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.cache import Asked, Plans, check_elastic, newest, planned
 from fxpart.elastic.clusters import for_ranks, without
+from fxpart.elastic.moves import seat
+from fxpart.elastic.shared_plan import of_hosts, shared_plan
 from fxpart.elastic.supervisor import Job, supervise
+from fxpart.environment import Launch, alone
+from fxpart.environment import for_ranks as as_child
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan
 from fxpart.rundir import RunDir
@@ -60,6 +64,39 @@ def run_supervised(
         planning.close()
 
 
+def with_shared_plan(request: Request, run: RunDir, started: Launch) -> Request:
+    """The request with the plan that rank 0 of torchrun's ranks finds or makes for the run.
+
+    With a plan it is returned as it is. Rank 0 also has plans made for a machine less and one more.
+    Every rank calls it; raises the same on all: what planning raises, FXP109, FXP516.
+    """
+    if request.plan is not None:
+        return request
+    if not (started.supervised and started.keeps_store):
+        # Nobody else keeps the store that the plan would go through; all plan the same.
+        return fixed(request, run)
+    here = started.local_world
+    bounds = Bounds(max(1, started.world - here), started.world + here)
+
+    def make(hosts: Sequence[str]) -> Plan:
+        _check_begun(request, run)
+        cluster = of_hosts(request.cluster, hosts)
+        path = run.path / "cluster.json"
+        planning = Planning(request, bounds, run)
+        cluster.dump(path)
+        whole = replace(fixed(request, run), cluster=str(path))
+        plan, _ = planned(
+            planning.made, cluster, started.world,
+            lambda: whole.compile(whole.workload(), quiet=True).plan,
+        )  # fmt: skip
+        check_elastic(plan, f"--run {run.path} under torchrun")
+        planning.advance((bounds.least, bounds.most))
+        return seat(plan, newest(run)).plan
+
+    plan = shared_plan(started, make)
+    return replace(request, plan=plan, cluster="auto")
+
+
 @dataclass
 class Planning:
     """Plans of a run, found or made: in this process when they are needed, in another before."""
@@ -77,7 +114,8 @@ class Planning:
     def plan(self, ranks: int, lost: frozenset[str] = frozenset()) -> tuple[Plan, bool]:
         """For so many ranks of the devices that are left, and whether it was there already."""
         if self.request.plan is not None:
-            plan = Plan.load(self.request.plan)
+            plan = self.request.plan
+            plan = plan if isinstance(plan, Plan) else Plan.load(plan)
             if plan.world != ranks:
                 why = f"the plan is for {plan.world} ranks"
                 fix = f"--nproc {plan.world}, or plan for {ranks} devices"
@@ -98,12 +136,10 @@ class Planning:
             return
         if not any(self._missing(ranks) for ranks in numbers):
             return
-        from fxpart.environment import for_ranks as as_child
-
         command = [sys.executable, "-m", "fxpart", "plan", *self.request.arguments()]
         command += ["--nproc", str(self.bounds), "--run", str(self.run.path)]
         quiet = subprocess.DEVNULL
-        with as_child(""):
+        with alone(), as_child(""):
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def close(self) -> None:
