@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -13,6 +14,13 @@ from typing import BinaryIO
 from fxpart.errors import Problem, error
 
 CHUNK = 1 << 20  # bytes hashed and moved at once: what a core's cache holds
+_ROOM = "free some space; --keep 2 keeps the fewest"
+_FIXES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "allow larger files: ulimit -f unlimited",
+    errno.EIO: "the disk fails: give a folder on another",
+}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
@@ -95,10 +103,8 @@ def saving(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as cause:
-        why = cause.strerror or str(cause)
-        full = "free some space; --keep 2 keeps the fewest"
-        fix = "make the folder writable, or give another" if "space" not in why else full
-        raise error("FXP513", where=where, why=why, fix=fix) from cause
+        fix = _FIXES.get(cause.errno or 0, "make the folder writable, or give another")
+        raise error("FXP513", where=where, why=cause.strerror or str(cause), fix=fix) from cause
 
 
 def damage(folder: Path, what: str, why: str) -> Problem:

@@ -124,14 +124,16 @@ def prune(
     keep: int = FEWEST,
     *,
     generation: int = 0,
+    step: int | None = None,
     verify: bool = False,
     dry: bool = False,
 ) -> list[Path]:
     """Remove all but the newest ``keep`` that open, and what earlier generations left unfinished.
 
     Damaged ones do not count; those newer than the oldest that is kept stay to be looked at. The
-    folders removed. verify: those that count are compared byte by byte. dry: nothing is removed.
-    FXP513 where something cannot be removed.
+    folders removed. step: of the one just saved; later ones do not count either, since the run has
+    gone back behind them. verify: those that count are compared byte by byte. dry: nothing is
+    removed. FXP513 where something cannot be removed.
     """
     assert keep >= FEWEST, f"at least {FEWEST} are kept"
     dropped: list[Path] = []
@@ -140,6 +142,8 @@ def prune(
         for path in complete(root):
             if kept >= keep:
                 dropped.append(path)
+            elif step is not None and step_of(path) > step:
+                continue
             elif (_is_whole if verify else _opens)(path):
                 kept += 1
         leftover = _leftover(root, generation)

@@ -12,7 +12,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option
-from fxpart.errors import FxpartError, Problem
+from fxpart.errors import FxpartError, Problem, error
 
 if TYPE_CHECKING:
     from fxpart.checkpoint.manifest import Manifest
@@ -136,7 +136,11 @@ def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -
     """
     from fxpart.checkpoint import folder
 
-    root = folder.found(Path(run))[0].parent
+    there = folder.found(Path(run))
+    if there == [Path(run)]:
+        fix = f"fxpart ckpt prune {there[0].parent}"
+        raise error("FXP109", where=run, why="it is one checkpoint, not a folder of them", fix=fix)
+    root = there[0].parent
     removed = folder.prune(
         root, keep, generation=1 << 62 if unfinished else 0, verify=True, dry=dry_run
     )

@@ -103,7 +103,7 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = values.restored(msgspec.json.decode(msgspec.json.encode(values.stored(value))))
     assert found == value and repr(found) == repr(value)  # 1, 1.0 and True are not the same
@@ -125,7 +125,7 @@ def test_values_that_json_lacks() -> None:
     ),
     max_leaves=12,
 ))  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_strange_values_are_refused_in_one_way(value: Any) -> None:
     try:
         values.restored(value)

@@ -71,6 +71,16 @@ def test_prune_keeps_the_newest_that_open(root: Path) -> None:
     assert folder.prune(root, 2, verify=True) == []
 
 
+def test_later_ones_do_not_count_after_going_back(root: Path) -> None:
+    """A tensor of the newest is damaged, the run went back to 20 and has saved 25."""
+    damage(root / "step-0000000040")
+    damage(root / "step-0000000030")
+    Sample.make(25).save(root, 25)
+    gone = folder.prune(root, 2, step=25)
+    assert [folder.step_of(path) for path in gone] == [10]
+    assert [folder.step_of(path) for path in folder.complete(root)] == [40, 30, 25, 20]
+
+
 def test_prune_and_unfinished_ones(root: Path) -> None:
     for generation in (1, 2, 3):
         folder.begin(root, 50, generation)

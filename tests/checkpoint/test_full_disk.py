@@ -62,7 +62,7 @@ def save(root: Path, limit: int = 0, user: int = 0) -> str:
 def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     Sample.make(1).save(tmp_path, 1)
     told = save(tmp_path, limit=1_000_000)
-    assert "FXP513" in told and "File too large" in told and "rank 1" in told
+    assert "FXP513" in told and "File too large" in told and "ulimit" in told and "rank 1" in told
     assert "'step-0000000001'" in told and ".partial-g1-step-0000000002 []" in told
     assert folder.newest(tmp_path).manifest.step == 1
 
