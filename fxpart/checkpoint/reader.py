@@ -95,9 +95,7 @@ class Checkpoint:
                 self._load(key, part, target)
                 return target
             if overlap(wanted, held):
-                source: Bytes = np.empty((*held.sizes, size), np.uint8)
-                self._load(key, part, source)
-                copy_overlap(target, wanted, source, held)
+                self._copy(key, part, wanted, target)
         return target
 
     def plan(self) -> str:
@@ -154,6 +152,13 @@ class Checkpoint:
 
     def _place(self, part: Part) -> Place:
         return self.places[part.file][part.name]
+
+    def _copy(self, key: str, part: Part, wanted: Region, target: Bytes) -> None:
+        """Read a part and copy what it holds of a region."""
+        held = Region(part.ranges, part.flat)
+        source: Bytes = np.empty((*held.sizes, target.shape[-1]), np.uint8)
+        self._load(key, part, source)
+        copy_overlap(target, wanted, source, held)
 
     def _load(self, key: str, part: Part, target: Bytes, *, keep: bool = True) -> None:
         """Read a part and compare its digest; FXP510.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +189,31 @@ def test_a_checkpoint_of_another_name(tmp_path: Path) -> None:
     with pytest.raises(FxpartError) as raised:
         checkpoint.read("model/none")
     assert raised.value.code == "FXP512"
+
+
+@pytest.mark.slow
+def test_one_part_at_a_time(tmp_path: Path) -> None:
+    """Beside what is asked for; and to compare less than that."""
+    count, rows = 8, 500_000
+    data = np.random.default_rng(0).integers(0, 256, (count * rows, 4), dtype=np.uint8)
+    partial = folder.begin(tmp_path, 1, 0)
+    written = []
+    for rank in range(count):
+        mine = (rank * rows, (rank + 1) * rows)
+        piece = Piece("model/w", "float32", (count * rows,), ((mine,),), None, data[slice(*mine)])
+        written.append(write_rank(partial, rank, [piece]))
+    checkpoint = Checkpoint.open(folder.commit(partial, manifest(partial, written, 1)))
+    part = data.nbytes // count
+
+    def peak(call: Callable[[], object]) -> int:
+        tracemalloc.start()
+        call()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    third = Region((((rows // 2, 3 * rows),),))
+    assert peak(lambda: checkpoint.read("model/w")) < data.nbytes + 1.1 * part
+    assert peak(lambda: checkpoint.read("model/w", third)) < 2.5 * part + 1.1 * part
+    assert peak(checkpoint.verify) < part
+    assert (checkpoint.read("model/w", third) == data[rows // 2 : 3 * rows]).all()

@@ -199,9 +199,7 @@ class Saver:
             self._await(job, limit, partial, lambda: not merging.awaited(partial, self._world))
             final, manifest = self._commit(job, partial, shared)
             if self._keep:
-                folder.prune(
-                    self.root, self._keep, generation=self._generation, step=job.step
-                )
+                folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
         else:
             self._await(job, limit, partial, (final / NAME).exists)
             manifest = Checkpoint.open(final).manifest if self._copies is not None else None
