@@ -86,7 +86,7 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
 @click.argument("run", type=click.Path())
 @json_option
 def verify(run: str, as_json: bool) -> int:
-    """Compare every tensor of every checkpoint of RUN with the digest it was written with.
+    """Compare every tensor of RUN's checkpoints with its digest.
 
     Exit status 2 where one is damaged; each damaged tensor is named.
     """
@@ -97,7 +97,7 @@ def verify(run: str, as_json: bool) -> int:
     problems: list[Problem] = []
     told: list[dict[str, Any]] = []
     for path in folder.found(Path(run)):
-        held = 0
+        held: int | None = None
         try:
             checkpoint = Checkpoint.open(path)
             held = checkpoint.size
@@ -108,7 +108,8 @@ def verify(run: str, as_json: bool) -> int:
         problems += mine
         told.append({"checkpoint": path.name, "whole": not mine, "bytes": held})
         if not as_json:
-            output.text(f"{path.name}  {'damaged' if mine else 'whole':<8} {size(held)}")
+            shown = size(held) if held is not None else ""
+            output.text(f"{path.name}  {'damaged' if mine else 'whole':<8} {shown}".rstrip())
     if as_json:
         found = output.problems(FxpartError(problems)) if problems else []
         output.data({"checkpoints": told, "problems": found})
@@ -222,8 +223,8 @@ def _described(checkpoint: Checkpoint, tensors: bool) -> list[str]:
     lines = [
         f"{checkpoint.path.name}: {plural(held.step, 'step')}, by {plural(held.world, 'rank')} "
         f"of generation {held.generation}",
-        f"  model      {held.fingerprint}",
-        f"  plan       {held.plan}",
+        f"  of model   {held.fingerprint}",
+        f"  by plan    {held.plan}",
         f"  weights    {held.weights}",
     ]
     for kind, count in _kinds(held).items():
