@@ -45,8 +45,8 @@ def begin(root: Path, step: int, generation: int) -> Path:
 def commit(partial: Path, manifest: Manifest) -> Path:
     """Make a checkpoint complete: its manifest, then one rename; its folder. By one rank.
 
-    All ranks' files have to be there. Where the step has a checkpoint that is whole, that stays and
-    this is dropped; one that is damaged is moved out of the way. FXP513.
+    All ranks' files have to be there, which is looked at. Where the step has a checkpoint that is
+    whole, that stays and this is dropped; one that is damaged is moved out of the way. FXP513.
     """
     root = partial.parent
     final = root / step_name(manifest.step)
@@ -58,6 +58,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
             if path.name != NAME and path.name not in manifest.files:
                 path.unlink()
         files.keep(partial)
+        _check(partial)
         if final.is_dir():
             if _is_whole(final):
                 shutil.rmtree(partial)
@@ -211,6 +212,16 @@ def _is_whole(path: Path) -> bool:
         return not Checkpoint.open(path).verify()
     except FxpartError:
         return False
+
+
+def _check(partial: Path) -> None:
+    """What is about to be complete opens; FXP513 where a rank's file has gone, or is not seen."""
+    try:
+        Checkpoint.open(partial)
+    except FxpartError as fault:
+        first = fault.problems[0]
+        fix = "a folder that all ranks share"
+        raise error("FXP513", where=first.where, why=first.why, fix=fix) from fault
 
 
 def _encoded(manifest: Manifest, root: Path) -> bytes:

@@ -142,3 +142,17 @@ def test_values_that_cannot_be_kept(tmp_path: Path) -> None:
     assert folder.complete(tmp_path) == []
     folder.discard(partial)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_file_that_is_gone_before_the_end(tmp_path: Path, lost: bool) -> None:
+    """Removed, or not seen whole by the rank that completes the checkpoint."""
+    partial = folder.begin(tmp_path, 1, 0)
+    written = [write_rank(partial, rank, []) for rank in range(2)]
+    made = manifest(partial, written, 1)
+    file = partial / written[1].file
+    file.unlink() if lost else file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FxpartError, match=r"rank-00001\.safetensors") as raised:
+        folder.commit(partial, made)
+    assert raised.value.code == "FXP513"
+    assert folder.complete(tmp_path) == []
