@@ -229,6 +229,11 @@ def step_parts(
     )
 
 
+def busy_by_rank(ranks: Sequence[RankPrediction], microbatches: int) -> dict[int, float]:
+    """The seconds that each rank computes in a step, collectives inside its stage included."""
+    return {rank: microbatches * entry.busy_seconds for entry in ranks for rank in entry.ranks}
+
+
 def idle_share(ranks: Sequence[RankPrediction], microbatches: int, step: float) -> float:
     """The share of all ranks' time in a step in which they compute and sum nothing, 0 to 1."""
     busy = fsum(len(e.ranks) * (microbatches * e.busy_seconds + e.step_only_seconds) for e in ranks)

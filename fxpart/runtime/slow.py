@@ -64,6 +64,7 @@ class Slow:
 class Pace:
     """How long each rank computes in a step.
 
+    past: by rank, the least that it computed in a step, the median of a window; empty at first.
     listeners: are told of each :class:`Slow`, on every rank after the same step.
     """
 
@@ -75,7 +76,7 @@ class Pace:
         self._stage = {rank: stage for stage, row in enumerate(places) for rank in row}
         self._rows: deque[Sequence[int]] = deque(maxlen=window)
         self._seen = 0
-        self._past: dict[int, float] = {}
+        self.past: dict[int, float] = {}
         self._planned: dict[int, float] = {}
         self._slow: set[int] = set()
         self.listeners: list[Callable[[Slow], object]] = [_warn] if warns else []
@@ -114,16 +115,16 @@ class Pace:
 
     def _look(self, step: int) -> list[Slow]:
         now = self.seconds()
-        self._past = self._past or now
-        past = self._beside(self._past)
+        self.past = self.past or now
+        past = self._beside(self.past)
         planned = self._beside(self._planned) if self._planned else {}
-        times = {rank: seconds / self._past[rank] for rank, seconds in now.items()}
+        times = {rank: seconds / self.past[rank] for rank, seconds in now.items()}
         found = []
         for rank, (least, usual) in past.items():
             others = [each for other, each in times.items() if other != rank]
             by_plan, usual_by_plan = planned.get(rank, (0.0, 0.0))
             state = Slow(
-                rank, self._stage[rank], step, len(self._rows), now[rank], self._past[rank],
+                rank, self._stage[rank], step, len(self._rows), now[rank], self.past[rank],
                 self._planned.get(rank), usual, (min(others), max(others)),
             )  # fmt: skip
             if rank in self._slow:
@@ -136,7 +137,7 @@ class Pace:
         self._slow ^= {each.rank for each in found}
         # The best that a rank has done; what a slow one does says nothing of that.
         for rank in now.keys() - self._slow:
-            self._past[rank] = min(now[rank], self._past[rank])
+            self.past[rank] = min(now[rank], self.past[rank])
         return found
 
     def _beside(self, base: Mapping[int, float]) -> dict[int, tuple[float, float]]:
