@@ -143,7 +143,7 @@ def damaged(root: str, which: int) -> dict[str, Any]:
         newest = max(Path(root).glob("step-*"))
         file = newest / f"rank-{which:05d}.safetensors"
         data = bytearray(file.read_bytes())
-        data[-5] ^= 4
+        data[8 + int.from_bytes(data[:8], "little")] ^= 4  # behind the header
         file.write_bytes(data)
     made.transport.exchange([0])
     extra = made.load_checkpoint(root)
