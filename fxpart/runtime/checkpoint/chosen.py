@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -31,16 +31,18 @@ class Move:
     target: str
 
 
-def choose(machines: Mapping[str, Told], at_least: int = -1) -> tuple[str, list[Move]] | None:
+def choose(
+    machines: Mapping[str, Told], at_least: int = -1, tried: Collection[str] = ()
+) -> tuple[str, list[Move]] | None:
     """The newest checkpoint from that step on whose files are all somewhere, and the moves.
 
-    After the moves every machine has every file. A file is only taken from where it has the bytes
-    that the manifest says; of several machines, each brings about as many bytes. None where no
-    checkpoint is whole, or does not fit. The same for the same machines on every rank.
+    tried: not these. After the moves every machine has every file. A file is only taken from where
+    it has the bytes that the manifest says; of several machines, each brings about as many bytes.
+    None where no checkpoint is whole, or does not fit. The same for the same machines on every rank.
     """
     known = {where: files for told in machines.values() for where, files in told.needed.items()}
     for where in sorted(known, key=lambda name: (step_of(name), name), reverse=True):
-        if step_of(where) >= at_least:
+        if step_of(where) >= at_least and where not in tried:
             moves = _moves(machines, where, known[where])
             if moves is not None:
                 return where, moves

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,8 +84,12 @@ class Copies:
     def of(
         cls, run: RunDir, transport: Transport, *, host: str | None = None, root: Path | None = None
     ) -> Copies:
-        """Those of a run; every rank calls it. host, root: instead of this machine's own."""
-        name = _machine() if host is None else host
+        """Those of a run; every rank calls it.
+
+        host, root: instead of this machine's own; another root alone is as another machine.
+        """
+        own = _machine() if root is None else f"{_machine()} {root}"
+        name = own if host is None else host
         identity = agree(
             transport, "the run's identity",
             lambda: (_identity(run) if 0 in transport.local else "", ""),
@@ -126,12 +130,12 @@ class Copies:
         except (OSError, ValueError) as cause:
             self._note(f"step {step}", cause)
 
-    def gather(self, at_least: int = -1) -> Path | None:
+    def gather(self, at_least: int = -1, tried: Collection[str] = ()) -> Path | None:
         """Have the newest checkpoint whose files are all in some machine's memory, in this one's.
 
         Its folder, the same step's on every rank; None on all where there is none from the step
-        ``at_least`` on. Every rank calls it, and no save may be under way. What is in the files is
-        compared when they are read.
+        ``at_least`` on but those tried. Every rank calls it, and no save may be under way. What is
+        in the files is compared when they are read.
         """
         told = self._tell() if self._leads else b""
         with reporting(self._transport, "looking for checkpoints in memory"):
@@ -141,7 +145,7 @@ class Copies:
             for rank, text in enumerate(raw)
             if text
         }
-        found = choose(machines, at_least)
+        found = choose(machines, at_least, tried)
         if found is None:
             return None
         where, moves = found

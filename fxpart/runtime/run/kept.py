@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,8 @@ import msgspec
 import torch
 
 from fxpart.checkpoint import folder
-from fxpart.errors import FxpartError
+from fxpart.checkpoint.reader import Checkpoint
+from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.run import generations
 from fxpart.runtime.run.batches import digest_of
@@ -25,6 +27,7 @@ from fxpart.runtime.run.signals import Signals, name_of
 from fxpart.runtime.run.state import put_back, taken
 
 if TYPE_CHECKING:
+    from fxpart.runtime.checkpoint.copies import Copies
     from fxpart.runtime.checkpoint.saver import Saver
     from fxpart.runtime.fit import Fit
 
@@ -63,7 +66,9 @@ class Kept:
         self._saver: Saver | None = None
         self._ledger: Ledger | None = None
         self._book: generations.Generations | None = None
+        self._copies: Copies | None = None
         self._told = 0  # problems of the saver that were told
+        self._heard = 0  # and of the copies
         self._saved = -1
 
     # -- the beginning --------------------------------------------------------------------------
@@ -82,20 +87,53 @@ class Kept:
         start = self._look()
         self.generation = start.generation
         agree(fit.transport, "the ring of events", self._note)
-        if start.newest >= 0:
+        if self.options.copies:
+            self._copies = self._make_copies()
+        extra = self._from_memory(start.newest)
+        if extra is None and start.newest >= 0:
             checkpoint, extra = restore_newest(fit.trainer, self._run.checkpoints, random=False)
             for problem in checkpoint.skipped:
                 warnings.warn(str(problem), stacklevel=4)
+        if extra is not None:
             agree(fit.transport, "what a run goes on from", lambda: (put_back(fit, extra), ""))
             self.resumed, self._saved = True, fit.step
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
-            generation=start.generation, strict=self.options.strict,
+            generation=start.generation, strict=self.options.strict, copies=self._copies,
         )  # fmt: skip
         agree(fit.transport, "the run's ledger", self._open)
         if not self.resumed:
             # What is drawn without a seed, weights too, is then the same after a restart.
             self.save(wait=True)
+
+    def _make_copies(self) -> Copies:
+        """The run's place in the machines' memory."""
+        from fxpart.runtime.checkpoint.copies import Copies
+
+        given = self.options.copies
+        root = None if given is True else Path(cast(Any, given))
+        return Copies.of(self._run, self._fit.transport, root=root)
+
+    def _from_memory(self, newest: int) -> dict[str, Any] | None:
+        """What was saved as extra, if a checkpoint in memory is as new as the disk's, and whole."""
+        from fxpart.runtime.checkpoint.load import restore
+
+        fit, tried = self._fit, list[str]()
+        problems: list[Problem] = []
+        while self._copies is not None and (path := self._copies.gather(newest, tried)):
+            try:
+                found = agree(fit.transport, "the copies", partial(_opened, path))
+                return restore(fit.trainer, found, random=False)
+            except FxpartError as failure:
+                if failure.code != "FXP510":
+                    raise
+                problems += failure.problems
+                tried.append(path.name)
+        if problems and newest < 0:  # and what the trainer holds is no beginning
+            raise FxpartError(problems)
+        for problem in problems:
+            warnings.warn(str(problem), stacklevel=5)
+        return None
 
     def _look(self) -> _Start:
         """What is there, by rank 0."""
@@ -195,12 +233,18 @@ class Kept:
         for failure in self._saver.problems[self._told :]:
             warnings.warn(str(failure), stacklevel=4)
         self._told = len(self._saver.problems)
+        if self._copies is not None:
+            for failure in self._copies.problems[self._heard :]:
+                warnings.warn(str(failure), stacklevel=4)
+            self._heard = len(self._copies.problems)
 
     # -- the end --------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
         """The run ends in order: a last checkpoint."""
         self.save(wait=True)
+        if self._copies is not None:
+            self._copies.remove()  # all of it is on the disk
         if self._book is not None:
             self._book.end(self.generation, step=self._fit.step, how=why)
 
@@ -229,9 +273,16 @@ class Kept:
     def close(self) -> None:
         """Give signals and files back."""
         self._signals.__exit__(None, None, None)
+        if self._copies is not None:
+            self._copies.close()
         for file in (self._ledger, self._book):
             if file is not None:
                 file.close()
+
+
+def _opened(path: Path) -> tuple[Checkpoint, str]:
+    """A checkpoint, and what the ranks compare."""
+    return Checkpoint.open(path), path.name
 
 
 def _same(fit: Fit) -> str:

@@ -18,7 +18,8 @@ class Checkpoints:
     run (FXP513); else it is told, and training goes on. check: steps that are done again after a
     restart have to give the numbers that they gave before (FXP518). restarts: how many of them in a
     row may bring the run no further (FXP517). signals: SIGTERM, SIGINT and SIGUSR1 save and end the
-    run; where False they do what they did.
+    run; where False they do what they did. copies: the last checkpoints stand in memory too, here
+    and on another machine, so that losing one needs no disk; a folder instead of True: where.
     """
 
     folder: str | Path
@@ -28,6 +29,7 @@ class Checkpoints:
     check: bool = True
     restarts: int = 3
     signals: bool = True
+    copies: bool | str | Path = False
 
     def __post_init__(self) -> None:
         """FXP109 for what cannot be."""

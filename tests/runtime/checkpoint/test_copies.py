@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exchange_sources import Numbers, checkpoint
+from hand_stages import batch, language
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
+from runtime_programs import make
 
 from fxpart.checkpoint.exchange.source import Outline, Rest
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.errors import FxpartError
+from fxpart.runtime import StepInfo
 from fxpart.runtime.checkpoint.chosen import Told, choose
 from fxpart.runtime.checkpoint.copies import Copies
 from fxpart.runtime.checkpoint.memory import Memory, default_root
 from fxpart.runtime.distributed import Distributed
 from fxpart.runtime.inprocess import InProcess
+from fxpart.runtime.run import Checkpoints
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -125,6 +132,51 @@ def test_one_process(tmp_path: Path) -> None:
     (found / "rank-00002.safetensors").unlink()
     assert copies.gather() is None
     copies.remove()
+    assert not (tmp_path / "memory").exists()
+
+
+def begun(root: Path, stop: int, steps: int = 6) -> list[int]:
+    """A run in this process that ends by a failure after so many steps; the steps that it did."""
+    seen: list[int] = []
+
+    def note(info: StepInfo) -> None:
+        seen.append(info.step)
+        if info.step == stop:
+            raise RuntimeError("the end")
+
+    trainer = make(language((2, 2)), InProcess(2))
+    kept = Checkpoints(root / "run", every=2, copies=root / "memory")
+    with pytest.raises(FxpartError, match="the end") if stop else contextlib.nullcontext():
+        trainer.fit(
+            [batch(seed=i) for i in range(9)], steps=steps, checkpoints=kept, callbacks=[note]
+        )
+    for thread in threading.enumerate():
+        if thread.name == "saver":
+            thread.join()
+    return seen
+
+
+@pytest.mark.slow
+def test_memory_is_used_while_it_is_whole_and_new(tmp_path: Path) -> None:
+    assert begun(tmp_path, 5) == [1, 2, 3, 4, 5]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert begun(tmp_path, 5) == [5]  # from memory, and copied to the disk no more
+    (place,) = [p for p in (tmp_path / "memory").iterdir() if "0004-" in p.name]
+    damaged = place / "rank-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
+    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+    assert begun(tmp_path, 3) == [3]  # the one before is whole
+    shutil.rmtree(tmp_path / "memory")
+    shutil.rmtree(tmp_path / "run")
+    assert begun(tmp_path, 5) == [1, 2, 3, 4, 5]
+    (place,) = [p for p in (tmp_path / "memory").iterdir() if "0004-" in p.name]
+    damaged = place / "rank-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
+    with pytest.warns(UserWarning, match="rank-00001"):
+        assert begun(tmp_path, 5) == [5]  # from the disk
+    identity = (tmp_path / "run" / "identity").read_text()
+    assert len(identity) == 16
+    assert begun(tmp_path, 0) == [5, 6]
     assert not (tmp_path / "memory").exists()
 
 
