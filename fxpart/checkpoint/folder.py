@@ -39,6 +39,8 @@ def begin(root: Path, step: int, generation: int) -> Path:
     partial = root / f".partial-g{generation}-{step_name(step)}"
     with files.saving(str(root)):
         partial.mkdir(parents=True, exist_ok=True)
+        if partial.is_symlink():  # ranks would write wherever it leads
+            raise OSError(0, f"{partial.name} is a link")
     return partial
 
 

@@ -14,6 +14,9 @@ from fxpart.checkpoint.manifest import Manifest, Tensor
 from fxpart.checkpoint.writer import Written
 from fxpart.errors import FxpartError, Problem, error
 
+# What reading a rank's word can end in, whatever is in the file.
+NOT_WRITTEN = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+
 
 def awaited(partial: Path, world: int) -> list[int]:
     """The ranks that have not said that they are done."""
@@ -32,7 +35,7 @@ def told(partial: Path, world: int) -> list[Written]:
         try:
             with files.reading(partial / writer.told_name(rank)) as (file, size):
                 found.append(writer.decode(files.read(file, min(size, LARGEST))))
-        except (OSError, msgspec.MsgspecError, ValueError) as cause:
+        except (OSError, *NOT_WRITTEN) as cause:
             why = f"it has not finished its file: {cause}"
             raise error("FXP513", where=where, why=why, fix="see what that rank says") from cause
     return found

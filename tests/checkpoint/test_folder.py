@@ -111,6 +111,22 @@ def test_links_are_removed_and_not_followed(
     assert names(root) == ["step-0000000030", "step-0000000040"]
 
 
+def test_a_link_is_not_written_through(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (tmp_path / ".partial-g0-step-0000000001").symlink_to(other)
+    with pytest.raises(FxpartError, match="is a link"):
+        folder.begin(tmp_path, 1, 0)
+    partial = folder.begin(tmp_path, 2, 0)
+    for name in ("rank-00000.safetensors", ".rank-00000.json.new"):
+        (partial / name).symlink_to(other / "target")
+        with pytest.raises(FxpartError) as raised:
+            write_rank(partial, 0, [])
+        assert raised.value.code == "FXP513"
+    assert list(other.iterdir()) == []
+
+
 def test_a_step_saved_again(root: Path) -> None:
     before = (root / "step-0000000040" / "manifest.json").read_bytes()
     Sample.make(99).save(root, 40, generation=7)
