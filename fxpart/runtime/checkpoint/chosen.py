@@ -38,7 +38,7 @@ def choose(
 
     tried: not these. After the moves every machine has every file. A file is only taken from where
     it has the bytes that the manifest says; of several machines, each brings about as many bytes.
-    None where no checkpoint is whole, or does not fit. The same for the same machines on every rank.
+    None where no checkpoint is whole, or does not fit. Of the same machines the same on every rank.
     """
     known = {where: files for told in machines.values() for where, files in told.needed.items()}
     for where in sorted(known, key=lambda name: (step_of(name), name), reverse=True):
