@@ -7,7 +7,7 @@ takes the time from where torch is imported: importing fxpart (``import_ms``), j
 group (``join_ms``), making the trainer of the exported program (``make_ms``), and restoring the
 newest checkpoint, which reads and compares every byte that the rank needs (``restore_ms``). Each
 figure is the slowest rank's, the median over starts; ``own_ms`` is their sum: without the
-interpreter's start and torch.
+interpreter's start and torch (torch.export and torch.distributed.tensor with it).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
+import torch.export
 
 IMPORTED = time.perf_counter()
 

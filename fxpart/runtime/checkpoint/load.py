@@ -23,6 +23,7 @@ from fxpart.runtime.checkpoint import draws, stream
 from fxpart.runtime.checkpoint.fits import problems_of_fit
 from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
 from fxpart.runtime.checkpoint.parts import as_tensor, key_of, region_of
+from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer_state import option, source_of
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream.trainer import StreamTrainer
@@ -78,9 +79,7 @@ def restore_newest(
     skipped: list[Problem] = []
     for name in names:
         try:
-            checkpoint = agree(
-                transport, "the checkpoint", lambda name=name: (Checkpoint.open(root / name), name)
-            )
+            checkpoint = _opened(trainer, root / name)
             extra = restore(trainer, checkpoint, random=random)
         except FxpartError as failure:
             if failure.code != "FXP510":
@@ -93,14 +92,20 @@ def restore_newest(
     raise FxpartError([Problem("FXP511", str(root), why, fix), *skipped])
 
 
+def _opened(trainer: Saving, path: Path) -> Checkpoint:
+    """A checkpoint that every rank can open; FXP510 on all where one cannot."""
+    return agree(
+        trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), str(path.absolute()))
+    )
+
+
 def load_from(trainer: Saving, path: Path) -> dict[str, Any]:
     """:meth:`fxpart.runtime.saving.Saving.load_checkpoint`."""
     one = agree(
         trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
     )
     if one:
-        opened = agree(trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), ""))
-        return restore(trainer, opened)
+        return restore(trainer, _opened(trainer, path))
     inner = path / "checkpoints"
     root = inner if not folder.complete(path) and inner.is_dir() else path
     return restore_newest(trainer, root)[1]
@@ -133,8 +138,7 @@ class _Loading:
             if region.elements:
                 found = as_tensor(self._checkpoint.read(key, region), tensor.dtype)
             else:
-                dtype = getattr(torch, tensor.dtype)
-                found = torch.empty(region.sizes, dtype=dtype)
+                found = torch.empty(region.sizes, dtype=torch_dtype(tensor.dtype))
             self._read = key, region, found
         return self._read[2]
 
@@ -172,10 +176,10 @@ class _Loading:
         """A tensor of a parameter's state: in the memory of the one before, if that fits."""
         shape, dtype = self._manifest.tensors[key].shape, self._manifest.tensors[key].dtype
         part = bool(shape) and shape == holder.shape
-        read = self._part(key, holder.region if part else whole(shape))
+        read, kind = self._part(key, holder.region if part else whole(shape)), torch_dtype(dtype)
         if _fits(before, read):
-            return before.copy_(read)
-        kind = getattr(torch, dtype)
+            held: torch.Tensor = before
+            return held.copy_(read)
         if part:  # laid out as the parameter is, as optimizers make it
             return torch.empty_like(parameter, dtype=kind, requires_grad=False).copy_(read)
         on_device = slot != "step" or group.get("capturable") or group.get("fused")
@@ -216,7 +220,7 @@ class _Loading:
                 return None
             if manifest.tensors[name].shape != known[id(parameter)].shape:
                 return None
-            kind = getattr(torch, manifest.tensors[name].dtype)
+            kind = torch_dtype(manifest.tensors[name].dtype)
             made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
             return made.copy_(self._part(name, known[id(parameter)].region))
 

@@ -41,7 +41,7 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
     """The bytes of a contiguous tensor of the CPU, 1-d: a view."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
-    view: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    view: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return view
 
 

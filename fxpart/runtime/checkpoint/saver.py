@@ -24,6 +24,7 @@ from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, rep
 from fxpart.runtime.checkpoint.take import Staging, Taken, check_whole, take
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.trainer import Trainer
 
 _LOOK = 0.02  # seconds between two looks at the folder
 
@@ -193,6 +194,7 @@ class Saver:
     def _complete(self, job: _Job, partial: Path, limit: float) -> Path:
         """The complete checkpoint: made by rank 0, waited for by the others."""
         final = self.root / folder.step_name(job.step)
+        manifest: Manifest | None = None
         if 0 in self._trainer.transport.local:
             shared = dict(job.taken.shared) if job.taken is not None else {}
             job.taken = None  # the copies' views are needed no more
@@ -202,7 +204,8 @@ class Saver:
                 folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
         else:
             self._await(job, limit, partial, (final / NAME).exists)
-            manifest = Checkpoint.open(final).manifest if self._copies is not None else None
+            if self._copies is not None:
+                manifest = Checkpoint.open(final).manifest
         if self._copies is not None and manifest is not None:
             self._copies.keep(job.step, final, manifest)
         return final
@@ -259,6 +262,7 @@ class Saver:
 
 def save_once(trainer: Saving, root: Path, extra: dict[str, Any]) -> Path:
     """:meth:`fxpart.runtime.saving.Saving.save_checkpoint`."""
+    assert isinstance(trainer, (Trainer, StreamTrainer)), "there is no other"
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)

@@ -6,8 +6,7 @@ of several ranks each has its own pieces, as it has where every rank is a proces
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,9 +163,9 @@ class _Taking:
         self._add(rank, key, tensor, shape, whole(shape))
 
     def _add(
-        self, rank: int, key: str, tensor: torch.Tensor, shape: Sequence[int], region: Region
+        self, rank: int, key: str, tensor: torch.Tensor, shape: tuple[int, ...], region: Region
     ) -> None:
-        if not region.elements and math.prod(shape):
+        if not region.elements and 0 not in shape:
             return  # a lane that holds nothing of a tensor
         if tensor.layout != torch.strided:
             raise _refused(key, f"it is laid out as {tensor.layout}")
@@ -177,9 +176,7 @@ class _Taking:
             held = tensor.cpu().contiguous()
         else:
             held = self._staging.hold(f"{rank} {key}", tensor)
-        piece = Piece(
-            key, dtype_name(tensor), tuple(shape), region.ranges, region.flat, as_bytes(held)
-        )
+        piece = Piece(key, dtype_name(tensor), shape, region.ranges, region.flat, as_bytes(held))
         self.taken.pieces[rank].append(piece)
 
 
