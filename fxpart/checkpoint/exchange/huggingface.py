@@ -38,12 +38,14 @@ from fxpart.checkpoint.exchange.source import (
 from fxpart.checkpoint.exchange.tensor_files import Place, read_header, read_place, write_file
 from fxpart.checkpoint.exchange.text import read_text
 from fxpart.checkpoint.exchange.writing import new_folder
+from fxpart.checkpoint.files import shown
 from fxpart.checkpoint.regions import Bytes
 
 INDEX = "model.safetensors.index.json"
 REST = "fxpart.json"
 SHARDING = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
+_HUGE = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Folder:
         self.tensors: dict[str, Outline] = {}
         strange = [name for name in chunks if prefixes.key(name) is None]
         if strange:
-            why = f"{strange[0]!r} begins with neither {prefixes.model!r} nor "
+            why = f"{shown(strange[0])} begins with neither {prefixes.model!r} nor "
             why += repr(prefixes.optimizer)
             fix = "give --model-prefix and --optimizer-prefix; '' where names have none"
             raise foreign(str(path), why, fix)
@@ -217,8 +219,8 @@ def _offsets(
         found = {name: tuple(given[name]["saved_offsets"]) for name in places}
         for name, place in places.items():
             right = len(found[name]) == len(place.outline.shape)
-            if not right or any(type(n) is not int or n < 0 for n in found[name]):
-                raise ValueError(f"{name} has no place in the whole")
+            if not right or any(type(n) is not int or not 0 <= n < _HUGE for n in found[name]):
+                raise ValueError(f"{shown(name)} has no place in the whole")
     except (ValueError, KeyError, TypeError, RecursionError) as cause:
         raise foreign(str(file), f"{SHARDING} does not fit its tensors: {cause}") from cause
     return found
@@ -228,7 +230,7 @@ def _whole(name: str, chunks: Sequence[_Chunk]) -> tuple[Outline, list[_Chunk]]:
     """The whole tensor's outline and the parts that hold it once, ties by rank dropped."""
     once = list({(c.offsets, c.place.outline.shape): c for c in chunks}.values())
     first = once[0].place
-    where = f"{name} in {first.file}"
+    where = f"{shown(name)} in {first.file}"
     if any(
         c.place.outline.dtype != first.outline.dtype or len(c.offsets) != len(once[0].offsets)
         for c in once

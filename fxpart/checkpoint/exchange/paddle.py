@@ -10,14 +10,14 @@ converter.py merges and slices by these, dist_saver.py writes one for each rank)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import msgspec
-import numpy as np
 
 from fxpart.checkpoint.exchange.source import Held, foreign
 
-_MOST = 1 << 20  # processes
+_MOST = 1 << 16  # processes
 
 
 class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +30,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fault(self, dims: int) -> str:
         """Why no tensor of so many dims can be cut so; "" where it can."""
         shape, group, mapping = self.process_shape, self.process_group, self.dims_mapping
-        if not shape or min(shape) < 1 or math.prod(shape) != len(group) or len(group) > _MOST:
+        sound = 0 < len(shape) <= 32 and all(0 < size <= _MOST for size in shape)
+        if not sound or math.prod(shape) != len(group) or len(group) > _MOST:
             return f"process_group has {len(group)} ranks, process_shape is {list(shape)[:8]}"
         if len(set(group)) != len(group) or min(group) < 0:
             return "process_group names a rank twice, or none"
@@ -55,12 +56,11 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             why = f"a tensor of {list(shape)} cannot be cut into {list(cuts)} equal parts"
             raise foreign("dims_mapping", why, "another strategy for it")
         found = []
-        for place, rank in enumerate(self.process_group):
-            at = np.unravel_index(place, self.process_shape)
+        for rank, at in zip(self.process_group, self._places(), strict=True):
             box = []
             for size, count, axis in zip(shape, cuts, self.dims_mapping, strict=True):
                 step = size // count
-                start = 0 if axis == -1 else int(at[axis]) * step
+                start = 0 if axis == -1 else at[axis] * step
                 box.append((start, start + step))
             found.append(Held(rank, tuple(box)))
         return found
@@ -70,9 +70,13 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         free = [axis for axis in range(len(self.process_shape)) if axis not in self.dims_mapping]
         return [
             rank
-            for place, rank in enumerate(self.process_group)
-            if all(np.unravel_index(place, self.process_shape)[axis] == 0 for axis in free)
+            for rank, at in zip(self.process_group, self._places(), strict=True)
+            if not any(at[axis] for axis in free)
         ]
+
+    def _places(self) -> Iterator[tuple[int, ...]]:
+        """Where each process stands in the mesh."""
+        return product(*map(range, self.process_shape))
 
 
 def on_one(rank: int, dims: int) -> Strategy:

@@ -35,6 +35,7 @@ from fxpart.checkpoint.exchange.source import (
 )
 from fxpart.checkpoint.exchange.text import read_text
 from fxpart.checkpoint.exchange.writing import new_folder
+from fxpart.checkpoint.files import shown
 from fxpart.checkpoint.regions import Bytes
 
 REST = "fxpart.json"
@@ -55,7 +56,7 @@ class PaddleFolder:
         for rank, file in ranks.items():
             for name, strategy in read_strategies(file).items():
                 if found.setdefault(name, strategy) != strategy:
-                    raise foreign(str(file), f"{name!r} is cut otherwise on another rank")
+                    raise foreign(str(file), f"{shown(name)} is cut otherwise on another rank")
             for kind, end in _KINDS.items():
                 arrays = path / f"{stem}_dist{rank}{end}"
                 if arrays.exists():
@@ -66,7 +67,7 @@ class PaddleFolder:
             self._add(path, name, strategy)
         strange = {n for a in self._arrays.values() for n in a.outlines} - set(found)
         if strange:
-            raise foreign(str(path), f"{min(strange)!r} has no dictionary")
+            raise foreign(str(path), f"{shown(min(strange))} has no dictionary")
         rest = path / REST
         self.rest = parse_rest(read_text(rest), str(rest)) if rest.is_file() else Rest()
 
@@ -92,29 +93,21 @@ class PaddleFolder:
 
     def _add(self, path: Path, name: str, strategy: Strategy) -> None:
         """One tensor, whose parts must be there and equal in shape."""
-        kinds = [k for k in _KINDS for (kind, _), a in self._arrays.items()
-                 if kind == k and name in a.outlines]  # fmt: skip
-        kind = kinds[0] if kinds else MODEL
-        parts = {}
-        for rank in strategy.process_group:
-            arrays = self._arrays.get((kind, rank))
-            if arrays is not None and name in arrays.outlines:
-                parts[rank] = arrays.outlines[name]
-        first = next(iter(parts.values()), None)
-        where = f"{path}, {name}"
-        if first is None or len(set(kinds)) > 1:
+        where = f"{path}, {shown(name)}"
+        parts = {at: a.outlines[name] for at, a in self._arrays.items() if name in a.outlines}
+        if len({kind for kind, _ in parts}) != 1:
             raise foreign(where, "no rank has an array of it, or both files have one")
+        (kind, _), first = next(iter(parts.items()))
         if why := strategy.fault(len(first.shape)):
             raise foreign(where, why, "the dictionary that it was cut by")
-        lost = sorted(set(strategy.holders()) - set(parts))
+        lost = [rank for rank in strategy.holders() if (kind, rank) not in parts]
         if lost:
             raise foreign(where, f"ranks {lost[:8]} lack it", "give the files of all ranks")
         if any(part != first for part in parts.values()):
             raise foreign(where, "its parts have several shapes or dtypes")
         shape = tuple(s * n for s, n in zip(first.shape, strategy.cuts(), strict=True))
-        key = kind + name
-        self.tensors[key] = Outline(first.dtype, shape)
-        self._strategies[key] = (name, strategy)
+        self.tensors[kind + name] = Outline(first.dtype, shape)
+        self._strategies[kind + name] = (name, strategy)
 
 
 def write_paddle(

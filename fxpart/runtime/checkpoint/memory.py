@@ -105,7 +105,7 @@ class Memory:
             with files.reading(self.root / where / NAME) as (file, size):
                 data = files.read(file, min(size, encoding.LARGEST))
             found = encoding.decode(data)
-        except (OSError, encoding.Damaged):
+        except (OSError, encoding.DamagedError):
             return None
         return found if folder_name(found.step, data) == where else None
 

@@ -129,6 +129,11 @@ def test_one_process(tmp_path: Path) -> None:
     found = copies.gather()
     assert found is not None and not Checkpoint.open(found).verify()
     assert Checkpoint.open(found).plan() == "plan"
+    text = (found / "manifest.json").read_bytes()
+    (found / "manifest.json").write_bytes(text.replace(b'"step":5', b'"step":6'))
+    assert copies.gather() is None
+    (found / "manifest.json").write_bytes(text)
+    assert copies.gather() == found
     (found / "rank-00002.safetensors").unlink()
     assert copies.gather() is None
     copies.remove()
