@@ -14,6 +14,7 @@ from fxpart.checkpoint.regions import whole
 from fxpart.running import load_trainer
 
 ROWS, WIDTH, KINDS = 24, 16, 8
+EPOCH = 64  # batches of the runs that have epochs
 
 
 class Net(nn.Module):
@@ -54,12 +55,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 
-def one_process(steps: int) -> list[float]:
-    """The losses of plain torch, and nothing else."""
+def one_process(steps: int, epoch: int = 1 << 60) -> list[float]:
+    """The losses of plain torch, and nothing else. epoch: batches, after which they come again."""
     net, losses = model(), []
     optimizer = adamw(net.parameters())
     for step in range(steps):
-        ids, targets = batch(step)
+        ids, targets = batch(step % epoch)
         optimizer.zero_grad()
         loss = F.cross_entropy(net(ids), targets)
         loss.backward()
@@ -97,7 +98,7 @@ def differences(one: Path, other: Path) -> list[str]:
             first.read(key, whole(a.shape)).tobytes() != second.read(key, whole(b.shape)).tobytes()
         ):
             found.append(key)
-    assert any(key.startswith("optimizer/") for key in left.tensors)
+    assert not left.step or any(key.startswith("optimizer/") for key in left.tensors)
     return found
 
 

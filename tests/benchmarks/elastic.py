@@ -54,25 +54,6 @@ def generations(run: RunDir) -> list[dict[str, Any]]:
     return [line for line in lines if line["line"] == "began"]
 
 
-def one_process(steps: int) -> list[float]:
-    """The losses of plain torch on the job's data."""
-    import elastic_programs as programs
-    import torch
-    from elastic_target import BATCHES
-
-    torch.set_num_threads(1)
-    net, losses = programs.model(), []
-    optimizer = programs.adamw(net.parameters())
-    for step in range(steps):
-        ids, targets = programs.batch(step % BATCHES)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(net(ids), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def drive(run: RunDir, process: subprocess.Popen[str], cycles: int, each: int) -> list[float]:
     """Change the ranks; the seconds from each wish to the first step after it."""
     until("the first step", lambda: reached(run) >= each, process)
@@ -93,6 +74,8 @@ def drive(run: RunDir, process: subprocess.Popen[str], cycles: int, each: int) -
 
 def measure(cycles: int, each: int, folder: Path) -> dict[str, Any]:
     """One run, and what came of it."""
+    import elastic_programs as programs
+
     run = RunDir(folder / "run")
     command = [
         sys.executable, "-m", "fxpart", "train", f"{HERE / 'elastic_target.py'}:net",
@@ -122,7 +105,7 @@ def measure(cycles: int, each: int, folder: Path) -> dict[str, Any]:
     bits = [json.loads(x) for x in (run.path / "bits.jsonl").read_text().splitlines()]
     told = ledger.check(run.ledger)
     losses = [update.number for update in ledger.updates(run.ledger)]
-    expected = one_process(len(losses))
+    expected = programs.one_process(len(losses), programs.EPOCH)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     return {
         "changes": len(seconds),

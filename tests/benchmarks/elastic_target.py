@@ -23,7 +23,6 @@ import fxpart
 from fxpart.runtime.checkpoint import load
 
 PAUSE = 0.02  # seconds a batch, so that a run of the benchmark has hundreds of steps, not thousands
-BATCHES = 64
 
 _restore = load.restore_newest
 
@@ -54,7 +53,7 @@ load.restore_newest = _compared  # type: ignore[assignment]
 
 def data() -> Iterator[Any]:
     """An epoch."""
-    for step in range(BATCHES):
+    for step in range(programs.EPOCH):
         time.sleep(PAUSE)
         yield programs.batch(step)
 

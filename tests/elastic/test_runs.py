@@ -1,0 +1,120 @@
+"""A run by the command line: a rank killed, one rank fewer, and two again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import elastic_programs as programs
+import pytest
+import ranks
+
+from fxpart.elastic.progress import finished, reached, saved
+from fxpart.elastic.wishes import ask, running
+from fxpart.rundir import RunDir
+from fxpart.runtime.run import ledger
+
+TARGET = Path(__file__).resolve().parents[1] / "benchmarks" / "elastic_target.py"
+LIMIT = 200.0  # seconds on a machine that does much else
+
+
+class Launched:
+    """``fxpart train`` as a process, and what its folder says."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.run = RunDir(folder)
+        command = [
+            sys.executable, "-m", "fxpart", "train", f"{TARGET}:net", "--run", str(folder), "-m",
+            "4", "--cost-model", "roofline", *options,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, env=ranks._environment(), preexec_fn=ranks.die_with_parent, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Wait for it."""
+        end = time.monotonic() + LIMIT
+        while not done():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end, self.said(kill=True)
+            time.sleep(0.02)
+
+    def said(self, *, kill: bool = False) -> str:
+        """What it wrote, once it has ended."""
+        if kill:
+            self.process.kill()
+        return self.process.communicate(timeout=LIMIT)[1]
+
+    def worlds(self) -> list[int]:
+        """Ranks of the generations that have begun."""
+        if not self.run.generations.exists():
+            return []
+        lines = [json.loads(x) for x in self.run.generations.read_text().splitlines()]
+        return [line["world"] for line in lines if line["line"] == "began"]
+
+    def goes_on(self, worlds: list[int]) -> None:
+        """Until the generations are these, and three steps more are done."""
+        self.until(lambda: self.worlds() == worlds)
+        before = reached(self.run)
+        self.until(lambda: reached(self.run) >= before + 3)
+
+    def children(self) -> list[int]:
+        """The launcher's ranks."""
+        found: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"train" in words:
+                    found.append(int(pid))
+        return sorted(found)
+
+
+@contextmanager
+def launched(folder: Path, *options: str) -> Iterator[Launched]:
+    """The run, ended in any case."""
+    run = Launched(folder, *options)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.communicate()
+
+
+def losses_of_one(steps: int) -> Any:
+    """Plain torch on the target's data."""
+    return pytest.approx(programs.one_process(steps, epoch=programs.EPOCH), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with launched(folder, "--nproc", "1:2", "--every", "5", "--steps", "100000") as run:
+        run.goes_on([2])
+        run.until(lambda: saved(run.run) >= 5)
+        os.kill(run.children()[1], signal.SIGKILL)
+        run.goes_on([2, 2])
+        ask(run.run, 1)
+        run.goes_on([2, 2, 1])
+        ask(run.run, 2)
+        run.goes_on([2, 2, 1, 2])
+        run.process.send_signal(signal.SIGTERM)
+        said = run.said()
+        assert run.process.returncode == 0, said
+    assert "ended with signal 9" in said and "2 -> 1 ranks" in said and "1 -> 2 ranks" in said
+    assert running(run.run) is None and not finished(run.run)
+    summary = ledger.check(run.run.ledger)
+    assert not summary.problems and summary.generations == 4
+    losses = [update.number for update in ledger.updates(run.run.ledger)]
+    assert losses == losses_of_one(len(losses))
+    bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
+    assert [(row["from"], row["to"]) for row in bits] == [(2, 2), (2, 1), (1, 2)]
+    assert all(row["wrong"] == [] and row["tensors"] > 60 for row in bits)
