@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from fxpart.cli import output
+from fxpart.cli.kept import bounds_of, fit, kept_of, planned, supervised
 from fxpart.cli.options import Request, compile_options, json_option
 from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
 from fxpart.schedule.weight_modes import MODES, weight_mode
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 @click.command()
 @compile_options
 @click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
-@click.option("--nproc", "-n", type=click.IntRange(1), help="Processes to start on this host.")
+@click.option("--nproc", "-n", metavar="N", help="Processes to start here, or MIN:MAX.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--run", "folder", type=click.Path(), help="Save into it, and go on from it.")
+@click.option("--every", type=click.IntRange(1), help="Steps between checkpoints.  [default: 50]")
+@click.option("--keep", type=click.IntRange(2), help="Checkpoints that stay.  [default: 2]")
+@click.option("--stop-on-failed-save", is_flag=True, help="End if a checkpoint fails.")
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
 @click.option(
@@ -42,8 +47,12 @@ if TYPE_CHECKING:
 @click.option("--trace-steps", type=click.IntRange(1, 1000), default=5, show_default=True)
 @json_option
 def command(
-    nproc: int | None,
+    nproc: str | None,
     steps: int,
+    folder: str | None,
+    every: int | None,
+    keep: int | None,
+    stop_on_failed_save: bool,
     lr: float | None,
     clip_norm: float | None,
     load: str | None,
@@ -56,7 +65,9 @@ def command(
 ) -> int:
     """Train TARGET by a plan and print the loss of each step.
 
-    With --nproc N, N processes are started by torchrun; without it all ranks run in this one.
+    With --nproc N, N processes are started; without it all ranks run in this one. With --run DIR,
+    the run is saved there, and the same command goes on with it until it has --steps steps; ranks
+    that are lost start again, and --nproc may be MIN:MAX (fxpart/docs/surviving.md).
     Batches come from the Workload's data; without data, the example batch is repeated. With
     --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
@@ -71,15 +82,21 @@ def command(
     request = Request(**options, weights=weights)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
-    if started is None and nproc is not None and nproc > 1:
-        from fxpart.cli.processes import run_on
-
+    kept = kept_of(folder, every, keep, strict=stop_on_failed_save, traced=trace is not None)
+    bounds = None if nproc is None else bounds_of(nproc, kept)
+    if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
         more |= {"--load": load, "--save": save}
         more |= {"--compile": how["compile_stages"], "--pin": how["pin"]}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
-        return run_on(request, nproc, "train", more, as_json)
+        if kept is not None:
+            return supervised(request, bounds, kept, more, steps, as_json)
+        from fxpart.cli.processes import run_on
+
+        return run_on(request, bounds.most, "train", more, as_json)
+    if kept is not None:
+        request = planned(request, kept, started)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
     if asked is not None:
@@ -94,9 +111,15 @@ def command(
         output.note(f"not pinned: {trainer.pinned.why}")
     if first and workload.data is None:
         output.note("no data in the target: the example batch is repeated")
-    run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
-    _traced(run, steps, asked, before, program.plan)
-    run.finish()
+    if kept is not None:
+        data = workload.data if workload.data is not None else [_example(program)]
+        if not fit(trainer, data, kept, steps, first=first, as_json=as_json):
+            save = None  # the same command goes on, and writes it then
+    else:
+        run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
+        _traced(run, steps, asked, before, program.plan)
+        run.finish()
+    tell_stages(trainer, first=first, as_json=as_json)
     if save is not None:
         files = trainer.save_pretrained(save)
         if first:
@@ -158,32 +181,13 @@ class _Run:
 
     def finish(self) -> None:
         """Drain an asynchronous trainer, and tell the losses that are known then."""
-        if not self.streams:
-            return
-        from fxpart.runtime.stream.report import too_far
-
-        self._tell_known(self.trainer.finish())
-        stages = self.trainer.report()
-        if not self.first:
-            return
-        if self.as_json:
-            output.line({"stages": msgspec.to_builtins(stages)})
-            return
-        rhos = [stage.mean_rho for stage in stages]
-        for stage, rho in zip(stages, rhos, strict=True):
-            text = f"stage {stage.stage}: forwards missed {_several(stage.staleness, 'update')}"
-            text += f", {_several(stage.copies, 'set')} of weights at most"
-            text += f", {_several(stage.skipped, 'update')} left out" if stage.skipped else ""
-            output.note(text if rho is None else f"{text}, rho {rho:.2f}")
-        if too_far(rhos):
-            output.note(f"warning: {too_far(rhos)}")
+        if self.streams:
+            self._tell_known(self.trainer.finish())
 
     @property
     def streams(self) -> bool:
         """Whether losses are known later than their steps."""
-        from fxpart.runtime.stream import StreamTrainer
-
-        return isinstance(self.trainer, StreamTrainer)
+        return is_stream(self.trainer)
 
     def _tell_known(self, losses: list[tuple[int, Any]]) -> None:
         for call, loss in losses:
@@ -195,6 +199,35 @@ class _Run:
             output.line({"step": step, "loss": loss, "seconds": seconds})
         elif self.first:
             output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
+
+
+def is_stream(trainer: Any) -> bool:
+    """Whether it is an asynchronous trainer."""
+    from fxpart.runtime.stream import StreamTrainer
+
+    return isinstance(trainer, StreamTrainer)
+
+
+def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
+    """Of an asynchronous trainer: what its stages missed and held. Every rank calls it."""
+    if not is_stream(trainer):
+        return
+    from fxpart.runtime.stream.report import too_far
+
+    stages = trainer.report()
+    if not first:
+        return
+    if as_json:
+        output.line({"stages": msgspec.to_builtins(stages)})
+        return
+    rhos = [stage.mean_rho for stage in stages]
+    for stage, rho in zip(stages, rhos, strict=True):
+        text = f"stage {stage.stage}: forwards missed {_several(stage.staleness, 'update')}"
+        text += f", {_several(stage.copies, 'set')} of weights at most"
+        text += f", {_several(stage.skipped, 'update')} left out" if stage.skipped else ""
+        output.note(text if rho is None else f"{text}, rho {rho:.2f}")
+    if too_far(rhos):
+        output.note(f"warning: {too_far(rhos)}")
 
 
 def _watching(plan: Plan, steps: int) -> dict[str, Any]:
@@ -220,8 +253,7 @@ def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:
 def _batches(workload: Workload, program: Program) -> Iterator[Any]:
     """The workload's data again and again, or the example batch brought to the global size."""
     if workload.data is None:
-        assert program.captured.example is not None, "a captured model has its example"
-        batch = program.captured.example()
+        batch = _example(program)
         while True:
             yield batch
     while True:
@@ -231,6 +263,12 @@ def _batches(workload: Workload, program: Program) -> Iterator[Any]:
             yield batch
         if not found:
             return
+
+
+def _example(program: Program) -> Any:
+    """A batch of the global size."""
+    assert program.captured.example is not None, "a captured model has its example"
+    return program.captured.example()
 
 
 def _next(batches: Iterator[Any], target: str) -> Any:

@@ -1,0 +1,162 @@
+"""``fxpart train --run``: a run that is saved, watched over, and gone on with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpart.cli import output
+from fxpart.cli.options import Request
+from fxpart.elastic.bounds import Bounds
+from fxpart.environment import Launch
+from fxpart.errors import error
+from fxpart.rundir import RunDir
+
+if TYPE_CHECKING:
+    from fxpart.runtime.callbacks import Event, StepInfo
+
+_EVERY, _KEEP = 50, 2
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What --run and its options say; see :class:`fxpart.runtime.run.options.Checkpoints`."""
+
+    folder: Path
+    every: int
+    keep: int
+    strict: bool
+
+    @property
+    def run(self) -> RunDir:
+        """The folder."""
+        return RunDir(self.folder)
+
+    def options(self) -> dict[str, object]:
+        """As they are given on the command line."""
+        return {
+            "--run": self.folder, "--every": self.every, "--keep": self.keep,
+            "--stop-on-failed-save": self.strict,
+        }  # fmt: skip
+
+
+def kept_of(
+    folder: str | None, every: int | None, keep: int | None, *, strict: bool, traced: bool
+) -> Kept | None:
+    """The options together; None without --run. FXP109 for those that do not go together."""
+    if folder is None:
+        given = {"--every": every, "--keep": keep, "--stop-on-failed-save": strict or None}
+        lone = [name for name, value in given.items() if value is not None]
+        if lone:
+            raise error(
+                "FXP109", where=" ".join(lone), why="nothing is saved without --run",
+                fix="give --run DIR too",
+            )  # fmt: skip
+        return None
+    if traced:
+        raise error(
+            "FXP109", where="--run --trace", why="a recording is of whole runs",
+            fix="train without --run to measure",
+        )  # fmt: skip
+    return Kept(Path(folder), every or _EVERY, keep or _KEEP, strict)
+
+
+def bounds_of(nproc: str, kept: Kept | None) -> Bounds:
+    """How many processes; FXP109 for several numbers without --run."""
+    bounds = Bounds.parse(nproc)
+    if bounds.elastic and kept is None:
+        raise error(
+            "FXP109", where=f"--nproc {bounds}",
+            why="a run that changes its ranks goes on from its checkpoints",
+            fix="give --run DIR too, or one number",
+        )  # fmt: skip
+    return bounds
+
+
+def supervised(
+    request: Request,
+    bounds: Bounds,
+    kept: Kept,
+    options: Mapping[str, object],
+    steps: int,
+    as_json: bool,
+) -> int:
+    """Start the ranks and watch over them; the exit status. options: others of train, by name."""
+    from fxpart.cli.supervised import run_supervised
+
+    more = {**options, **kept.options()}
+    return run_supervised(request, bounds, kept.run, more, steps, as_json)
+
+
+def planned(request: Request, kept: Kept, started: Launch | None) -> Request:
+    """The request with the run's plan: torchrun's ranks share one; one process has the first."""
+    if started is not None:
+        from fxpart.cli.supervised import with_shared_plan
+
+        return with_shared_plan(request, kept.run, started)
+    if request.plan is None and kept.run.plan.exists():
+        return replace(request, plan=str(kept.run.plan))
+    return request
+
+
+def fit(trainer: Any, data: Any, kept: Kept, steps: int, *, first: bool, as_json: bool) -> bool:
+    """Train until the run has so many steps; False where a signal ended it before.
+
+    first: whether this process is the one that tells.
+    """
+    from fxpart.runtime.run import Checkpoints
+
+    checkpoints = Checkpoints(kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict)
+    telling = _Telling(as_json)
+    callbacks = [telling] if first else []
+    with warnings.catch_warnings():
+        if not first:
+            warnings.simplefilter("ignore")
+        warnings.showwarning = _note
+        fitted = trainer.fit(data, steps=steps, callbacks=callbacks, checkpoints=checkpoints)
+    done = fitted.why in ("steps", "data")
+    if first and as_json:
+        output.line({"ended": fitted.why, "steps": fitted.steps, "run": str(kept.folder)})
+    elif first and done and telling.begun == fitted.steps:
+        output.note(f"the run in {kept.folder} has {fitted.steps} steps: nothing is left to do")
+    elif first and done:
+        ended = "" if fitted.why == "steps" else "the data ended: "
+        output.note(f"{ended}{fitted.steps} steps are done and saved in {kept.folder}")
+    elif first:
+        output.note(
+            f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}; the same command "
+            "goes on"
+        )
+    return done
+
+
+class _Telling:
+    """Tells of each step as it is done. begun: updates that the run had at the start."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.begun = 0
+        self._as_json = as_json
+
+    def on_step(self, info: StepInfo) -> None:
+        """A line."""
+        if self._as_json:
+            output.line({"step": info.step, "loss": info.loss, "seconds": info.seconds})
+        else:
+            output.text(f"step {info.step:>4}  loss {info.loss:.6f}  {info.seconds:.3f} s")
+
+    def on_event(self, event: Event) -> None:
+        """Where the run goes on."""
+        if event.kind != "start" or not event.step:
+            return
+        self.begun = event.step
+        if self._as_json:
+            output.line({"from": event.step})
+        else:
+            output.note(f"going on after step {event.step}")
+
+
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
+    output.note(f"warning: {message}")
