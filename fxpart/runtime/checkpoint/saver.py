@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ from fxpart.runtime.stream.trainer import StreamTrainer
 from fxpart.runtime.trainer import Trainer
 
 _LOOK = 0.02  # seconds between two looks at the folder
+_WORD = 1.0  # seconds after which ranks that wait for a save say so to each other
+_TAKES, _WAITS = "taking a checkpoint", "a checkpoint"  # as the rank's events have it
 
 
 class Keeper(Protocol):
@@ -102,6 +105,7 @@ class Saver:
         """
         check_whole(self._trainer)
         self._conclude()
+        self._trainer.events.put(_TAKES)
         job = _Job(step, None, dict(extra or {}), self._trainer.calls)
         try:
             self._clear(step)
@@ -110,6 +114,7 @@ class Saver:
             job.failure = failure
         # Nobody writes before rank 0 has removed what a process before left of the same save.
         self._exchange(0)
+        self._trainer.events.put(_TAKES, "end")
         self._job = job
         job.thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
         job.thread.start()
@@ -133,16 +138,32 @@ class Saver:
         with reporting(transport, "saving a checkpoint"):
             return [row[0] for row in transport.exchange([number])]
 
+    def _together(self, done: Callable[[float], bool]) -> None:
+        """Until it is so on every rank. A disk may be slow: no rank waits long for another's word.
+
+        done: waits so many seconds at most, and says whether it is.
+        """
+        while not all(self._exchange(done(_WORD))):
+            pass
+
     def _conclude(self) -> None:
         """Wait for the save that is under way, and hear of all ranks how it went."""
         job, self._job = self._job, None
         if job is None:
             return
-        assert job.thread is not None
-        job.written.wait()
+        thread, events = job.thread, self._trainer.events
+        assert thread is not None
+        events.put(_WAITS, "wait")
+        self._together(job.written.wait)
         if any(self._exchange(job.failure is not None)):
             job.cancelled.set()
-        job.thread.join()
+
+        def ended(seconds: float) -> bool:
+            thread.join(seconds)
+            return not thread.is_alive()
+
+        self._together(ended)
+        events.put(_WAITS, "end")
         problems = []
         if any(self._exchange(job.failure is not None)):
             transport = self._trainer.transport
