@@ -41,7 +41,17 @@ def taken(fit: Fit) -> dict[str, Any]:
 
 
 def put_back(fit: Fit, found: Mapping[str, Any]) -> None:
-    """Put it back; a process that was not there then takes the position of rank 0."""
+    """Put it back; a process that was not there then takes the position of rank 0.
+
+    FXP512 for a checkpoint that no run has saved: it does not say where in the data it was.
+    """
+    if _OF not in found or _OWN not in found:
+        raise error(
+            "FXP512",
+            where="the newest checkpoint of the run's folder",
+            why="no run has saved it: it has no place in the data",
+            fix="trainer.load_checkpoint of it, then fit with a new folder",
+        )
     plain = {key: restored(value) for key, value in found.items() if key not in (_OWN, _OF)}
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
     _load(fit.scheduler, plain["scheduler"])
