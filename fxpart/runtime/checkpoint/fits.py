@@ -17,13 +17,15 @@ _FIX = "the model that the run began with, or another folder"
 
 
 def problems_of_fit(trainer: Saving, manifest: Manifest, path: Path) -> list[Problem]:
-    """FXP512 for everything that does not fit, the first of it; empty where all does."""
+    """FXP512 for everything that does not fit, the first of it; FXP510 for what nobody saved."""
     where = str(path)
     found = [
         Problem("FXP512", where, why, _FIX) for why in islice(_model(trainer, manifest), _MOST)
     ]
     fix = "the optimizer that the run began with"
-    return found + [Problem("FXP512", where, why, fix) for why in _optimizer(trainer, manifest)]
+    found += [Problem("FXP512", where, why, fix) for why in _optimizer(trainer, manifest)]
+    fix = "another checkpoint"
+    return found + [Problem("FXP510", where, why, fix) for why in _plain(manifest)]
 
 
 def _model(trainer: Saving, manifest: Manifest) -> Iterator[str]:
@@ -42,6 +44,21 @@ def _model(trainer: Saving, manifest: Manifest) -> Iterator[str]:
         head, _, name = key.partition("/")
         if head == "model" and name not in wanted:
             yield f"{shown(name)} is in it, and the model has no such tensor"
+
+
+def _plain(manifest: Manifest) -> Iterator[str]:
+    """Values that are not of their kind: no trainer has saved them."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "optimizer": (str,), "updates": (int,), "draining": (bool,), "stages": (int,),
+        "known": (int, float, type(None)), "scheduler": (dict, type(None)),
+    }  # fmt: skip
+    for key, value in manifest.values.items():
+        head, _, rest = key.partition("/")
+        right = kinds.get(rest, (object,)) if head == "trainer" else (object,)
+        right = (int, float) if head == "stage" else right
+        right = (bool, int, float, type(None)) if head == "predictor" else right
+        if not isinstance(value, right):
+            yield f"{shown(key)} is of type {type(value).__name__}"
 
 
 def _optimizer(trainer: Saving, manifest: Manifest) -> Iterator[str]:
