@@ -234,9 +234,18 @@ class Kept:
             warnings.warn(str(failure), stacklevel=4)
         self._told = len(self._saver.problems)
         if self._copies is not None:
-            for failure in self._copies.problems[self._heard :]:
-                warnings.warn(str(failure), stacklevel=4)
-            self._heard = len(self._copies.problems)
+            self._tell_of(self._copies)
+
+    def _tell_of(self, copies: Copies) -> None:
+        """Warn of copies that are not there, whichever rank's they are."""
+        mine = [str(failure) for failure in copies.problems[self._heard :]]
+        self._heard += len(mine)
+        transport = self._fit.transport
+        with reporting(transport, "hearing of copies in memory"):
+            raw = transport.exchange_bytes(msgspec.json.encode(mine))
+        told = [text for each in raw for text in msgspec.json.decode(each, type=list[str])]
+        for text in dict.fromkeys(told):
+            warnings.warn(text, stacklevel=5)
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -183,6 +183,9 @@ def test_memory_is_used_while_it_is_whole_and_new(tmp_path: Path) -> None:
     assert len(identity) == 16
     assert begun(tmp_path, 0) == [5, 6]
     assert not (tmp_path / "memory").exists()
+    (tmp_path / "memory").mkdir(mode=0o755)
+    with pytest.warns(UserWarning, match="alone"):  # and no harm is done
+        begun(tmp_path, 0, steps=7)
 
 
 def test_memory_is_its_owners_alone(tmp_path: Path) -> None:
