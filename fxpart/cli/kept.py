@@ -76,15 +76,22 @@ def bounds_of(nproc: str, kept: Kept | None) -> Bounds:
     return bounds
 
 
-def supervised(
+def on_ranks(
     request: Request,
     bounds: Bounds,
-    kept: Kept,
+    kept: Kept | None,
     options: Mapping[str, object],
     steps: int,
     as_json: bool,
 ) -> int:
-    """Start the ranks and watch over them; the exit status. options: others of train, by name."""
+    """Start the ranks; the exit status. A run that is kept is watched over, too.
+
+    options: others of train, by name.
+    """
+    if kept is None:
+        from fxpart.cli.processes import run_on
+
+        return run_on(request, bounds.most, "train", options, as_json)
     from fxpart.cli.supervised import run_supervised
 
     more = {**options, **kept.options()}

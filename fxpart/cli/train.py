@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from fxpart.cli import output
-from fxpart.cli.kept import bounds_of, fit, kept_of, planned, supervised
+from fxpart.cli.kept import bounds_of, fit, kept_of, on_ranks, planned
 from fxpart.cli.options import Request, compile_options, json_option
 from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
 from fxpart.schedule.weight_modes import MODES, weight_mode
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 @click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
 @click.option("--nproc", "-n", metavar="N", help="Processes to start here, or MIN:MAX.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
-@click.option("--run", "folder", type=click.Path(), help="Save into it, and go on from it.")
+@click.option(
+    "--run", "--run-dir", "folder", type=click.Path(), help="Save into it, and go on from it."
+)
 @click.option("--every", type=click.IntRange(1), help="Steps between checkpoints.  [default: 50]")
 @click.option("--keep", type=click.IntRange(2), help="Checkpoints that stay.  [default: 2]")
 @click.option("--stop-on-failed-save", is_flag=True, help="End if a checkpoint fails.")
@@ -90,11 +92,7 @@ def command(
         more |= {"--compile": how["compile_stages"], "--pin": how["pin"]}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
-        if kept is not None:
-            return supervised(request, bounds, kept, more, steps, as_json)
-        from fxpart.cli.processes import run_on
-
-        return run_on(request, bounds.most, "train", more, as_json)
+        return on_ranks(request, bounds, kept, more, steps, as_json)
     if kept is not None:
         request = planned(request, kept, started)
     workload = request.workload()
@@ -107,10 +105,8 @@ def command(
         optimizer, clip_norm=clip_norm, weights=load, **how, **_watching(program.plan, steps)
     )
     first = started is None or started.rank == 0
-    if first and how["pin"] and trainer.pinned.why:
-        output.note(f"not pinned: {trainer.pinned.why}")
-    if first and workload.data is None:
-        output.note("no data in the target: the example batch is repeated")
+    if first:
+        _note(trainer, workload, pinned=how["pin"])
     if kept is not None:
         data = workload.data if workload.data is not None else [_example(program)]
         if not fit(trainer, data, kept, steps, first=first, as_json=as_json):
@@ -121,10 +117,22 @@ def command(
         run.finish()
     tell_stages(trainer, first=first, as_json=as_json)
     if save is not None:
-        files = trainer.save_pretrained(save)
-        if first:
-            output.note(f"wrote {', '.join(file.name for file in files)} into {save}")
+        _save(trainer, save, first)
     return 0
+
+
+def _note(trainer: Any, workload: Workload, *, pinned: bool) -> None:
+    """What is other than it was asked for."""
+    if pinned and trainer.pinned.why:
+        output.note(f"not pinned: {trainer.pinned.why}")
+    if workload.data is None:
+        output.note("no data in the target: the example batch is repeated")
+
+
+def _save(trainer: Any, folder: str, first: bool) -> None:
+    files = trainer.save_pretrained(folder)
+    if first:
+        output.note(f"wrote {', '.join(file.name for file in files)} into {folder}")
 
 
 def _traced(run: _Run, steps: int, asked: Asked | None, before: int | None, plan: Plan) -> None:
