@@ -28,7 +28,7 @@ class RunDir:
 
     @property
     def plans(self) -> Path:
-        """Plans by what they are for: ``<fingerprint>-<cluster hash>.json``."""
+        """Plans by what they are for: ``<fingerprint>-<cluster hash>-<ranks>.json``."""
         return self.path / "plans"
 
     @property

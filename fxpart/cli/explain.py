@@ -13,8 +13,8 @@ from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
 PAGES = (
-    "annotations", "asynchronous", "checkpoints", "clusters", "glossary", "how_it_chooses",
-    "learning", "one_process", "precision", "prediction", "profiling", "reading_a_plan",
+    "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "glossary",
+    "how_it_chooses", "learning", "one_process", "precision", "prediction", "profiling", "reading_a_plan",
     "reading_a_run", "rules", "schedules", "solve", "training",
 )  # fmt: skip
 
@@ -28,8 +28,8 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `glossary`, `how_it_chooses`,
-    `learning`, `one_process`, `precision`, `prediction`, `profiling`, `reading_a_plan`,
+    Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `glossary`,
+    `how_it_chooses`, `learning`, `one_process`, `precision`, `prediction`, `profiling`, `reading_a_plan`,
     `reading_a_run`, `rules`, `schedules`, `solve`, `training`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fxpart.rundir import RunDir
 
 _STEP = re.compile(r"step-(\d{10})")
 _TAIL = 1 << 16  # bytes
+_LOOK = 1.0  # seconds
 
 
 def saved(run: RunDir) -> int:
@@ -46,6 +49,39 @@ def finished(run: RunDir) -> bool:
     """Whether the last generation did all that there was to do."""
     how = how_it_ended(run)
     return how in ("steps", "epochs", "data", "early stopping")
+
+
+class Pace:
+    """How fast a generation goes, by its ledger, looked at once a second."""
+
+    def __init__(self, run: RunDir, farthest: int, clock: Callable[[], float] = time.monotonic):
+        """It begins now. farthest: step that was done before."""
+        self._run, self._before, self._clock = run, farthest, clock
+        self._began = self._looked = clock()
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
+
+    def look(self) -> None:
+        """Called often; reads now and then."""
+        now = self._clock()
+        if now - self._looked < _LOOK:
+            return
+        self._looked, step = now, reached(self._run)
+        if step > (self._before if self._last is None else self._last[1]):
+            self._last = now, step
+            self._first = self._first or self._last
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step; 0 where fewer than two looks have found more of them."""
+        if self._first is None or self._last is None or self._last[1] == self._first[1]:
+            return 0.0
+        return (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
+
+    @property
+    def start_seconds(self) -> float:
+        """From the beginning to the first step more; 0 where there was none."""
+        return 0.0 if self._first is None else self._first[0] - self._began
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.moves import Seated, seat
 from fxpart.elastic.policy import Situation, decide, measured
-from fxpart.elastic.progress import finished, reached, saved
+from fxpart.elastic.progress import Pace, finished, reached, saved
 from fxpart.elastic.wishes import Holder, holding
 from fxpart.errors import EXIT_INFEASIBLE, EXIT_RUN, FxpartError, error
 from fxpart.launching import Ended, Failed, Running, start
@@ -33,8 +33,8 @@ class Job:
     devices that are left (names of those that are not beside), and whether it was found rather than
     made. arguments: of ``fxpart`` for each rank, given the plan's file. tell: a line for a person.
     advance: have plans for these numbers of ranks made meanwhile. start: starts ranks and waits for
-    them. change: seconds that a change of ranks takes, for :mod:`.policy`. retry: seconds after
-    which a device that was taken for lost is tried again.
+    them. change: seconds that a change of ranks takes where none was seen, for :mod:`.policy`.
+    retry: seconds after which a device that was taken for lost is tried again.
     """
 
     bounds: Bounds
@@ -71,7 +71,8 @@ class _Supervisor:
 
     wanted: ranks there are to be. wish: what was asked for while they ran. failures: since the
     last step more. losses: by device's name since then. lost: devices taken for lost. back: when
-    to try these again. farthest: step that was ever done.
+    to try these again. farthest: step that was ever done. pace: of the
+    generation that runs, or ran last.
     """
 
     job: Job
@@ -84,6 +85,7 @@ class _Supervisor:
     back: float = inf
     plan: Plan | None = None
     farthest: int = 0
+    pace: Pace | None = None
 
     def run(self) -> int:
         """All generations."""
@@ -96,6 +98,7 @@ class _Supervisor:
             before = saved(self.job.run)
             self.job.tell(f"starting {plan.world} processes from step {before}")
             farthest = max(before, reached(self.job.run), self.farthest)
+            self.pace = Pace(self.job.run, farthest)
             ended = self.job.start(
                 self.job.arguments(self.job.run.plan), plan.world, on_tick=self._tick
             )
@@ -155,7 +158,8 @@ class _Supervisor:
 
     def _tick(self, running: Running) -> None:
         """Ask the ranks to save and stop where another number of them is wished for."""
-        assert self.plan is not None
+        assert self.plan is not None and self.pace is not None
+        self.pace.look()
         world, asked = self.plan.world, self.holder.wish()
         if asked is not None:
             self.lost, self.back = frozenset(), inf
@@ -208,10 +212,13 @@ class _Supervisor:
             smaller, _ = self.job.plan(plan.world - 1, lost)
         except FxpartError:
             return  # there is no plan for fewer: it is tried with all again
-        full, small = measured((plan.prediction.step_seconds, smaller.prediction.step_seconds), 0.0)
+        assert self.pace is not None, "it has just run"
+        predicted = plan.prediction.step_seconds, smaller.prediction.step_seconds
+        full, small = measured(predicted, self.pace.step_seconds)
         left = max(1, self.job.steps - saved(self.job.run))
         arrivals = ((0.5, self.job.retry), (0.5, inf))
-        decision = decide(Situation(left, full, small, self.job.change, arrivals))
+        change = self.pace.start_seconds or self.job.change
+        decision = decide(Situation(left, full, small, change, arrivals))
         self.job.tell(f"{name} lost its rank {self.losses[name]} times: {decision.words}")
         if not decision.smaller:
             time.sleep(min(decision.wait, self.job.retry))

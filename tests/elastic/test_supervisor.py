@@ -12,7 +12,7 @@ import sample_plans
 
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.clusters import without
-from fxpart.elastic.progress import finished, how_it_ended, reached, saved
+from fxpart.elastic.progress import Pace, finished, how_it_ended, reached, saved
 from fxpart.elastic.supervisor import Job, supervise
 from fxpart.elastic.wishes import ask
 from fxpart.errors import FxpartError, error
@@ -254,6 +254,19 @@ def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
     assert finished(run)
     run.generations.write_text('{"line":"ended","how":"data"}\n{"line":"began"}\n')
     assert not finished(run)
+
+
+def test_the_pace_of_a_generation(tmp_path: Path) -> None:
+    run, now = RunDir(tmp_path), 100.0
+    pace = Pace(run, 10, lambda: now)
+    for at, step in ((100.5, 11), (105.0, 10), (112.0, 12), (112.5, 13), (122.0, 32)):
+        run.ledger.write_text(f'{{"line":"update","step":{step}}}\n')
+        now = at
+        pace.look()
+    # Seen: nothing more at 105 s, step 12 at 112 s, step 32 at 122 s.
+    assert pace.start_seconds == 12.0
+    assert pace.step_seconds == 0.5
+    assert Pace(run, 99, lambda: now).step_seconds == 0.0
 
 
 def test_what_counts_as_saved(tmp_path: Path) -> None:
