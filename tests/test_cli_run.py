@@ -14,6 +14,7 @@ import pytest
 from cli_calls import TARGET, call
 
 from fxpart.rundir import RunDir
+from fxpart.runtime.checkpoint.memory import default_root
 from fxpart.runtime.run.generations import read
 from fxpart.runtime.run.ledger import check, updates
 
@@ -54,7 +55,8 @@ def test_the_same_command_goes_on(
     run = tmp_path / "run"
     out, err = train(str(run), 5)
     assert out.count("loss") == 5 and f"5 steps are done and saved in {run}" in err
-    out, err = train(str(run), 12, "--json", "--save", str(tmp_path / "parts"))
+    out, err = train(str(run), 12, "--json", "--copies", "--save", str(tmp_path / "parts"))
+    assert not default_root((run / "identity").read_text()).exists()  # given back
     told = [json.loads(line) for line in out.splitlines()]
     assert told[0] == {"from": 5}
     assert [line["step"] for line in told if "step" in line] == list(range(6, 13))
@@ -72,6 +74,7 @@ def test_options_that_do_not_go_together(
 ) -> None:
     for options, why in (
         (["--every", "5"], "nothing is saved without --run"),
+        (["--copies"], "nothing is saved without --run"),
         (["--nproc", "1:2"], "goes on from its checkpoints"),
         (["--run", str(tmp_path), "--trace", "t.json"], "a recording is of whole runs"),
     ):

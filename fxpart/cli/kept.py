@@ -29,6 +29,7 @@ class Kept:
     every: int
     keep: int
     strict: bool
+    copies: bool = False
 
     @property
     def run(self) -> RunDir:
@@ -39,16 +40,23 @@ class Kept:
         """As they are given on the command line."""
         return {
             "--run": self.folder, "--every": self.every, "--keep": self.keep,
-            "--stop-on-failed-save": self.strict,
+            "--stop-on-failed-save": self.strict, "--copies": self.copies,
         }  # fmt: skip
 
 
 def kept_of(
-    folder: str | None, every: int | None, keep: int | None, *, strict: bool, traced: bool
+    folder: str | None,
+    every: int | None,
+    keep: int | None,
+    *,
+    strict: bool,
+    traced: bool,
+    copies: bool = False,
 ) -> Kept | None:
     """The options together; None without --run. FXP109 for those that do not go together."""
     if folder is None:
         given = {"--every": every, "--keep": keep, "--stop-on-failed-save": strict or None}
+        given["--copies"] = copies or None
         lone = [name for name, value in given.items() if value is not None]
         if lone:
             raise error(
@@ -61,7 +69,7 @@ def kept_of(
             "FXP109", where="--run --trace", why="a recording is of whole runs",
             fix="train without --run to measure",
         )  # fmt: skip
-    return Kept(Path(folder), every or _EVERY, keep or _KEEP, strict)
+    return Kept(Path(folder), every or _EVERY, keep or _KEEP, strict, copies)
 
 
 def bounds_of(nproc: str, kept: Kept | None) -> Bounds:
@@ -116,7 +124,9 @@ def fit(trainer: Any, data: Any, kept: Kept, steps: int, *, first: bool, as_json
     """
     from fxpart.runtime.run import Checkpoints
 
-    checkpoints = Checkpoints(kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict)
+    checkpoints = Checkpoints(
+        kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies
+    )
     telling = _Telling(as_json)
     callbacks = [telling] if first else []
     with warnings.catch_warnings():

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 )
 @click.option("--every", type=click.IntRange(1), help="Steps between checkpoints.  [default: 50]")
 @click.option("--keep", type=click.IntRange(2), help="Checkpoints that stay.  [default: 2]")
-@click.option("--stop-on-failed-save", is_flag=True, help="End if a checkpoint fails.")
+@click.option("--stop-on-failed-save", "strict", is_flag=True, help="End if a save fails.")
+@click.option("--copies", is_flag=True, help="Keep the last checkpoints in two hosts' memory too.")
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
 @click.option(
@@ -54,7 +55,8 @@ def command(
     folder: str | None,
     every: int | None,
     keep: int | None,
-    stop_on_failed_save: bool,
+    strict: bool,
+    copies: bool,
     lr: float | None,
     clip_norm: float | None,
     load: str | None,
@@ -84,12 +86,11 @@ def command(
     request = Request(**options, weights=weights)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
-    kept = kept_of(folder, every, keep, strict=stop_on_failed_save, traced=trace is not None)
+    kept = kept_of(folder, every, keep, strict=strict, copies=copies, traced=trace is not None)
     bounds = None if nproc is None else bounds_of(nproc, kept)
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
-        more: dict[str, object] = {"--steps": steps, "--lr": lr, "--clip-norm": clip_norm}
-        more |= {"--load": load, "--save": save}
-        more |= {"--compile": how["compile_stages"], "--pin": how["pin"]}
+        more: dict[str, object] = {"--steps": steps, "--lr": lr, "--load": load, "--save": save}
+        more |= {"--clip-norm": clip_norm, "--pin": how["pin"], "--compile": how["compile_stages"]}
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return on_ranks(request, bounds, kept, more, steps, as_json)
