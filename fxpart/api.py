@@ -268,7 +268,7 @@ class Program:
         clip_norm: float | None = None,
         weights: Any = None,
         weight_mode: str | WeightMode | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         need_loss: bool = True,
         **options: Any,
     ) -> Any:
@@ -283,9 +283,10 @@ class Program:
         which each rank reads its own part, or a function (name, meta tensor) -> tensor;
         ``strict=False`` leaves out what the model does not have. weight_mode: or its name
         ("spectrain"), in place of the plan's (:mod:`fxpart.schedule.weight_modes`).
-        timeout: seconds that any wait between ranks may take. need_loss: refuse a model without a
-        loss (FXP106) rather than train it on the mean square of its outputs. options: further
-        fields of :class:`fxpart.runtime.options.Options`.
+        timeout: seconds that any wait between ranks may take, by default many of the steps that
+        were predicted and then measured (:mod:`fxpart.runtime.deadline`). need_loss: refuse a
+        model without a loss (FXP106) rather than train it on the mean square of its outputs.
+        options: further fields of :class:`fxpart.runtime.options.Options`.
         """
         from fxpart.running import make_trainer
 

@@ -21,8 +21,9 @@ from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import as_given, recomputed, stage_of
+from fxpart.prediction import busy_by_rank
 from fxpart.program import ProgramSpec, StateSpec
-from fxpart.runtime import Distributed, InProcess, Trainer, connect
+from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
@@ -45,7 +46,7 @@ def make_trainer(
     *,
     weights: Any,
     weight_mode: str | WeightMode | None,
-    timeout: float,
+    timeout: float | None,
     strict: bool = True,
     **options: Any,
 ) -> Trainer | StreamTrainer:
@@ -117,12 +118,13 @@ class _Places:
     transport: Distributed | InProcess
 
     @classmethod
-    def of(cls, plan: Plan, spec: ProgramSpec, timeout: float) -> _Places:
+    def of(cls, plan: Plan, spec: ProgramSpec, timeout: float | None) -> _Places:
         """Connects the ranks."""
         size = mesh_of(spec).size
         ranks = rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
         kind = "cuda" if _wants_gpu(plan) else "cpu"
-        transport = connect(plan.world, device=kind, timeout=timeout)
+        step = plan.prediction.step_seconds
+        transport = connect(plan.world, device=kind, timeout=timeout, predicted=step)
         made = cls(plan, ranks, size, kind, transport)
         if kind == "cuda" and len(transport.local) == 1:
             torch.cuda.set_device(made.device_of(transport.local[0]))
@@ -167,7 +169,7 @@ class _Places:
         first = lanes[0]
         if stream is not None:
             options["weights"] = stream
-        return (Trainer if stream is None else StreamTrainer)(
+        made = (Trainer if stream is None else StreamTrainer)(
             first.spec,
             first.modules,
             ranks=self.ranks,
@@ -179,6 +181,11 @@ class _Places:
             lanes=lanes,
             **options,
         )
+        watch.tell(made.events.last)
+        if not first.spec.replicas:  # copies share the microbatches of their stage
+            plan = self.plan
+            made.pace.expect(busy_by_rank(plan.prediction.ranks, plan.microbatches))
+        return made
 
 
 def gpu_of(plan: Plan, rank: int) -> int:
@@ -198,7 +205,7 @@ def load_trainer(
     optimizer: Any,
     *,
     weights: Any,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     **options: Any,
 ) -> Trainer | StreamTrainer:
     """A trainer of an exported program: no model, no capture and no solver are needed.

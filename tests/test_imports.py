@@ -75,6 +75,7 @@ RUNTIME = {
     "checkpoint",
     "events",
     "rundir",
+    "launching",  # how a rank dies with its launcher, and what Linux says of a process
 }
 # Tables are the only way to a pass or a cost model.
 TABLES = ("fxpart.passes", "fxpart.costmodels")

@@ -1,6 +1,25 @@
-"""How a transfer says that it failed; the runtime turns these into the errors of a run."""
+"""How a wait for another rank is known, and how it says that it failed."""
 
 from __future__ import annotations
+
+NOBODY, ALL = -1, -2
+
+
+class Waiting:
+    """Whether the thread that runs a rank's steps waits. rank: whom for; NOBODY, ALL. since: when.
+
+    since: by the monotonic clock. Written where a wait begins and ends, read by the rank's watch.
+    """
+
+    __slots__ = ("rank", "since")
+
+    def __init__(self) -> None:
+        """It does not."""
+        self.rank = NOBODY
+        self.since = 0.0
+
+
+waiting = Waiting()  # of this process
 
 
 class TransferTimeoutError(Exception):

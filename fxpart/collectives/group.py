@@ -15,6 +15,7 @@ large one goes through torch's ring there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from itertools import combinations
@@ -24,7 +25,13 @@ import torch
 import torch.distributed as dist
 
 from fxpart.collectives.communicator import Communicator, Done, Handle, Size, members
-from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
+from fxpart.collectives.failures import (
+    ALL,
+    NOBODY,
+    PeerLostError,
+    TransferTimeoutError,
+    waiting,
+)
 from fxpart.errors import error
 from fxpart.sharding import Mesh
 
@@ -221,6 +228,7 @@ class _Moving:
 
     def wait(self) -> torch.Tensor:
         """The result; to be called once."""
+        waiting.rank, waiting.since = ALL, time.monotonic()
         try:
             for work in self._works:
                 if self._limit is None:
@@ -232,6 +240,7 @@ class _Moving:
             if any(mark in text.lower() for mark in _TIMED_OUT):
                 raise TransferTimeoutError(self._timeout, text) from cause
             raise PeerLostError(text) from cause
+        waiting.rank = NOBODY
         self._works = []
         result = self._finish()
         self._kept = None

@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from fxpart.errors import CODES, FxpartError, Problem, error
+from fxpart.runtime import watch
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
 
 _BITS = 63
@@ -120,7 +121,14 @@ def reporting(transport: Transport, what: str) -> Iterator[None]:
 
 
 def lost(rank: int, what: str, cause: TransferTimeoutError | PeerLostError) -> FxpartError:
-    """FXP503 or FXP504: a rank waited in vain for another while doing ``what``."""
+    """A rank waited in vain for another while doing ``what``.
+
+    FXP514 or FXP515 with the rank that is to blame, where the ranks watch each other; else FXP503
+    or FXP504.
+    """
+    found = watch.failure(what, cause.seconds if isinstance(cause, TransferTimeoutError) else None)
+    if found is not None:
+        return found
     where = f"rank {rank}, {what}"
     if isinstance(cause, TransferTimeoutError):
         return error(

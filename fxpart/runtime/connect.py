@@ -11,29 +11,47 @@ import torch.distributed as dist
 
 from fxpart.environment import Launch, bind_to_loopback, launch
 from fxpart.errors import FxpartError, error
+from fxpart.launching import die_with_parent
+from fxpart.runtime import watch
+from fxpart.runtime.agreement import reporting
+from fxpart.runtime.deadline import Deadline
 from fxpart.runtime.distributed import Distributed
+from fxpart.runtime.generation import meet
 from fxpart.runtime.heap import keep_freed
 from fxpart.runtime.inprocess import InProcess
 
 _LETTING_GO = 0.1  # seconds
+_BEGINNING = 60.0  # seconds at least that the ranks may take to meet
 
 
 def connect(
-    ranks: int, *, device: str = "cpu", timeout: float = 300.0, shared_memory: bool = True
+    ranks: int,
+    *,
+    device: str = "cpu",
+    timeout: float | None = None,
+    shared_memory: bool = True,
+    predicted: float = 0.0,
 ) -> Distributed | InProcess:
     """The transport for a plan of ``ranks`` ranks.
 
     Outside of torchrun all ranks run in this process. Under torchrun (or with a default process
     group that exists already) this process is one rank; FXP502 on every rank where the number of
-    processes is another one than the plan's. device: "cpu" or "cuda". timeout: seconds that any
-    wait between ranks may take. shared_memory: whether CPU ranks of one machine may share memory;
-    without it they send over gloo.
+    processes is another one than the plan's, FXP516 where not all of them come. device: "cpu" or
+    "cuda". timeout: seconds that any wait between ranks may take; None: by the steps' times
+    (:mod:`fxpart.runtime.deadline`). shared_memory: whether CPU ranks of one machine may share
+    memory; without it they send over gloo. predicted: seconds of a step, 0 if unknown.
+
+    Where a launcher supervises the job, the ranks watch each other (:mod:`fxpart.runtime.watch`),
+    and none outlives its launcher.
     """
+    deadline = Deadline(timeout, predicted)
     if dist.is_available() and dist.is_initialized():
         _check(dist.get_world_size(), ranks)
         keep_freed()
         here = _on_one_machine()
-        return Distributed(timeout=timeout, one_machine=here, shared_memory=shared_memory)
+        made = Distributed(timeout=deadline, one_machine=here, shared_memory=shared_memory)
+        _watch_group(made, deadline)
+        return made
     found = launch()
     if found is None:
         return InProcess(ranks)
@@ -46,8 +64,10 @@ def connect(
             fix="run without torchrun, or install a torch with torch.distributed",
         )
     keep_freed()
-    _join(found, device, timeout)
-    return Distributed(timeout=timeout, one_machine=found.one_machine, shared_memory=shared_memory)
+    _join(found, device, deadline)
+    made = Distributed(timeout=deadline, one_machine=found.one_machine, shared_memory=shared_memory)
+    _wake(made)
+    return made
 
 
 def local_device(device: str = "cpu") -> torch.device:
@@ -58,17 +78,25 @@ def local_device(device: str = "cpu") -> torch.device:
     return torch.device("cuda", found.local_rank if found is not None else 0)
 
 
-def _join(found: Launch, device: str, timeout: float) -> None:
+def _join(found: Launch, device: str, deadline: Deadline) -> None:
     """Make the default process group from what torchrun said."""
     if found.one_machine:
         bind_to_loopback()
-    backend = "gloo"
+    if found.supervised:
+        die_with_parent()
+    # Processes begin more apart than steps do: imports, slow disks, one that prepares the data.
+    backend, timeout = "gloo", max(deadline.seconds, _BEGINNING)
     if device == "cuda":
         torch.cuda.set_device(found.local_rank)
         backend = "cpu:gloo,cuda:nccl"
+    meeting = meet(found, timeout)
+    if found.supervised:
+        spread = watch.by_store(meeting.store, found.rank, found.world, timeout)
+        watch.join(found, spread, silence=lambda: deadline.silence)
     try:
         dist.init_process_group(
             backend,
+            store=meeting.store,
             rank=found.rank,
             world_size=found.world,
             timeout=timedelta(seconds=timeout),
@@ -76,12 +104,39 @@ def _join(found: Launch, device: str, timeout: float) -> None:
         # A group that is left to the interpreter's end now and then aborts the process.
         atexit.register(_leave)
     except (RuntimeError, ValueError) as cause:
-        raise error(
+        raise watch.failure("connecting the ranks", None) or error(
             "FXP602",
             where=f"rank {found.rank} of {found.world}, {found.address}:{found.port}",
             why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
             fix="see that every process was started and that the address can be reached",
         ) from cause
+    _of_watch.append(dist.group.WORLD)
+
+
+_of_watch: list[object] = []  # the process groups that have had a watch
+
+
+def _watch_group(made: Distributed, deadline: Deadline) -> None:
+    """The ranks of a process group that the user made watch each other, if a launcher does."""
+    try:
+        found = launch()
+    except FxpartError:
+        return
+    if found is None or not found.supervised or found.world != made.ranks:
+        return
+    if dist.group.WORLD not in _of_watch:
+        die_with_parent()
+        with reporting(made, "connecting the ranks"):
+            watch.join(found, made.exchange_bytes, silence=lambda: deadline.silence)
+        _of_watch.append(dist.group.WORLD)
+    _wake(made)
+
+
+def _wake(made: Distributed) -> None:
+    """Its waits end when a rank is lost."""
+    found = watch.current()
+    if found is not None:
+        found.wakes(made.wake)
 
 
 def _leave() -> None:

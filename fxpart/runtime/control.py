@@ -7,11 +7,13 @@ time. Each rank hears each other one directly, so none waits for a third to pass
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
 
+from fxpart.collectives.failures import NOBODY, waiting
 from fxpart.runtime.handshake import Loopback, Spread, exactly, meet
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError
 
@@ -24,9 +26,9 @@ class Control:
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
         """peers: a connection to every other rank. timeout: seconds that a wait may take."""
+        self.timeout = timeout
         self._rank = rank
         self._peers = dict(sorted(peers.items()))
-        self._timeout = timeout
         for peer in peers.values():
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -35,27 +37,37 @@ class Control:
         mine = struct.pack(f"<{len(row)}q", *row)
         for rank, peer in self._peers.items():
             try:
-                peer.settimeout(self._timeout)
+                peer.settimeout(self.timeout)
                 peer.sendall(mine)
             except TimeoutError as cause:
-                raise TransferTimeoutError(self._timeout, f"rank {rank} reads nothing") from cause
+                raise TransferTimeoutError(self.timeout, f"rank {rank} reads nothing") from cause
             except OSError as cause:
                 raise _lost(rank, cause) from cause
         return mine
 
     def end(self, mine: bytes) -> list[list[int]]:
         """All rows in order of rank; TransferTimeoutError, PeerLostError."""
-        limit = time.monotonic() + self._timeout
+        now = time.monotonic()
+        limit = now + self.timeout
         rows = {self._rank: mine}
+        waiting.since = now
         for rank, peer in self._peers.items():
+            waiting.rank = rank
             try:
                 rows[rank] = exactly(peer, len(mine), limit)
             except TimeoutError as cause:
-                raise TransferTimeoutError(self._timeout, f"nothing from rank {rank}") from cause
+                raise TransferTimeoutError(self.timeout, f"nothing from rank {rank}") from cause
             except OSError as cause:
                 raise _lost(rank, cause) from cause
+        waiting.rank = NOBODY
         form = struct.Struct(f"<{len(mine) // 8}q")
         return [list(form.unpack(rows[rank])) for rank in sorted(rows)]
+
+    def wake(self) -> None:
+        """End all waits, now and later, from another thread: a rank was lost."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connections."""

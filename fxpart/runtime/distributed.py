@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpart.collectives.failures import ALL, NOBODY, waiting
 from fxpart.runtime.control import Control, join
+from fxpart.runtime.deadline import Deadline
 from fxpart.runtime.shared_memory import Receive, Send, SharedMemory
 from fxpart.runtime.shared_memory import join as meet
 from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
@@ -23,10 +26,11 @@ _TIMED_OUT = ("timed out", "timeout")
 
 @dataclass(slots=True)
 class _Moving:
-    """A transfer under way: torch's work object and the tensor it reads or fills."""
+    """A transfer under way: torch's work object, the tensor it reads or fills, the other rank."""
 
     work: Any
     tensor: torch.Tensor
+    rank: int = NOBODY
 
 
 class Distributed:
@@ -40,17 +44,22 @@ class Distributed:
     """
 
     def __init__(
-        self, *, timeout: float = 300.0, one_machine: bool = False, shared_memory: bool = True
+        self,
+        *,
+        timeout: float | Deadline | None = None,
+        one_machine: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         """The default process group must exist.
 
-        timeout: seconds that any wait may take. one_machine: all ranks run on this machine, so
-        that messages can take a shorter way. shared_memory: there, transfers may go through shared
-        memory. Every rank gives the same.
+        timeout: seconds that any wait may take; None: by the steps' times. one_machine: all ranks
+        run on this machine, so that messages can take a shorter way. shared_memory: there,
+        transfers may go through shared memory. Every rank gives the same.
         """
         self.ranks = dist.get_world_size()
         self.local: tuple[int, ...] = (dist.get_rank(),)
-        self.timeout = timeout
+        self._deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
+        self.timeout = timeout = self._deadline.seconds
         self._limit = timedelta(seconds=timeout)
         self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
         backend = dist.get_backend_config()
@@ -78,7 +87,7 @@ class Distributed:
         if self._memory is not None and tensor.device.type == "cpu":
             return self._memory.send(target, channel, tensor)
         group = self._groups[channel]
-        return self._mesht(lambda: dist.isend(tensor, target, group, channel), tensor)
+        return self._begin(lambda: dist.isend(tensor, target, group, channel), tensor, target)
 
     def post(
         self,
@@ -96,7 +105,7 @@ class Distributed:
         if tensor.numel() == 0:
             return _Moving(None, tensor)
         group = self._groups[channel]
-        return self._mesht(lambda: dist.irecv(tensor, source, group, channel), tensor)
+        return self._begin(lambda: dist.irecv(tensor, source, group, channel), tensor, source)
 
     def ready(self, handle: _Moving | Send | Receive) -> bool:
         """Always: the other rank runs by itself, so waiting is right."""
@@ -108,12 +117,14 @@ class Distributed:
             assert self._memory is not None
             return self._memory.wait(handle)
         if handle.work is not None:
-            self._finish(handle.work)
+            self._finish(handle.work, handle.rank)
             handle.work = None
         return handle.tensor
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
+        if self._deadline.lap():
+            self._set_limit(self._deadline.seconds)
         if self._memory is not None:
             self._memory.tidy()
         if self._mesh is not None:
@@ -178,6 +189,13 @@ class Distributed:
         self._finish(dist.all_reduce(tensor, group=self._control, async_op=True))
         return tensor
 
+    def wake(self) -> None:
+        """End waits in connections of its own, now and later: a rank was lost. From any thread."""
+        if self._mesh is not None:
+            self._mesh.wake()
+        if self._memory is not None:
+            self._memory.wake()
+
     def close(self) -> None:
         """Close its own connections; the process group belongs to who made it."""
         if self._mesh is not None:
@@ -185,15 +203,24 @@ class Distributed:
         if self._memory is not None:
             self._memory.close()
 
-    def _mesht(self, begin: Any, tensor: torch.Tensor) -> _Moving:
+    def _set_limit(self, seconds: float) -> None:
+        self.timeout, self._limit = seconds, timedelta(seconds=seconds)
+        if self._mesh is not None:
+            self._mesh.timeout = seconds
+        if self._memory is not None:
+            self._memory.timeout = seconds
+
+    def _begin(self, begin: Any, tensor: torch.Tensor, rank: int) -> _Moving:
         try:
-            return _Moving(begin(), tensor)
+            return _Moving(begin(), tensor, rank)
         except (RuntimeError, ValueError) as cause:
             raise PeerLostError(str(cause)) from cause
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, work: Any, rank: int = ALL) -> None:
+        waiting.rank, waiting.since = rank, time.monotonic()
         try:
             work.wait(self._limit)
+            waiting.rank = NOBODY
         except (RuntimeError, ValueError) as cause:
             text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
             if any(mark in text.lower() for mark in _TIMED_OUT):

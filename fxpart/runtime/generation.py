@@ -93,7 +93,7 @@ class _Waiting:
         keys.set(_LIST, b" ".join(keys.multi_get(names)))
 
         def settled() -> bool:
-            return keys.check([_OBJECTION]) or keys.add(_FOUND, 0) == world - 1
+            return bool(keys.check([_OBJECTION]) or keys.add(_FOUND, 0) == world - 1)
 
         self._until(settled, number, lambda: "not all ranks came back to the list of ranks")
         if keys.check([_OBJECTION]):
@@ -104,10 +104,12 @@ class _Waiting:
     def follow(self) -> int:
         """Any other rank; the number of the generation that it belongs to."""
         left = 0
+
+        def newer() -> bool:
+            return self._newest() > left
+
         while True:
-            self._until(
-                lambda left=left: self._newest() > left, left, lambda: "rank 0 did not come"
-            )  # type: ignore[misc]
+            self._until(newer, left, lambda: "rank 0 did not come")
             number = self._newest()
             if self._followed(number):
                 return number

@@ -92,12 +92,16 @@ class Abstract:
         return made
 
 
-def meet(rank: int, ranks: int, spread: Spread, kind: Kind) -> dict[int, socket.socket] | None:
+def meet(
+    rank: int, ranks: int, spread: Spread, kind: Kind, others: Sequence[int] | None = None
+) -> dict[int, socket.socket] | None:
     """A connection to every other rank, or None on every rank if any two cannot meet.
 
     spread: gives a message to all processes and returns everybody's, in order of rank. Called at
-    the same time by all ranks.
+    the same time by all ranks. others: the ranks to connect to, if not all; of any two both or
+    none have each other there.
     """
+    wanted = [other for other in range(ranks) if other != rank] if others is None else others
     listener: socket.socket | None = None
     token = mine = b""
     try:
@@ -109,15 +113,15 @@ def meet(rank: int, ranks: int, spread: Spread, kind: Kind) -> dict[int, socket.
     limit = time.monotonic() + _SECONDS
     try:
         if listener is not None and all(offers):
-            for other in range(rank):
+            for other in (other for other in wanted if other < rank):
                 peers[other] = call(kind, rank, offers[other], limit)
-            admit(listener, range(rank + 1, ranks), token, peers, limit)
+            admit(listener, [other for other in wanted if other > rank], token, peers, limit)
     except OSError:
         pass  # told to all by what was reached, below
     finally:
         if listener is not None:
             listener.close()
-    if all(spread(b"\1" if len(peers) == ranks - 1 else b"")):
+    if all(spread(b"\1" if len(peers) == len(wanted) else b"")):
         return dict(sorted(peers.items()))
     for peer in peers.values():
         peer.close()

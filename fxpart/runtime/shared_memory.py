@@ -15,6 +15,7 @@ in a collective holds up nobody.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fxpart.collectives.failures import NOBODY, waiting
 from fxpart.runtime.handshake import Abstract, Spread, exactly, meet
 from fxpart.runtime.shared_memory_slots import HEAD, Arena, Mapped, attach, make, tensor_of
 from fxpart.runtime.transport import STATE, PeerLostError, TransferTimeoutError
@@ -179,7 +181,7 @@ class SharedMemory:
 
     def __init__(self, links: Sequence[_Link], timeout: float) -> None:
         """links: to all others. timeout: seconds that a wait may take. Made by :func:`join`."""
-        self._timeout = timeout
+        self.timeout = timeout
         self._links = {link.rank: link for link in links}
         self._at = {link.peer.fileno(): link for link in links}
         self._poll = select.poll()
@@ -244,6 +246,12 @@ class SharedMemory:
         """Bytes of memory that this process shares with those that it sends to."""
         return sum(link.arena.size for link in self._links.values())
 
+    def wake(self) -> None:
+        """End all waits, now and later, from another thread: a rank was lost."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.peer.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the connections; what has been received stays."""
         for link in self._links.values():
@@ -253,16 +261,18 @@ class SharedMemory:
     def _until(self, handle: Send | Receive) -> None:
         """Wait; what others send meanwhile is taken in, too."""
         link, limit = handle.link, 0.0
+        waiting.rank, waiting.since = link.rank, time.monotonic()
         while not handle.done:
             if link.lost:
                 raise self._broken(PeerLostError(link.lost))
             now = time.monotonic()
-            limit = limit or now + self._timeout
+            limit = limit or now + self.timeout
             if now >= limit:
                 why = f"nothing from rank {link.rank}"
-                raise self._broken(TransferTimeoutError(self._timeout, why))
+                raise self._broken(TransferTimeoutError(self.timeout, why))
             left = 1e3 * (limit - now)
             self._listen(min(left, _LOOK) if isinstance(handle, Send) else left)
+        waiting.rank = NOBODY
 
     def _listen(self, milliseconds: float) -> None:
         """Take in what comes within a time, and forget those that are gone."""
@@ -291,10 +301,10 @@ class SharedMemory:
                     record = record[sent:]
                 except BlockingIOError:
                     now = time.monotonic()
-                    limit = limit or now + self._timeout
+                    limit = limit or now + self.timeout
                     if now >= limit:
                         why = f"rank {link.rank} reads nothing"
-                        raise self._broken(TransferTimeoutError(self._timeout, why)) from None
+                        raise self._broken(TransferTimeoutError(self.timeout, why)) from None
                     self._listen(_LOOK)
                 except OSError as cause:
                     while link.read():  # what it had sent before

@@ -1,0 +1,96 @@
+"""What is known of another rank, and the connection to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fxpart.launching.proc import start_time
+from fxpart.runtime.watch.message import Beat, Left, Lost, Message, framed, taken
+
+_READ = 1 << 14
+_BACKLOG = 1 << 16  # bytes that a rank which reads nothing is kept
+
+
+class Person(msgspec.Struct, frozen=True):
+    """Which process a rank is. host: the number of its launcher. begun: see proc(5), None unknown.
+
+    stages: that it runs, in words.
+    """
+
+    host: int
+    pid: int
+    begun: int | None
+
+    @classmethod
+    def here(cls, host: int) -> Person:
+        """This process."""
+        return cls(host, os.getpid(), start_time(os.getpid()))
+
+    def kill(self) -> bool:
+        """End it, if it is still the same process; only for one of this machine."""
+        if self.begun is None or start_time(self.pid) != self.begun:
+            return False
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
+
+
+@dataclass
+class Peer:
+    """Another rank. heard: when it last said anything. gone: when its connection ended.
+
+    left, lost: its word of that, if it gave one. All times are of this machine's monotonic clock.
+    """
+
+    rank: int
+    person: Person
+    connection: socket.socket
+    heard: float
+    beat: Beat = field(default_factory=Beat)
+    gone: float | None = None
+    left: Left | None = None
+    lost: Lost | None = None
+    _came: bytearray = field(default_factory=bytearray)
+    _goes: bytearray = field(default_factory=bytearray)
+
+    def read(self, now: float) -> list[Message]:
+        """What has come, without waiting; notes the end of the connection."""
+        found: list[Message] = []
+        try:
+            while True:
+                data = self.connection.recv(_READ)
+                if not data:
+                    self.gone = now
+                    break
+                self.heard = now
+                self._came += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.gone = now
+        try:
+            found.extend(taken(self._came))
+        except (ValueError, msgspec.MsgspecError):
+            self.gone = now
+        return found
+
+    def send(self, message: Message | None = None) -> None:
+        """Say something, without waiting: what cannot go now goes with the next."""
+        if message is not None and len(self._goes) < _BACKLOG:
+            self._goes += framed(message)
+        if self.gone is not None:
+            return
+        try:
+            while self._goes:
+                del self._goes[: self.connection.send(self._goes)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            pass  # what it had said is still to be read; then the end is seen

@@ -1,0 +1,117 @@
+"""Who is to blame: from what is known of all other ranks, the one that the job ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fxpart.collectives.failures import NOBODY
+from fxpart.runtime.watch.peer import Peer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A rank was lost (FXP514) or does not answer (FXP515), and why that is said.
+
+    certain: its process is gone, so that nothing is left to wait for.
+    """
+
+    code: Literal["FXP514", "FXP515"]
+    rank: int
+    why: str
+    certain: bool = False
+
+
+def gone(peers: Iterable[Peer], now: float) -> Verdict | None:
+    """The first that is gone without a word, or whose word was that it failed, or blamed another.
+
+    One that ended as it should is none: the job may be over for it.
+    """
+    found = [peer for peer in peers if peer.gone is not None or peer.left or peer.lost]
+    for peer in sorted(found, key=lambda peer: peer.gone or now):
+        if peer.gone is not None and peer.left is None and peer.lost is None:
+            why = f"{name(peer)} ended without a word{_last(peer, now)}"
+            return Verdict("FXP514", peer.rank, why, certain=True)
+    for peer in found:
+        if peer.left is not None and peer.left.why:
+            return Verdict("FXP514", peer.rank, f"{name(peer)} ended: {peer.left.why}")
+    for peer in found:
+        if peer.lost is not None:
+            why = f"{peer.lost.why} (rank {peer.rank} says so)"
+            return Verdict(peer.lost.code, peer.lost.rank, why)
+    return None
+
+
+def silent(peers: Iterable[Peer], now: float, limit: float) -> Verdict | None:
+    """The rank that has been silent for longest, if that is longer than ``limit`` seconds."""
+    found = [peer for peer in peers if peer.gone is None and now - peer.heard > limit]
+    if not found:
+        return None
+    peer = min(found, key=lambda peer: peer.heard)
+    why = f"{name(peer)} has been silent for {now - peer.heard:.1f} s{_last(peer, now)}"
+    return Verdict("FXP515", peer.rank, why)
+
+
+def holding_up(peers: Sequence[Peer], me: int, waits: int, now: float) -> Verdict | None:
+    """Where everybody is heard of: the rank that the others wait for, and that waits for none.
+
+    Followed from the one that this rank waits for.
+    """
+    known = {peer.rank: peer for peer in peers}
+    seen = {me}
+    while waits in known and waits not in seen:
+        peer = known[waits]
+        if peer.left is not None:
+            why = f"{name(peer)} had ended as it should, while others waited for it"
+            return Verdict("FXP514", peer.rank, why)
+        if peer.beat.waits == NOBODY:
+            return _idle(peer, now)
+        seen.add(waits)
+        waits = peer.beat.waits
+    left = [peer for peer in peers if peer.left is not None]
+    idle = left or [peer for peer in peers if peer.gone is None and peer.beat.waits == NOBODY]
+    if len(idle) != 1:
+        return None
+    if left:
+        return Verdict("FXP514", left[0].rank, f"{name(left[0])} had ended as it should")
+    return _idle(idle[0], now)
+
+
+def _idle(peer: Peer, now: float) -> Verdict:
+    why = f"{name(peer)} holds up the others{_last(peer, now)}"
+    return Verdict("FXP515", peer.rank, why)
+
+
+def told(peers: Iterable[Peer], now: float) -> str:
+    """What each other rank did last, a line for each."""
+    return "\n".join(f"rank {peer.rank}: {_did(peer, now)}" for peer in peers)
+
+
+def name(peer: Peer) -> str:
+    """For a message."""
+    return f"rank {peer.rank} (process {peer.person.pid})"
+
+
+def _did(peer: Peer, now: float) -> str:
+    beat, parts = peer.beat, []
+    since = now - peer.heard
+    if beat.event:
+        parts.append(f"{beat.event}, {beat.ago + since:.1f} s ago")
+    if beat.waits != NOBODY and peer.gone is None:
+        whom = f"rank {beat.waits}" if beat.waits >= 0 else "all ranks"
+        parts.append(f"has waited for {whom} for {beat.waited + since:.1f} s")
+    if peer.left is not None:
+        parts.append("ended" + (f": {peer.left.why}" if peer.left.why else " as it should"))
+    elif peer.lost is not None:
+        parts.append(f"gave up because of rank {peer.lost.rank}")
+    elif peer.gone is not None:
+        parts.append(f"gone {now - peer.gone:.1f} s ago")
+    return "; ".join(parts) or "no event yet"
+
+
+def _last(peer: Peer, now: float) -> str:
+    if not peer.beat.event:
+        return ""
+    ago = peer.beat.ago + now - peer.heard
+    return f"; its last event: {peer.beat.event}, {ago:.1f} s ago"
