@@ -119,6 +119,7 @@ class _Loading:
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
         self._slots = _by_name(self._manifest)
+        self._known = holders(trainer)
         self._read: tuple[str, Region, torch.Tensor] | None = None
 
     def all(self) -> None:
@@ -156,7 +157,7 @@ class _Loading:
 
     def _states(self) -> None:
         # Parameter by parameter: holders of the same part read it once.
-        found = sorted(stepped(self._trainer), key=lambda item: item[3].name)
+        found = sorted(stepped(self._trainer, self._known), key=lambda item: item[3].name)
         for optimizer, group, parameter, holder in found:
             slots = self._slots.get(("optimizer", holder.name), {})
             before, state = optimizer.state.pop(parameter, {}), {}
@@ -192,7 +193,7 @@ class _Loading:
         if not given:
             return
         place = {name: group for group in given for name in group["params"]}
-        known = holders(trainer)
+        known = self._known
         for optimizer in optimizers(trainer):
             for index, group in enumerate(optimizer.param_groups):
                 mine = [known[id(p)].name for p in group["params"] if id(p) in known]
@@ -207,8 +208,7 @@ class _Loading:
                         group[name] = option(current, value)
 
     def _stream(self, trainer: StreamTrainer) -> None:
-        known = holders(trainer)
-        manifest = self._manifest
+        known, manifest = self._known, self._manifest
 
         def key(parameter: torch.Tensor, slot: str) -> str:
             holder = known.get(id(parameter))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,9 @@ def holders(trainer: Assembly) -> dict[int, Holder]:
 
 
 def stepped(
-    trainer: Assembly,
+    trainer: Assembly, known: Mapping[int, Holder]
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor, Holder]]:
-    """Each tensor of this process's optimizers, with its group, and what it is."""
-    known = holders(trainer)
+    """Each tensor of this process's optimizers, with its group, and what it is: see holders."""
     for optimizer in optimizers(trainer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -93,6 +93,7 @@ class _Taking:
     def __init__(self, trainer: Saving, staging: Staging | None) -> None:
         self._trainer = trainer
         self._staging = staging
+        self._known = holders(trainer)
         local = trainer.transport.local
         self.taken = Taken({rank: [] for rank in local}, {rank: {} for rank in local})
 
@@ -112,11 +113,11 @@ class _Taking:
 
     def optimizer(self) -> None:
         """The state of every parameter, and the groups."""
-        for optimizer, _, parameter, holder in stepped(self._trainer):
+        for optimizer, _, parameter, holder in stepped(self._trainer, self._known):
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if holder.writes:
                     self._slot("optimizer", parameter, holder, slot, value)
-        known = holders(self._trainer)
+        known = self._known
         for optimizer in optimizers(self._trainer):
             groups = optimizer.param_groups
             for index, group in enumerate(groups):
@@ -128,9 +129,8 @@ class _Taking:
 
     def predictors(self, trainer: StreamTrainer) -> None:
         """What the stages' rules keep of each parameter."""
-        known = holders(trainer)
         for parameter, slot, value in stream.slots(trainer):
-            holder = known.get(id(parameter))
+            holder = self._known.get(id(parameter))
             if holder is not None and holder.writes:
                 self._slot("predictor", parameter, holder, slot, value)
         for rank, key, square in stream.squares(trainer):

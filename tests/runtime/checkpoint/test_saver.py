@@ -19,7 +19,7 @@ from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.checkpoint.load import restore, restore_newest
-from fxpart.runtime.checkpoint.owned import stepped
+from fxpart.runtime.checkpoint.owned import holders, stepped
 from fxpart.runtime.checkpoint.saver import Saver
 from fxpart.runtime.checkpoint.take import Staging, take
 from fxpart.runtime.saving import Saving
@@ -247,7 +247,7 @@ def everything_odd(trainer: Trainer) -> dict[str, Any]:
             k: v.tolist() if isinstance(v, torch.Tensor) else v
             for k, v in optimizer.state.get(parameter, {}).items()
         }
-        for optimizer, _, parameter, holder in stepped(trainer)
+        for optimizer, _, parameter, holder in stepped(trainer, holders(trainer))
     }
 
 
