@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from fxpart.environment import for_ranks as as_child
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan
 from fxpart.rundir import RunDir
+
+_LOWEST = 19  # nice(2)
 
 
 def run_supervised(
@@ -141,6 +145,8 @@ class Planning:
         quiet = subprocess.DEVNULL
         with alone(), as_child(""):
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+        with suppress(OSError, AttributeError):  # what trains goes first
+            os.setpriority(os.PRIO_PROCESS, self.ahead.pid, _LOWEST)
 
     def close(self) -> None:
         """End the process that plans ahead."""

@@ -58,8 +58,7 @@ def supervise(job: Job) -> int:
     again later. ``fxpart scale`` changes the number at the next step.
 
     Raises FXP517 after three restarts without a step more, FXP519 where fewer ranks are left than
-    the least, FXP507 where a rank ended without a word and may not be replaced, and what planning
-    raises.
+    the least, FXP109 where another launcher runs the run, and what planning raises.
     """
     with holding(job.run, job.bounds) as holder:
         return _Supervisor(job, holder).run()
