@@ -53,6 +53,12 @@ def header_problems(
                 yield files.damage(folder, place(key, part), f"{why} the manifest")
 
 
+def tensor_fault(tensor: Tensor) -> str:
+    """Why a tensor, or a part of it, is none; "" where all is well."""
+    faults = (_part_fault(part, tensor) for part in tensor.parts)
+    return _tensor_fault(tensor) or next(filter(None, faults), "")
+
+
 def place(key: str, part: Part) -> str:
     """``optimizer/h.3.mlp.weight/exp_avg in rank-00002.safetensors``."""
     return f"{files.shown(key)} in {files.shown(part.file)}"

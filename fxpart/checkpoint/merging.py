@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fxpart.checkpoint import cover, files, writer
+from fxpart.checkpoint import check, cover, files, writer
 from fxpart.checkpoint.encoding import LARGEST
 from fxpart.checkpoint.manifest import Manifest, Tensor
 from fxpart.checkpoint.writer import Written
@@ -34,11 +34,19 @@ def told(partial: Path, world: int) -> list[Written]:
         where = f"{partial.parent}, rank {rank}"
         try:
             with files.reading(partial / writer.told_name(rank)) as (file, size):
-                found.append(writer.decode(files.read(file, min(size, LARGEST))))
+                found.append(_checked(writer.decode(files.read(file, min(size, LARGEST)))))
         except (OSError, *NOT_WRITTEN) as cause:
             why = f"it has not finished its file: {cause}"
             raise error("FXP513", where=where, why=why, fix="see what that rank says") from cause
     return found
+
+
+def _checked(written: Written) -> Written:
+    """What a rank has written, if it can be; ValueError."""
+    for key, tensor in written.tensors.items():
+        if why := check.tensor_fault(tensor):
+            raise ValueError(f"{files.shown(key)}: {why}")
+    return written
 
 
 def merge(written: Sequence[Written], **rest: Any) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import GenericAlias
 from typing import Any, Literal
 
@@ -17,8 +18,14 @@ _FIX = "make the plan again with `fxpart plan`, or correct this place"
 def shape_problems(value: Any, kind: Any, where: str) -> list[Problem]:
     """Where ``value`` is not of the msgspec type ``kind``; at most MAX_PROBLEMS, in file order."""
     found: list[Problem] = []
-    _walk(value, inspect.type_info(kind), "", where, found)
+    _walk(value, _info(kind), "", where, found)
     return found[:MAX_PROBLEMS]
+
+
+@cache
+def _info(kind: Any) -> inspect.Type:
+    """What msgspec knows of a type; it reads annotations anew each time."""
+    return inspect.type_info(kind)
 
 
 def _walk(value: Any, info: inspect.Type, path: str, where: str, found: list[Problem]) -> None:

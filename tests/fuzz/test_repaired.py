@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fuzz import readers
+from fuzz import inputs, programs
 from fuzz.readers import READERS
 
 from fxpart import cli
@@ -31,6 +31,14 @@ def test_a_joint_problem_without_a_workspace() -> None:
     document = json.loads(to_json(joint_problems.rich_problem(0)))
     document["works"][0]["workspace"] = []
     assert refused(from_json, json.dumps(document).encode()) == "FXP206"
+
+
+def test_a_rank_that_tells_of_parts_of_other_dims() -> None:
+    """A part of one dim and a part of two, of one tensor, that together have its elements."""
+    document = json.loads(READERS["checkpoint-told"].samples()[0].data)
+    tensor = next(t for t in document["tensors"].values() if len(t["shape"]) == 2 and t["parts"])
+    tensor["parts"][0]["ranges"].append([[0, 1]])
+    assert refused(READERS["checkpoint-told"].read, json.dumps(document).encode()) == "FXP513"
 
 
 def test_an_axis_of_more_digits_than_python_converts() -> None:
@@ -81,7 +89,7 @@ def test_a_profile_with_a_value_that_is_nested_deep(tmp_path: Path) -> None:
     base.commit()
     base.close()
     with pytest.raises(FxpartError, match="FXP405"):
-        readers._read_profile(path)
+        inputs.read_profile(path)
 
 
 @pytest.mark.slow
@@ -134,7 +142,7 @@ def test_weights_whose_header_is_nested_deep_or_endless() -> None:
     read = READERS["weights"].read
     wrong = (b"[" * 100_000, b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}')
     for header in wrong:
-        assert refused(read, readers.with_length(header)) == "FXP110"
+        assert refused(read, programs.with_length(header)) == "FXP110"
     assert refused(READERS["weights-index"].read, b'{"weight_map":' + b"[" * 100_000) == "FXP110"
 
 

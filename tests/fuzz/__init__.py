@@ -1,0 +1,1 @@
+"""Changed and hostile files for every reader; readers.py is the table."""

@@ -1,0 +1,221 @@
+"""Plans, clusters, schedules, recordings, problems, annotations and profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fuzz.mutations import Sample
+from fuzz.reading import TESTS, in_file, plain, scratch
+
+# Plans
+
+
+def read_plan(data: bytes) -> object:
+    from fxpart.plan import Plan
+    from fxpart.report.explain import explain
+
+    return explain(Plan.loads(data))
+
+
+def plans() -> list[Sample]:
+    import sample_plans
+
+    golden = sorted((TESTS / "golden").glob("plan_version_*.json"))
+    return plain("json", sample_plans.plan(2, 2).dumps(), *(p.read_bytes() for p in golden))
+
+
+# Clusters
+
+
+def read_cluster(suffix: str) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        from fxpart.cluster_io.files import decode, to_json
+        from fxpart.report.cluster import shown
+
+        found = decode(data, suffix)
+        return to_json(found), shown(found, ())
+
+    return read
+
+
+def clusters(suffix: str) -> Callable[[], list[Sample]]:
+    def samples() -> list[Sample]:
+        from fxpart.cluster import Cluster
+        from fxpart.cluster_io.files import to_json, to_toml
+
+        found = [Cluster.parse(name) for name in ("2x2xh100", "local:2", "2xa100+1xt4")]
+        if suffix == ".json":
+            return plain("json", *map(to_json, found))
+        return plain("toml", *map(to_toml, found))
+
+    return samples
+
+
+def read_import(form: str) -> Callable[[bytes], object]:
+    def load(path: Path) -> object:
+        from fxpart.cluster_io.facts import Facts
+        from fxpart.cluster_io.importers import load
+
+        facts = Facts(
+            device="a100", pcie=1e10, nvlink=1e10, per_host=2, memory=1e12, operation="broadcast"
+        )
+        return load(path, form, facts)
+
+    return in_file("import.txt", load)
+
+
+def imports(*patterns: str) -> Callable[[], list[Sample]]:
+    def samples() -> list[Sample]:
+        paths = [p for pattern in patterns for p in sorted((TESTS / "cluster/data").glob(pattern))]
+        return [Sample(p.read_bytes(), "json" if p.suffix == ".json" else "text") for p in paths]
+
+    return samples
+
+
+def slurm() -> list[Sample]:
+    listed = "SLURM_JOB_NODELIST=node[01-04,7]\nSLURM_GPUS_ON_NODE=2\nSLURM_JOB_NUM_NODES=5\n"
+    return plain("text", "gpu-[1-3],login2", "rack[0-1]n[08-11]", listed)
+
+
+# Schedules and recordings
+
+
+def read_schedule(path: Path) -> object:
+    from fxpart.schedule.files import implied_edges, load
+    from fxpart.schedule.verify import check
+
+    found = load(path)
+    return check(found, implied_edges(found))
+
+
+def schedules(csv: bool) -> Callable[[], list[Sample]]:
+    def samples() -> list[Sample]:
+        from fxpart.schedule.action import StageEdge
+        from fxpart.schedule.make import make
+        from fxpart.schedule.text import to_text
+        from fxpart.schedule.torch_csv import to_torch_csv
+
+        edges = [StageEdge(k, k + 1) for k in range(2)]
+        made = [make("1f1b", (0, 1), 3, edges[:1]), make("gpipe", (0, 1, 2), 2, edges)]
+        return plain("text", *(to_torch_csv(s) if csv else to_text(s) for s in made))
+
+    return samples
+
+
+def read_recording(data: bytes) -> object:
+    from fxpart.report.measured import decode
+
+    return decode(data, "trace")
+
+
+def recordings() -> list[Sample]:
+    import msgspec
+    import sample_plans
+    from recordings import recorded
+
+    return plain("json", msgspec.json.encode(recorded(sample_plans.plan(2, 2), 1).chrome_trace()))
+
+
+# Problems of the solver, and others' priced graphs
+
+
+def read_problem(kind: str) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        from fxpart.solver import archive, placement
+        from fxpart.solver.joint import archive as joint
+
+        readers: dict[str, Callable[[bytes], object]] = {
+            "partition": archive.problem_from_json,
+            "placement": placement.problem_from_json,
+            "joint": joint.from_json,
+        }
+        return readers[kind](data)
+
+    return read
+
+
+def problems(kind: str) -> Callable[[], list[Sample]]:
+    def samples() -> list[Sample]:
+        import joint_problems
+        import partition_problems
+        import placement_problems
+
+        from fxpart.solver.archive import encode
+
+        make = {
+            "partition": lambda n: partition_problems.random_problem(n, 4),
+            "placement": lambda n: placement_problems.problem(n, 3, points=n == 1),
+            "joint": joint_problems.rich_problem,
+        }[kind]
+        return plain("json", *(encode(make(n)) for n in range(3)))
+
+    return samples
+
+
+def read_instance(data: bytes) -> object:
+    from fxpart.solver.maxload.formats import parse_instance
+    from fxpart.solver.maxload.formats.given import Given
+
+    devices = Given() if data.lstrip()[:1] == b"{" else Given(accelerators=2, bandwidth=1e6)
+    return parse_instance(data, "file", devices)
+
+
+def instances() -> list[Sample]:
+    folder = TESTS / "fuzz" / "data"
+    texts = plain("text", (folder / "pipedream.txt").read_bytes())
+    return texts + plain("json", *(p.read_bytes() for p in sorted(folder.glob("instance_*.json"))))
+
+
+# Annotations
+
+
+def read_annotations(suffix: str) -> Callable[[bytes], object]:
+    def load(path: Path) -> object:
+        from fxpart.annotations.files import load_annotations
+
+        return load_annotations(path)
+
+    return in_file(f"annotations{suffix}", load)
+
+
+def annotations(suffix: str) -> Callable[[], list[Sample]]:
+    toml = (
+        'format = "fxpart annotations 1"\nmesh = "dp=2,tp=2"\n[annotations]\n'
+        '"layers.*.up.weight" = "tp:S(0)"\n"input:x" = "dp:S(0)"\n"op:linear" = "tp:R"\n'
+    )
+    document = (
+        '{"format":"fxpart annotations 1","mesh":"dp=2,tp=2","annotations":'
+        '{"layers.*.up.weight":"tp:S(0)","input:x":"dp:S(0),tp:R","module:mlp":"tp:S(1)"}}'
+    )
+    return lambda: plain("json", document) if suffix == ".json" else plain("toml", toml)
+
+
+# Profiles
+
+
+def read_profile(path: Path) -> object:
+    from fxpart.profile import Profile
+    from fxpart.report.profiled import contents, describe_profile
+
+    with Profile(path) as profile:
+        return contents(profile), describe_profile(profile)
+
+
+def profiles() -> list[Sample]:
+    from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing
+
+    path = scratch() / "made.profile"
+    path.unlink(missing_ok=True)
+    here = Setting(device="cpu", chip="chip", threads=1, torch="2.13.0")
+    timing = Timing(0.5, 0.25, 1.0, 3)
+    key = '["aten.relu.default",[["float32",[2,3]]],[["float32",[2,3]]],[],[0]] forward'
+    with Profile(path, create=True) as profile:
+        profile.put("ops", here, {key: timing}, "2026-01-01")
+        whole = StageTiming(
+            forward=timing, backward=timing, optimizer=timing, rows=2, parts={"a": 1.0}
+        )
+        profile.put("stages", here, {"stage": whole})
+        profile.put("calibrations", here, {"": Calibration(residuals=(("s", 1.0, 2.0),))})
+        profile.put("crowding", here, {"": Crowding(slowdown=(1.0, 1.5))})
+    return plain("binary", path.read_bytes())

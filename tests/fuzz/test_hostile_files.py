@@ -1,0 +1,105 @@
+"""Hostile files start nothing: no process, socket or import, no code; nothing written outside."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sample_plans
+from fuzz.hostile import words
+from fuzz.readers import READERS
+from pages import Page
+
+from fxpart.plan import Plan
+from fxpart.report.html import report_html
+
+CHILD = Path(__file__).parent / "hostile.py"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one child saw, that read the files of all readers."""
+    folder = tmp_path_factory.mktemp("outside")
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(folder)],
+        capture_output=True, text=True, timeout=240, cwd=folder, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_under_an_audit_hook(name: str, said: Any) -> None:
+    found = said["readers"][name]
+    assert found["files"] > 200 * READERS[name].share
+    assert (found["done"], found["wrong"], said["left"]) == ([], [], [])
+
+
+@pytest.mark.slow
+def test_the_hook_sees_what_it_is_to_see(tmp_path: Path) -> None:
+    """A reader that unpickles, and one that follows a path: both are found."""
+    code = """
+import os, pickle, sys
+from pathlib import Path
+from fuzz import hostile
+watch = hostile.Watch(str(hostile.scratch()), "bad")
+sys.addaudithook(watch)
+pickle.loads(pickle.dumps(hostile.Payload("true")))
+eval("1")
+open("/etc/hostname").close()
+os.fspath(watch.inside)
+watch.reader = ""
+print(sorted({line.split()[0] for line in watch.seen}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": str(CHILD.parents[1])},
+    )  # fmt: skip
+    assert {"os.system", "pickle.find_class", "compile", "exec", "open"} <= set(
+        ast.literal_eval(done.stdout)
+    )
+
+
+def strings(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """Paths of all texts in plain data."""
+    if isinstance(value, str):
+        return [path]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [found for key, inner in items for found in strings(inner, (*path, key))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", [w for w in words(Path("/tmp/x")) if "<" in w or '"' in w])
+def test_a_report_shows_markup_as_text(word: str) -> None:
+    """Each text of a plan in turn is markup; the page has the elements that it had before."""
+    plain = msgspec.to_builtins(sample_plans.plan(2, 2))
+    shown = 0
+    for path in strings(plain):
+        changed = json.loads(json.dumps(plain))
+        held = changed
+        for key in path[:-1]:
+            held = held[key]
+        held[path[-1]] = word
+        try:
+            page = Page(report_html(msgspec.convert(changed, Plan)))
+        except (msgspec.ValidationError, KeyError, ValueError):
+            continue  # no free text: a name of a schedule, a digest
+        shown += 1
+        names = {name for name, _ in page.tags}
+        assert not names & {"script", "img", "iframe", "object", "embed", "a", "link", "b"}
+        assert not any(key.startswith("on") for _, held in page.tags for key in held)
+    assert shown >= 10
