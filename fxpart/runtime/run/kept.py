@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ class Kept:
             for problem in checkpoint.skipped:
                 warnings.warn(str(problem), stacklevel=4)
         if extra is not None:
-            agree(fit.transport, "what a run goes on from", lambda: (put_back(fit, extra), ""))
+            agree(fit.transport, "what a run goes on from", partial(_back, fit, extra))
             self.resumed, self._saved = True, fit.step
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
@@ -292,6 +292,11 @@ class Kept:
 def _opened(path: Path) -> tuple[Checkpoint, str]:
     """A checkpoint, and what the ranks compare."""
     return Checkpoint.open(path), path.name
+
+
+def _back(fit: Fit, extra: Mapping[str, Any]) -> tuple[None, str]:
+    put_back(fit, extra)
+    return None, f"step {fit.step} epoch {fit.position.epoch}"
 
 
 def _same(fit: Fit) -> str:

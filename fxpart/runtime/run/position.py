@@ -51,7 +51,8 @@ class Position:
                 part.set_epoch(self.epoch)
         if then is None:
             self._start = {"random": random, "parts": _states(parts)} if self._keeps else {}
-            return iter(self._source)
+            found: Iterator[Any] = iter(self._source)
+            return found
         return self._again(then, parts, random, begun=begun)
 
     def next_epoch(self) -> None:
@@ -87,7 +88,7 @@ class Position:
         now = then["now"]
         if _by_itself(self._source):
             _restore({"": parts[""]}, now["parts"])
-            found = iter(self._source)
+            found: Iterator[Any] = iter(self._source)
         else:
             _restore(parts, (then["start"] if begun else now)["parts"])
             if not begun:
