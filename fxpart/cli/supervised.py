@@ -93,8 +93,8 @@ def with_shared_plan(request: Request, run: RunDir, started: Launch) -> Request:
             planning.made, cluster, started.world,
             lambda: whole.compile(whole.workload(), quiet=True).plan,
         )  # fmt: skip
-        check_elastic(plan, f"--run {run.path} under torchrun")
-        planning.advance((bounds.least, bounds.most))
+        if plan.schedule != "async":  # which keeps its number of ranks
+            planning.advance((bounds.least, bounds.most))
         return seat(plan, newest(run)).plan
 
     plan = shared_plan(started, make)

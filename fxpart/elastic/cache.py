@@ -118,8 +118,11 @@ def check_same(plan: Plan, before: Plan, where: str) -> None:
     """The plan's updates are those of the run's plan ``before``, whatever their ranks.
 
     FXP109 where the global batch, the microbatches, the schedule's way with weights, the precision
-    or the optimizer differs: each of them changes the numbers.
+    or the optimizer differs: each of them changes the numbers. So does another number of stages,
+    where they do not wait for each other (:func:`check_elastic`).
     """
+    if len(plan.stages) != len(before.stages):
+        check_elastic(plan, f"--run {where}")
     rows = [
         (name, getattr(before, name), getattr(plan, name))
         for name in (
@@ -147,7 +150,7 @@ def check_elastic(plan: Plan, where: str) -> None:
             where=where,
             why="an asynchronous pipeline's forwards miss more updates the more stages it has, so "
             "that its numbers would change with the ranks",
-            fix="--mode sync, or a fixed number of ranks",
+            fix="--mode sync, or the number of ranks that the run began with",
         )
 
 

@@ -95,6 +95,10 @@ def test_batch_and_microbatches_stay(tmp_path: Path) -> None:
 
 def test_an_asynchronous_plan_is_not_elastic() -> None:
     check_elastic(sample_plans.plan(2), "--nproc 2:4")
+    streams = replace(sample_plans.plan(3), schedule="async", weights="spectrain")
+    check_same(streams, streams, "run")
+    with pytest.raises(FxpartError, match="more updates the more stages"):
+        check_same(replace(sample_plans.plan(2), schedule="async"), streams, "run")
     with pytest.raises(FxpartError, match="more updates the more stages"):
         check_elastic(replace(sample_plans.plan(2), schedule="async"), "--nproc 2:4")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ LIMIT = 200.0  # seconds on a machine that does much else
 
 
 class Launched:
-    """``fxpart train`` as a process, and what its folder says."""
+    """``fxpart train`` as a process, and what its folder says. before: words of a launcher."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, before: Sequence[str] = ()) -> None:
         self.run = RunDir(folder)
         command = [
-            sys.executable, "-m", "fxpart", "train", f"{TARGET}:net", "--run", str(folder), "-m",
-            "4", "--cost-model", "roofline", *options,
+            sys.executable, "-m", *before, "fxpart", "train", f"{TARGET}:net", "--run-dir",
+            str(folder), "-m", "4", "--cost-model", "roofline", *options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, env=ranks._environment(), preexec_fn=ranks.die_with_parent, text=True,
@@ -79,9 +80,9 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *options: str) -> Iterator[Launched]:
+def launched(folder: Path, *options: str, before: Sequence[str] = ()) -> Iterator[Launched]:
     """The run, ended in any case."""
-    run = Launched(folder, *options)
+    run = Launched(folder, *options, before=before)
     try:
         yield run
     finally:
@@ -118,3 +119,34 @@ def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"]) for row in bits] == [(2, 2), (2, 1), (1, 2)]
     assert all(row["wrong"] == [] and row["tensors"] > 60 for row in bits)
+
+
+@pytest.mark.slow
+def test_a_machine_that_goes(tmp_path: Path) -> None:
+    """Two agents of torchrun as two machines, the second killed with its rank."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    torchrun = [
+        "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic",
+        "--rdzv-conf=last_call_timeout=5", "-m",
+    ]  # fmt: skip
+    options = ("--every", "5", "--steps", "100000")
+    folder = tmp_path / "run"
+    with launched(folder, *options, before=torchrun) as first:
+        time.sleep(1.0)  # the first is the one that keeps the store
+        with launched(folder, *options, before=torchrun) as second:
+            first.goes_on([2])
+            # The plan for one machine less is there before it is needed.
+            first.until(lambda: len(list(first.run.plans.glob("*-1.json"))) == 1)
+            first.until(lambda: saved(first.run) >= 5)
+            for pid in (*second.children(), second.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            first.goes_on([2, 1])
+        first.process.send_signal(signal.SIGTERM)
+        first.said()
+    losses = [update.number for update in ledger.updates(first.run.ledger)]
+    assert losses == losses_of_one(len(losses))
+    assert not ledger.check(first.run.ledger).problems
+    bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
+    assert [(row["from"], row["to"], row["wrong"]) for row in bits] == [(2, 1, [])]
