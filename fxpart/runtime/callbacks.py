@@ -11,7 +11,7 @@ from typing import IO, Any, Literal
 
 from fxpart.errors import error
 
-Kind = Literal["start", "evaluation", "epoch", "fallback", "failure", "end"]
+Kind = Literal["start", "evaluation", "epoch", "fallback", "slow", "failure", "end"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Event:
 
     kind: "start", "evaluation" (values: loss and metrics), "epoch" (one pass over the data has
     ended), "fallback" (why: an asynchronous pipeline drains after every minibatch from now on),
-    "failure" (error: why fit raises) or "end" (why: "steps", "epochs", "data", "early stopping",
-    or a signal). step: updates so far; at the start those before a checkpoint.
+    "slow" (why: a rank has become slow, or is no longer: :mod:`fxpart.runtime.slow`), "failure"
+    (error: why fit raises) or "end" (why: "steps", "epochs", "data", "early stopping", or a
+    signal). step: updates so far; at the start those before a checkpoint.
     """
 
     kind: Kind

@@ -18,6 +18,7 @@ from fxpart.runtime.loader import each, guarded
 from fxpart.runtime.run.kept import Done, Kept
 from fxpart.runtime.run.options import Checkpoints
 from fxpart.runtime.run.position import Position
+from fxpart.runtime.slow import Slow
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
@@ -116,6 +117,7 @@ class Fit:
                 self._kept.begin()
             self._tell("start")
             self._last = time.perf_counter()
+            self.trainer.pace.listeners.append(self._tell_of_slow)
             why = self._loop()
             if self._kept is not None:
                 self._kept.end(why)
@@ -128,6 +130,7 @@ class Fit:
             self._report(cause)
             raise
         finally:
+            self.trainer.pace.forget(self._tell_of_slow)
             if self._kept is not None:
                 self._kept.close()
         return Fitted(self.step, self.position.epoch, why, self.loss, self.values)
@@ -260,6 +263,9 @@ class Fit:
     def _rates(self) -> tuple[float, ...]:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+    def _tell_of_slow(self, found: Slow) -> None:
+        self._tell("slow", why=str(found))
 
     def _tell(self, kind: Kind, **more: Any) -> None:
         event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)

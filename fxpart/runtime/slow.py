@@ -102,6 +102,10 @@ class Pace:
                 for listener in self.listeners:
                     listener(found)
 
+    def forget(self, listener: Callable[[Slow], object]) -> None:
+        """Tell it no more, if it was told."""
+        self.listeners[:] = [each for each in self.listeners if each != listener]
+
     @property
     def slow(self) -> tuple[int, ...]:
         """The ranks that are slow now."""
