@@ -149,6 +149,42 @@ def test_places_that_are_none(tmp_path: Path, told: str) -> None:
     assert fault.value.code == "FXP110"
 
 
+def test_a_name_in_two_files(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"w": np.zeros(4)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(FxpartError, match="w is in another file too"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"w": 1}}', '{"weight_map": {}}',
+     '{"weight_map": {"w": "../a.safetensors"}}', '{"weight_map": {"w": ".."}}',
+     '{"weight_map": {"w": "a\\u0000"}}', '{"weight_map": {"w": "/etc/passwd"}}',
+     '{"weight_map": {"w": ["a"]}}', "[" * 100_000,
+     '{"weight_map": {"w": "a.safetensors", "b": "a.safetensors"}}'],
+)  # fmt: skip
+def test_indices_that_are_none(tmp_path: Path, index: str) -> None:
+    save_file({"w": np.zeros(4)}, tmp_path / "a.safetensors")
+    (tmp_path / huggingface.INDEX).write_text(index)
+    with pytest.raises(FxpartError) as fault:
+        Folder(tmp_path)
+    assert fault.value.code == "FXP110"
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    """A Hugging Face cache is made of them; a device at their end is no file."""
+    (tmp_path / "hf").mkdir()
+    save_file({"w": np.ones(4)}, tmp_path / "blob")
+    (tmp_path / "hf" / "model.safetensors").symlink_to("../blob")
+    assert Folder(tmp_path / "hf").read("model/w").tobytes() == np.ones(4).tobytes()
+    for target in ("/dev/zero", "model.safetensors", "nothing"):
+        (tmp_path / "hf" / "model.safetensors").unlink()
+        (tmp_path / "hf" / "model.safetensors").symlink_to(target)
+        with pytest.raises(FxpartError, match="FXP110"):
+            Folder(tmp_path / "hf")
+
+
 def test_names_without_their_prefix(tmp_path: Path) -> None:
     shards(tmp_path / "dcp", {"lm_head.weight": [([0], np.zeros(4))]})
     with pytest.raises(FxpartError, match="--model-prefix"):

@@ -99,13 +99,18 @@ class Folder:
 
     def __init__(self, path: Path, prefixes: Prefixes = BARE) -> None:
         """Read the headers."""
-        files = _files(path)
+        files, listed = _files(path)
         chunks: dict[str, list[_Chunk]] = {}
         for file in files:
             places, metadata = read_header(file)
             offsets = _offsets(file, metadata, places)
             for name, place in places.items():
+                if name in chunks and SHARDING not in metadata:
+                    raise foreign(str(file), f"{shown(name)} is in another file too")
                 chunks.setdefault(name, []).append(_Chunk(place, offsets[name]))
+        if lost := [name for name in listed if name not in chunks]:
+            why = f"it lists {len(lost)} tensors that are in no file, {shown(lost[0])} for one"
+            raise foreign(str(path / INDEX), why)
         self._chunks: dict[str, list[_Chunk]] = {}
         self.tensors: dict[str, Outline] = {}
         strange = [name for name in chunks if prefixes.key(name) is None]
@@ -189,15 +194,16 @@ def is_sharded(path: Path) -> bool:
     return file is not None and SHARDING in read_header(file)[1]
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], list[str]]:
+    """The files of a folder, or the one file; and the tensors that an index lists."""
     if not path.is_dir():
-        return [path]
-    index = path / INDEX
+        return [path], []
+    index, listed = path / INDEX, list[str]()
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         try:
             found: Any = json.loads(read_text(index))["weight_map"]
-            names = sorted(set(found.values()))
+            listed, names = list(found), sorted(set(found.values()))
             if any(Path(name).name != name for name in names):
                 raise ValueError("it names a file that is not beside it")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
@@ -205,7 +211,7 @@ def _files(path: Path) -> list[Path]:
         files = [path / name for name in names]
     if not files:
         raise foreign(str(path), "the folder has no .safetensors file", "give another folder")
-    return files
+    return files, listed
 
 
 def _offsets(
