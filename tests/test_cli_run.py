@@ -43,6 +43,7 @@ def weights(folder: Path) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_same_command_goes_on(
     target: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ import torch
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError, Problem
+from fxpart.runtime import watch
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.run import generations
 from fxpart.runtime.run.batches import digest_of
@@ -171,6 +172,7 @@ class Kept:
         rank, events = self._fit.trainer.rank, self._fit.trainer.events
         path = self._run.events(self.generation, rank)
         events.keep(path, rank=rank, generation=self.generation)
+        watch.last_words(self.fail)
         return None, ""
 
     def _open(self) -> tuple[None, str]:

@@ -106,15 +106,18 @@ class Ledger:
         self._file.write(line)
 
     def write(self, line: Update) -> None:
-        """An update was done; FXP518 where it was done before and gave something else."""
+        """An update was done; FXP518 where it was done before and gave something else.
+
+        That is not written then, so that the next generation is compared with the first again.
+        """
         told = self._walk.update(line)
-        self._file.write(line)
         if told and self._check:
             raise error(
                 "FXP518", where=f"{self._path}, step {line.step}", why=told,
                 fix="see what differs: data order, code, library versions; "
                 "Checkpoints(check=False) goes on",
             )  # fmt: skip
+        self._file.write(line)
 
     def sync(self) -> None:
         """What was written stands on the disk."""

@@ -13,6 +13,7 @@ from kept_programs import CASES, EVERY, STREAMS, go
 from fxpart.runtime.run.generations import read
 from fxpart.runtime.run.ledger import check, updates
 
+pytestmark = pytest.mark.slow
 SYNCHRONOUS = [name for name in CASES if name not in STREAMS]
 
 
