@@ -182,13 +182,13 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
         found = traces.blame
         if traces.how == "failed":
             return rank
+        following: int | None = None
         if found is not None:
             following, gone = _one_of(ranks, found.ranks), found.gone
         elif traces.how == "left":
             return None
-        else:
-            following = None if gone else _awaited(ranks, traces)
-            gone = False
+        elif not gone:
+            following = _awaited(ranks, traces)
         if following is None:
             return rank
         if following in seen:  # each waits for the other

@@ -224,6 +224,7 @@ class Kept:
                 fit.guarded("the run's ledger", self._ledger.sync)
             extra = taken(fit)
             self._saved = fit.step
+            fit.trainer.events.put("saving a checkpoint")
             self._saver.save(fit.step, extra, wait=wait)
         elif wait:
             self._saver.finish()

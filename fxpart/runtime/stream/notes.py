@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpart.events.event import Phase
 from fxpart.events.ring import Mark, Ring
 
 
@@ -17,7 +18,7 @@ class Notes:
         """ranks: of all stages of the lane."""
 
         def mark(what: str, peer: int) -> Mark:
-            phase = "wait" if what in "FB" else "send"
+            phase: Phase = "wait" if what in ("F", "B") else "send"
             return events.mark(
                 f"{stage}{what}#", phase, stage=stage, microbatch=0, peer=ranks[peer]
             )
