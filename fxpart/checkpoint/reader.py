@@ -75,11 +75,12 @@ class Checkpoint:
             why, fix = f"it does not hold {files.shown(key)}", "the model that the run began with"
             raise error("FXP512", where=str(self.path), why=why, fix=fix) from None
 
-    def read(self, key: str, wanted: Region | None = None) -> Bytes:
+    def read(self, key: str, wanted: Region | None = None, *, into: Bytes | None = None) -> Bytes:
         """The bytes of a region (None: the whole): [*wanted.sizes, bytes of an element].
 
         Every part that holds something of it is read once and whole, one at a time, and its digest
-        compared before it is used. FXP510 with tensor and file.
+        compared before it is used. into: a contiguous array that is filled, of which nothing is to
+        be used where this raises. FXP510 with tensor and file.
         """
         tensor = self.tensor(key)
         wanted = whole(tensor.shape) if wanted is None else wanted
@@ -88,7 +89,8 @@ class Checkpoint:
         if why:
             raise FxpartError(files.damage(self.path, files.shown(key), why))
         size = dtypes.itemsize(tensor.dtype)
-        target: Bytes = np.empty((*wanted.sizes, size), np.uint8)
+        target: Bytes = np.empty((*wanted.sizes, size), np.uint8) if into is None else into
+        assert target.shape == (*wanted.sizes, size), f"{key}: {target.shape}"
         for part in tensor.parts:
             held = Region(part.ranges, part.flat)
             if held == wanted:

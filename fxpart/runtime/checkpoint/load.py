@@ -16,13 +16,13 @@ import torch
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.manifest import NAME, Manifest
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.regions import Region, whole
+from fxpart.checkpoint.regions import Bytes, Region, whole
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.checkpoint import draws, stream
 from fxpart.runtime.checkpoint.fits import problems_of_fit
 from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
-from fxpart.runtime.checkpoint.parts import as_tensor, key_of, region_of
+from fxpart.runtime.checkpoint.parts import as_bytes, as_tensor, key_of, region_of
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer_state import option, source_of
 from fxpart.runtime.saving import Saving
@@ -131,28 +131,36 @@ class _Loading:
         if isinstance(self._trainer, StreamTrainer):
             self._stream(self._trainer)
 
-    def _part(self, key: str, region: Region) -> torch.Tensor:
-        """The region of a tensor; the last one read is kept, for equal copies in this process."""
-        if self._read is None or self._read[:2] != (key, region):
-            self._read = None
-            tensor = self._manifest.tensors[key]
-            if region.elements:
-                found = as_tensor(self._checkpoint.read(key, region), tensor.dtype)
+    def _put(self, key: str, region: Region, target: torch.Tensor) -> torch.Tensor:
+        """Fill the target with the region of a tensor, read straight into it where that can be.
+
+        The last one is known, for equal copies in this process.
+        """
+        if self._read is not None and self._read[:2] == (key, region):
+            return target.copy_(self._read[2])
+        self._read = None
+        if region.elements:
+            dtype = self._manifest.tensors[key].dtype
+            if _direct(target, region, dtype):
+                self._checkpoint.read(key, region, into=_bytes(target, region))
+                found = target.detach()
             else:
-                found = torch.empty(region.sizes, dtype=torch_dtype(tensor.dtype))
+                found = as_tensor(self._checkpoint.read(key, region), dtype)
+                target.copy_(found)
             self._read = key, region, found
-        return self._read[2]
+        return target
 
     def _model(self) -> None:
         for name, entry in self._trainer._state.entries.items():
             key = key_of(name, entry)
-            if key not in self._manifest.tensors:
-                continue
+            there = self._manifest.tensors.get(key)
+            if there is None or there.shape != tuple(entry.pieces.shape):
+                continue  # a constant, or a buffer that is not saved with the model
             # Lane by lane: the copies of one are equal, so that they are read once.
             for (_, lane), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
-                copy.copy_(self._part(key, region_of(entry.pieces, lane)))
+                self._put(key, region_of(entry.pieces, lane), copy)
         for name, tensor in self._trainer._unused.items():
-            tensor.copy_(self._part(f"model/{name}", whole(tuple(tensor.shape))))
+            self._put(f"model/{name}", whole(tuple(tensor.shape)), tensor)
         self._read = None
 
     def _states(self) -> None:
@@ -175,17 +183,19 @@ class _Loading:
         group: Mapping[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         """A tensor of a parameter's state: in the memory of the one before, if that fits."""
-        shape, dtype = self._manifest.tensors[key].shape, self._manifest.tensors[key].dtype
-        part = bool(shape) and shape == holder.shape
-        read, kind = self._part(key, holder.region if part else whole(shape)), torch_dtype(dtype)
-        if _fits(before, read):
-            held: torch.Tensor = before
-            return held.copy_(read)
-        if part:  # laid out as the parameter is, as optimizers make it
-            return torch.empty_like(parameter, dtype=kind, requires_grad=False).copy_(read)
-        on_device = slot != "step" or group.get("capturable") or group.get("fused")
-        device = parameter.device if on_device else torch.device("cpu")
-        return torch.empty(shape, dtype=kind, device=device).copy_(read)
+        there = self._manifest.tensors[key]
+        part = bool(there.shape) and there.shape == holder.shape
+        region = holder.region if part else whole(there.shape)
+        kind = torch_dtype(there.dtype)
+        if _fits(before, region, kind):
+            target: torch.Tensor = before
+        elif part:  # laid out as the parameter is, as optimizers make it
+            target = torch.empty_like(parameter, dtype=kind, requires_grad=False)
+        else:
+            on_device = slot != "step" or group.get("capturable") or group.get("fused")
+            device = parameter.device if on_device else torch.device("cpu")
+            target = torch.empty(there.shape, dtype=kind, device=device)
+        return self._put(key, region, target)
 
     def _groups(self) -> None:
         """Options of the groups, by the names of their parameters."""
@@ -222,7 +232,7 @@ class _Loading:
                 return None
             kind = torch_dtype(manifest.tensors[name].dtype)
             made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
-            return made.copy_(self._part(name, known[id(parameter)].region))
+            return self._put(name, known[id(parameter)].region, made)
 
         def told(parameter: torch.Tensor, slot: str) -> Any:
             return manifest.values.get(key(parameter, slot))
@@ -245,12 +255,24 @@ def _by_name(manifest: Manifest) -> dict[tuple[str, str], dict[str, str]]:
     return found
 
 
-def _fits(before: Any, read: torch.Tensor) -> bool:
+def _fits(before: Any, region: Region, dtype: torch.dtype) -> bool:
+    """Whether what an optimizer has can hold the region."""
     return (
         isinstance(before, torch.Tensor)
         and before.layout == torch.strided
-        and (before.shape, before.dtype) == (read.shape, read.dtype)
+        and (tuple(before.shape), before.dtype) == (region.sizes, dtype)
     )
+
+
+def _direct(target: torch.Tensor, region: Region, dtype: str) -> bool:
+    """Whether the bytes of a region can be read into the target's own memory."""
+    same = (tuple(target.shape), target.dtype) == (region.sizes, torch_dtype(dtype))
+    return same and target.device.type == "cpu" and target.is_contiguous()
+
+
+def _bytes(target: torch.Tensor, region: Region) -> Bytes:
+    view: Bytes = as_bytes(target).reshape(*region.sizes, target.element_size())
+    return view
 
 
 def _put_random(rank: int, checkpoint: Checkpoint) -> None:
