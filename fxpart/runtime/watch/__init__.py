@@ -4,11 +4,12 @@ Only in a job that a launcher supervises (torchrun, ``fxpart train --nproc``). E
 is no watch, no thread and no connection, and all functions here do nothing.
 """
 
-from fxpart.runtime.watch.current import current, ended_by, failure, tell, watched
+from fxpart.runtime.watch.current import current, ended_by, failure, last_words, tell, watched
 from fxpart.runtime.watch.joining import by_store, join
 from fxpart.runtime.watch.verdict import Verdict
 from fxpart.runtime.watch.watch import Watch
 
 __all__ = [
-    "Verdict", "Watch", "by_store", "current", "ended_by", "failure", "join", "tell", "watched",
+    "Verdict", "Watch", "by_store", "current", "ended_by", "failure", "join", "last_words", "tell",
+    "watched",
 ]  # fmt: skip

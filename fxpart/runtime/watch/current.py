@@ -35,6 +35,12 @@ def tell(last: Callable[[], tuple[str, float]]) -> None:
         watch.tell(last)
 
 
+def last_words(do: Callable[[FxpartError], object]) -> None:
+    """Have it called with the error before this process ends itself; replaces what was there."""
+    for watch in _watches:
+        watch.last_words = [do]
+
+
 def failure(what: str, timed_out: float | None) -> FxpartError | None:
     """FXP514 or FXP515 for a wait that has failed; see :meth:`Watch.judge`."""
     found = current()
