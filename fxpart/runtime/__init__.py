@@ -7,9 +7,10 @@ from fxpart.runtime.connect import connect, local_device
 from fxpart.runtime.distributed import Distributed
 from fxpart.runtime.groups import no_decay
 from fxpart.runtime.inprocess import InProcess
+from fxpart.runtime.run import Checkpoints
 from fxpart.runtime.trainer import Trainer
 
 __all__ = [
-    "Callback", "Distributed", "EarlyStopping", "Event", "InProcess", "JsonLines", "StepInfo",
-    "Trainer", "connect", "local_device", "no_decay",
+    "Callback", "Checkpoints", "Distributed", "EarlyStopping", "Event", "InProcess", "JsonLines",
+    "StepInfo", "Trainer", "connect", "local_device", "no_decay",
 ]  # fmt: skip

@@ -153,7 +153,9 @@ class Trainer(Inference):
         scheduler of :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
         each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
         (ReduceLROnPlateau); callbacks: :class:`~fxpart.runtime.callbacks.Callback` objects, or
-        functions of a StepInfo; early_stopping: an EarlyStopping; local: as for :meth:`step`.
+        functions of a StepInfo; early_stopping: an EarlyStopping; local: as for :meth:`step`;
+        checkpoints: a folder, or :class:`~fxpart.runtime.run.options.Checkpoints`, which the run
+        saves itself into and goes on from.
 
         Every rank ends after the same step. What raises on one rank, be it data, a metric or a
         callback, raises the same error on all.
