@@ -29,6 +29,7 @@ from runtime_programs import make
 from fxpart.runtime import InProcess
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_pipelines_go_on_as_if_nothing_had_been(optimizer: str, tmp_path: Path) -> None:
     """All plans of it train with equal bits: each goes on as the one that was never stopped."""
@@ -51,6 +52,7 @@ def test_pipelines_go_on_as_if_nothing_had_been(optimizer: str, tmp_path: Path) 
 LANED = [(way, "adamw") for way in LANES] + [("tp and zero-1", "sgd"), ("zero-2 of 3", "sgd")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "optimizer"), LANED)
 def test_lanes_take_what_any_other_has_written(way: str, optimizer: str, tmp_path: Path) -> None:
     """Data, tensor, ZeRO-1, -2 and -3, uneven pieces: as by whole tensors, then as unstopped."""
