@@ -79,7 +79,7 @@ bench: $(STAMP)  ## every figure that the README quotes
 		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 chaos: $(STAMP)  ## long runs: random schedules over gloo, 20,000 steps that leave nothing behind, all against one process
-	for name in transfers soak equality saving_killed; do echo "== $$name"; \
+	for name in transfers soak equality saving_killed restarts; do echo "== $$name"; \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 clean:  ## remove what the targets made, the environment too

@@ -4,13 +4,16 @@
 
 Jobs of four ranks. In each, several times, rank 0, two ranks at once or one at random are killed
 with kill -9, at random moments while they start, meet or train. A restart has come back when all
-four ranks train again. Ends with status 1 if one has not within 60 seconds.
+four ranks train again. Then one job of which one rank is several times slower, and whose ranks
+are stopped for 0.3 seconds 200 times: no alarm. Ends with status 1 if a rank has not come back
+within 60 seconds, or if there was an alarm.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -42,7 +45,11 @@ def main() -> None:
                 count = min(_IN_A_JOB, each - len(seconds))
                 seconds += restarted(kind, Path(folder), count, draw, faults)
         rows[kind] = {"restarts": len(seconds), "slowest": max(seconds, default=0.0)}
-    write("restarts", {"ranks": _RANKS, "kinds": rows, "faults": faults}, options)
+    pauses = 10 if options.quick else 200
+    alarms = paused(pauses)
+    figures = {"ranks": _RANKS, "kinds": rows, "pauses": pauses, "alarms": alarms}
+    faults += alarms
+    write("restarts", {**figures, "faults": faults}, options)
     raise SystemExit(1 if faults else 0)
 
 
@@ -78,6 +85,24 @@ def restarted(
         if run.end(_LIMIT) != 0:
             faults.append(json.dumps([kind, "the end", (folder / "stderr").read_text()[-2000:]]))
     return found
+
+
+def paused(count: int) -> list[str]:
+    """What ranks said that they failed with, though they were only stopped for moments."""
+    from watched_jobs import job, read
+
+    with tempfile.TemporaryDirectory() as name, job(Path(name), _RANKS, 4.0, slow=3) as run:
+        run.reach(3)
+        for turn in range(count):
+            run.signal(turn % _RANKS, signal.SIGSTOP)
+            time.sleep(0.3)
+            run.signal(turn % _RANKS, signal.SIGCONT)
+            time.sleep(0.05)
+        try:
+            run.reach(run.step() + 3)
+        except AssertionError as fault:
+            return [str(fault)]
+        return [read(file) for file in Path(name).glob("error-*")]
 
 
 if __name__ == "__main__":
