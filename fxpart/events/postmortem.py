@@ -170,7 +170,7 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
     """Where the chain of blame that begins with a rank ends; None where it comes to one that left.
 
     A failure leads to whom it is about. A rank that said nothing is the end where it is known to be
-    gone; else its last wait leads on.
+    gone; else its last wait leads on. One that left as it should is the end where others missed it.
     """
     seen: set[int] = set()
     gone = False
@@ -186,7 +186,7 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
         if found is not None:
             following, gone = _one_of(ranks, found.ranks), found.gone
         elif traces.how == "left":
-            return None
+            return rank if gone else None
         elif not gone:
             following = _awaited(ranks, traces)
         if following is None:

@@ -34,6 +34,8 @@ def cause(found: Postmortem, rank: int) -> str:
         return ": ".join(part for part in (said.code, said.where, said.why) if part)
     if traces is not None and traces.fault is not None:
         return f"{traces.fault.words}, and nothing else was written down"
+    if traces is not None and traces.how == "left":
+        return "it had ended as it should, while others waited for it"
     codes = [
         other.failure.problems[0].code
         for other in found.ranks.values()

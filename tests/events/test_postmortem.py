@@ -134,6 +134,16 @@ def test_nobody_failed(tmp_path: Path) -> None:
     assert found.first == () and headline(found).endswith("all left as they should")
 
 
+def test_a_rank_that_left_while_others_waited(tmp_path: Path) -> None:
+    left = Left(tmp_path)
+    left.ring(1, LEFT, "end")
+    ring = left.ring(0, "0B0", "wait", 1)
+    left.failed(ring, "FXP514", "rank 0", "rank 1 (process 7) had ended as it should")
+    found = examine(tmp_path)
+    assert found.first == (1,)
+    assert cause(found, 1) == "it had ended as it should, while others waited for it"
+
+
 def test_a_failure_that_only_the_ring_has(tmp_path: Path) -> None:
     left = Left(tmp_path)
     ring = left.ring(1, "1F0", "failed")
