@@ -14,7 +14,7 @@ from fxpart.plan import Plan
 
 PAGES = (
     "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "glossary",
-    "how_it_chooses", "learning", "one_process", "precision", "prediction", "profiling",
+    "how_it_chooses", "learning", "one_process", "postmortem", "precision", "prediction", "profiling",
     "reading_a_plan", "reading_a_run", "rules", "schedules", "solve", "training",
 )  # fmt: skip
 
@@ -29,8 +29,8 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
     Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `glossary`,
-    `how_it_chooses`, `learning`, `one_process`, `precision`, `prediction`, `profiling`,
-    `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`, `training`.
+    `how_it_chooses`, `learning`, `one_process`, `postmortem`, `precision`, `prediction`,
+    `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`, `training`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
