@@ -13,9 +13,10 @@ from fxpart.errors import CODES, error
 from fxpart.plan import Plan
 
 PAGES = (
-    "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "glossary",
-    "how_it_chooses", "learning", "one_process", "postmortem", "precision", "prediction", "profiling",
-    "reading_a_plan", "reading_a_run", "rules", "schedules", "solve", "training",
+    "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "failures", "glossary",
+    "how_it_chooses", "learning", "one_process", "postmortem", "precision", "prediction",
+    "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve", "surviving",
+    "training",
 )  # fmt: skip
 
 
@@ -28,9 +29,10 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `glossary`,
-    `how_it_chooses`, `learning`, `one_process`, `postmortem`, `precision`, `prediction`,
-    `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`, `training`.
+    Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `failures`,
+    `glossary`, `how_it_chooses`, `learning`, `one_process`, `postmortem`, `precision`,
+    `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`,
+    `surviving`, `training`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
