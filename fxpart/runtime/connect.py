@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import time
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,10 +112,11 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
             why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
             fix="see that every process was started and that the address can be reached",
         ) from cause
-    _of_watch.append(dist.group.WORLD)
+    _of_watch.add(dist.group.WORLD)
 
 
-_of_watch: list[object] = []  # the process groups that have had a watch
+# The process groups that have had a watch; not kept alive, as one that is left would abort the end.
+_of_watch: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _watch_group(made: Distributed, deadline: Deadline) -> None:
@@ -128,7 +131,7 @@ def _watch_group(made: Distributed, deadline: Deadline) -> None:
         die_with_parent()
         with reporting(made, "connecting the ranks"):
             watch.join(found, made.exchange_bytes, silence=lambda: deadline.silence)
-        _of_watch.append(dist.group.WORLD)
+        _of_watch.add(dist.group.WORLD)
     _wake(made)
 
 
