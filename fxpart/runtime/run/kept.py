@@ -228,7 +228,15 @@ class Kept:
             self._saver.save(fit.step, extra, wait=wait)
         elif wait:
             self._saver.finish()
+            agree(fit.transport, "the last checkpoint", self._failed)
         self._tell()
+
+    def _failed(self) -> tuple[None, str]:
+        """FXP513 where the save that was under way has failed, and that ends the run."""
+        assert self._saver is not None
+        if self.options.strict and len(self._saver.problems) > self._told:
+            raise self._saver.problems[-1]
+        return None, ""
 
     def _tell(self) -> None:
         """Warn of checkpoints that were not written; every rank knows of the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -66,6 +67,18 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         fit(tmp_path, data(), strict=True)
     with pytest.raises(FxpartError, match="FXP520"):
         fit(tmp_path / "checkpoints" / "inner", data())
+
+
+def test_the_last_save_fails(tmp_path: Path) -> None:
+    """One that was begun off the step's path, with no step after it."""
+
+    def break_(info: StepInfo) -> None:
+        if info.step == 2:
+            shutil.rmtree(tmp_path / "checkpoints")
+            (tmp_path / "checkpoints").write_text("")
+
+    with pytest.raises(FxpartError, match="FXP513"):
+        fit(tmp_path, data(), steps=3, callbacks=[break_], strict=True)
 
 
 @pytest.mark.slow
