@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from fxpart.annotations.entries import (
     read_strategies,
     text_problems,
 )
-from fxpart.bounded import read_bytes
+from fxpart.bounded import read_bytes, toml
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import Mesh
 
@@ -41,7 +40,7 @@ def load_annotations(path: str | Path) -> dict[str, str]:
 def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text") -> dict[str, str]:
     """As :func:`load_annotations`, from the text itself."""
     try:
-        held: Any = tomllib.loads(data) if suffix == ".toml" else json.loads(data)
+        held: Any = toml(data) if suffix == ".toml" else json.loads(data)
     except (ValueError, RecursionError) as cause:
         raise _unreadable(where, str(cause)) from cause
     entries = held.get("annotations") if isinstance(held, dict) else None

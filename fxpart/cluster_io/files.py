@@ -10,13 +10,12 @@ import datetime
 import hashlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import read_bytes, toml
 from fxpart.errors import FxpartError, error
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
         if suffix == ".json":
             raw = msgspec.json.decode(data)
         else:
-            raw = tomllib.loads(data.decode("utf-8"))
+            raw = toml(data.decode("utf-8"))
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         # Both parsers raise subclasses of ValueError; deep nesting and huge integers do not.
         raise _unreadable(where, str(why) or type(why).__name__) from why

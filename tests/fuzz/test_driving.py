@@ -7,9 +7,9 @@ import zlib
 from base64 import b85decode
 
 import pytest
+
 from fuzz.driving import MEMORY, bounded, fault, fuzz, repro
 from fuzz.mutations import Sample, mutated
-
 from fxpart.errors import error
 
 SAMPLES = [Sample(b'{"a":[1,2,{"b":"x"}],"c":null}', "json"), Sample(b"a = 1\n", "toml")]
