@@ -15,7 +15,8 @@ def pipelining(made: str) -> str:
         "| ranks | stages | boundary | schedule | fxpart | torch | throughput over torch"
         " | fxpart above the ideal | torch |",
         "| ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-        *_rows(figures["ranks"]),
+        *_rows(figures["ranks"], "cases"),
+        *_rows(figures["ranks"], "transfers"),
     ]
     found = figures["summary"]
     whole, large = found["throughput_over_torch"], found["throughput_over_torch_8mb"]
@@ -26,18 +27,33 @@ def pipelining(made: str) -> str:
     )
     if large:
         text += f"; with 8 MB and more {large['geometric_mean']:.2f} and {large['least']:.2f}"
+    sent = found["throughput_over_torch_transfers"]
+    if sent:
+        least, most = sent["share_of_torch"]
+        text += (
+            f"; hourglass and bottleneck, whose stages have much to send and little to compute"
+            f" (transfers are {least:.0%} to {most:.0%} of torch's step),"
+            f" {sent['geometric_mean']:.2f} and {sent['least']:.2f}"
+        )
     text += (
         f". *Above the ideal*: over the schedule simulated with the stage times of the run and free"
         f" transfers. An action of tiny stages takes at most {found['us_per_action_most']:.0f} µs"
-        f" beside its computation; the emitted module takes at most {eager:.3f} of the user's own"
-        f" in eager. {made}"
+        f" beside its computation ({_shared(figures['ranks']):.0f} where ranks that share a core"
+        f" are not expected to compute at once); the emitted module takes at most {eager:.3f} of"
+        f" the user's own in eager. {made}"
     )
     return "\n".join([*lines, "", text])
 
 
-def _rows(worlds: Mapping[str, Any]) -> Iterator[str]:
+def _shared(worlds: Mapping[str, Any]) -> float:
+    """Microseconds of an action at most, by the ideal on the cores that there are."""
+    tiny = [case for world in worlds.values() for case in world["tiny"].values()]
+    return max(float(case["us_per_action_shared_cores"]["fxpart"]) for case in tiny)
+
+
+def _rows(worlds: Mapping[str, Any], group: str) -> Iterator[str]:
     for ranks, world in worlds.items():
-        for family, cases in world["cases"].items():
+        for family, cases in world.get(group, {}).items():
             for size, case in cases.items():
                 for schedule in ("gpipe", "1f1b"):
                     one = case[schedule]
