@@ -34,7 +34,11 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert told.startswith("step-0000000030  3 ranks")
     assert "step-0000000030: 30 steps, by 3 ranks of generation 0" in told
-    assert "model      6 tensors" in told and "of model   ffff" in told and "extra      best, epoch" in told
+    assert (
+        "model      6 tensors" in told
+        and "of model   ffff" in told
+        and "extra      best, epoch" in told
+    )
     assert cli(["ckpt", "inspect", "--tensors", str(run / "checkpoints" / "step-0000000010")]) == 0
     told = capsys.readouterr().out
     assert "model/h.5.weight" in told and "rank-00001.safetensors  [" in told
