@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuzz.mutations import Sample, mutated
-
 from fxpart.errors import FxpartError
 
 SECONDS = 1.0  # of the processor, for one file

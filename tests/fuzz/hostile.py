@@ -21,7 +21,6 @@ sys.path[:0] = [str(TESTS)]
 from fuzz.mutations import Sample, mutated  # noqa: E402
 from fuzz.readers import READERS  # noqa: E402
 from fuzz.reading import scratch  # noqa: E402
-
 from fxpart.errors import FxpartError  # noqa: E402
 
 COUNT = 300  # of each reader

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
+
 from fuzz.mutations import Kind, Sample
 from fuzz.reading import plain, scratch
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import sample_plans
-from fuzz.hostile import words
-from fuzz.readers import READERS
 from pages import Page
 
+from fuzz.hostile import words
+from fuzz.readers import READERS
 from fxpart.plan import Plan
 from fxpart.report.html import report_html
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from fuzz.driving import fuzz
 from fuzz.readers import READERS
 from fuzz.trusted import TRUSTED
