@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from fxpart.cli import output
-from fxpart.cli.options import Request
+from fxpart.cli.options import Command, Request
 from fxpart.elastic.bounds import Bounds
+from fxpart.elastic.slow_ranks import SlowRanks, tell_slow
 from fxpart.environment import Launch
 from fxpart.errors import error
 from fxpart.rundir import RunDir
@@ -26,10 +29,11 @@ class Kept:
     """What --run and its options say; see :class:`fxpart.runtime.run.options.Checkpoints`."""
 
     folder: Path
-    every: int
-    keep: int
-    strict: bool
+    every: int = _EVERY
+    keep: int = _KEEP
+    strict: bool = False
     copies: bool = False
+    rebalance: bool = False
 
     @property
     def run(self) -> RunDir:
@@ -41,27 +45,48 @@ class Kept:
         return {
             "--run": self.folder, "--every": self.every, "--keep": self.keep,
             "--stop-on-failed-save": self.strict, "--copies": self.copies,
+            "--rebalance": self.rebalance,
         }  # fmt: skip
 
 
-def kept_of(
-    folder: str | None,
-    every: int | None,
-    keep: int | None,
-    *,
-    strict: bool,
-    traced: bool,
-    copies: bool = False,
-) -> Kept | None:
-    """The options together; None without --run. FXP109 for those that do not go together."""
+_OPTIONS = (
+    click.option(
+        "--run", "--run-dir", "folder", type=click.Path(), help="Save into it, and go on from it."
+    ),
+    click.option(
+        "--every", type=click.IntRange(1), help=f"Steps between checkpoints.  [default: {_EVERY}]"
+    ),
+    click.option(
+        "--keep", type=click.IntRange(2), help=f"Checkpoints that stay.  [default: {_KEEP}]"
+    ),
+    click.option("--stop-on-failed-save", is_flag=True, help="End if a save fails."),
+    click.option(
+        "--copies", is_flag=True, help="Keep the last checkpoints in two hosts' memory too."
+    ),
+    click.option("--rebalance", is_flag=True, help="Plan anew where a rank has become slow."),
+)
+
+
+def run_options(command: Command) -> Command:
+    """Add the options of a run that is kept; :func:`kept_of` takes them out of the keywords."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def kept_of(options: dict[str, Any], *, traced: bool) -> Kept | None:
+    """What --run and its options say, taken out of ``options``; None without --run.
+
+    FXP109 for those that do not go together.
+    """
+    folder = options.pop("folder")
+    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance")
+    given = {name: value for name in names if (value := options.pop(name))}
     if folder is None:
-        given = {"--every": every, "--keep": keep, "--stop-on-failed-save": strict or None}
-        given["--copies"] = copies or None
-        lone = [name for name, value in given.items() if value is not None]
-        if lone:
+        if given:
             raise error(
-                "FXP109", where=" ".join(lone), why="nothing is saved without --run",
-                fix="give --run DIR too",
+                "FXP109", where=" ".join(f"--{name.replace('_', '-')}" for name in given),
+                why="nothing is saved without --run", fix="give --run DIR too",
             )  # fmt: skip
         return None
     if traced:
@@ -69,7 +94,8 @@ def kept_of(
             "FXP109", where="--run --trace", why="a recording is of whole runs",
             fix="train without --run to measure",
         )  # fmt: skip
-    return Kept(Path(folder), every or _EVERY, keep or _KEEP, strict, copies)
+    strict = given.pop("stop_on_failed_save", False)
+    return Kept(Path(folder), strict=strict, **given)
 
 
 def bounds_of(nproc: str, kept: Kept | None) -> Bounds:
@@ -103,7 +129,7 @@ def on_ranks(
     from fxpart.cli.supervised import run_supervised
 
     more = {**options, **kept.options()}
-    return run_supervised(request, bounds, kept.run, more, steps, as_json)
+    return run_supervised(request, bounds, kept.run, more, steps, as_json, rebalance=kept.rebalance)
 
 
 def planned(request: Request, kept: Kept, started: Launch | None) -> Request:
@@ -128,7 +154,9 @@ def fit(trainer: Any, data: Any, kept: Kept, steps: int, *, first: bool, as_json
         kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies
     )
     telling = _Telling(as_json)
-    callbacks = [telling] if first else []
+    callbacks: list[Any] = [telling] if first else []
+    if first and kept.rebalance:
+        callbacks.append(_Watching(trainer, kept.run))
     with warnings.catch_warnings():
         if not first:
             warnings.simplefilter("ignore")
@@ -177,3 +205,19 @@ class _Telling:
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     output.note(f"warning: {message}")
+
+
+class _Watching:
+    """Tells the launcher of ranks that have become slow."""
+
+    def __init__(self, trainer: Any, run: RunDir) -> None:
+        self._pace, self._run = trainer.pace, run
+
+    def on_step(self, info: StepInfo) -> None:
+        """Nothing."""
+
+    def on_event(self, event: Event) -> None:
+        """The numbers of all ranks."""
+        if event.kind == "slow":
+            pace = self._pace
+            tell_slow(self._run, SlowRanks(event.step, pace.seconds(), dict(pace.past), pace.slow))

@@ -20,6 +20,7 @@ from fxpart.elastic.cache import Asked, Plans, check_elastic, newest, planned
 from fxpart.elastic.clusters import for_ranks, without
 from fxpart.elastic.moves import seat
 from fxpart.elastic.shared_plan import of_hosts, shared_plan
+from fxpart.elastic.slow_ranks import SlowRanks, forget_slow, told_slow
 from fxpart.elastic.supervisor import Job, supervise
 from fxpart.environment import Launch, alone
 from fxpart.environment import for_ranks as as_child
@@ -37,10 +38,13 @@ def run_supervised(
     options: Mapping[str, object],
     steps: int,
     as_json: bool,
+    *,
+    rebalance: bool = False,
 ) -> int:
     """Run ``fxpart train`` on as many ranks as the bounds allow, to its end; the exit status.
 
-    options: of train, by name, with --run among them. Raises FXP109 where a plan is given that is
+    options: of train, by name, with --run among them. rebalance: plan anew where a device has
+    become slow. Raises FXP109 where a plan is given that is
     for one number of ranks only, or the run has another batch, and what
     :func:`fxpart.elastic.supervisor.supervise` raises.
     """
@@ -61,7 +65,9 @@ def run_supervised(
         arguments=lambda path: request.on_each_rank("train", str(path), options, as_json),
         tell=output.note,
         advance=planning.advance,
+        **({"slower": planning.slower} if rebalance else {}),
     )
+    forget_slow(run)
     try:
         return supervise(job)
     finally:
@@ -109,6 +115,7 @@ class Planning:
     bounds: Bounds
     run: RunDir
     made: Plans = field(init=False)
+    told: SlowRanks | None = None
     ahead: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +154,24 @@ class Planning:
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
         with suppress(OSError, AttributeError):  # what trains goes first
             os.setpriority(os.PRIO_PROCESS, self.ahead.pid, _LOWEST)
+
+    def slower(self, plan: Plan) -> tuple[Plan, str] | None:
+        """A faster plan, and why, where ranks have told since the last call that one is slow.
+
+        Planned in this process: the launcher is held up by it, the ranks are not.
+        """
+        found = told_slow(self.run)
+        if found is None or found == self.told:
+            return None
+        self.told = found
+        if not found.slow or set(found.seconds) != set(range(plan.world)):
+            return None
+        from fxpart.elastic.rebalance import rebalance
+
+        request = replace(self.request, plan=plan, cluster="auto")
+        program = request.compile(request.workload(), quiet=True)
+        made = rebalance(program, found.seconds, found.past, cost_model=self.request.cost_model)
+        return None if made is None else (made.program.plan, str(made))
 
     def close(self) -> None:
         """End the process that plans ahead."""

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from fxpart.cli import output
-from fxpart.cli.kept import bounds_of, fit, kept_of, on_ranks, planned
+from fxpart.cli.kept import bounds_of, fit, kept_of, on_ranks, planned, run_options
 from fxpart.cli.options import Request, compile_options, json_option
 from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
 from fxpart.schedule.weight_modes import MODES, weight_mode
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 @click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
 @click.option("--nproc", "-n", metavar="N", help="Processes to start here, or MIN:MAX.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
-@click.option(
-    "--run", "--run-dir", "folder", type=click.Path(), help="Save into it, and go on from it."
-)
-@click.option("--every", type=click.IntRange(1), help="Steps between checkpoints.  [default: 50]")
-@click.option("--keep", type=click.IntRange(2), help="Checkpoints that stay.  [default: 2]")
-@click.option("--stop-on-failed-save", "strict", is_flag=True, help="End if a save fails.")
-@click.option("--copies", is_flag=True, help="Keep the last checkpoints in two hosts' memory too.")
+@run_options
 @click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
 @click.option("--clip-norm", type=float, help="Largest global gradient norm.")
 @click.option(
@@ -52,11 +46,6 @@ if TYPE_CHECKING:
 def command(
     nproc: str | None,
     steps: int,
-    folder: str | None,
-    every: int | None,
-    keep: int | None,
-    strict: bool,
-    copies: bool,
     lr: float | None,
     clip_norm: float | None,
     load: str | None,
@@ -80,13 +69,13 @@ def command(
     """
     from fxpart.environment import launch
 
+    kept = kept_of(options, traced=trace is not None)
     how: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
     request = Request(**options, weights=weights)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
-    kept = kept_of(folder, every, keep, strict=strict, copies=copies, traced=trace is not None)
     bounds = None if nproc is None else bounds_of(nproc, kept)
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--load": load, "--save": save}

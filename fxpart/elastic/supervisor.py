@@ -32,9 +32,11 @@ class Job:
     steps: updates at which the run is done, as far as that is known. plan: for so many ranks of the
     devices that are left (names of those that are not beside), and whether it was found rather than
     made. arguments: of ``fxpart`` for each rank, given the plan's file. tell: a line for a person.
-    advance: have plans for these numbers of ranks made meanwhile. start: starts ranks and waits for
-    them. change: seconds that a change of ranks takes where none was seen, for :mod:`.policy`.
-    retry: seconds after which a device that was taken for lost is tried again.
+    advance: have plans for these numbers of ranks made meanwhile. slower: where ranks say that a
+    device has become slow, a faster plan for as many of them, and why, in words; else None. start:
+    starts ranks and waits for them. change: seconds that a change of ranks takes where none was
+    seen, for :mod:`.policy`. retry: seconds after which a device that was taken for lost is tried
+    again.
     """
 
     bounds: Bounds
@@ -44,6 +46,7 @@ class Job:
     arguments: Callable[[Path], Sequence[str]]
     tell: Callable[[str], None]
     advance: Callable[[Iterable[int]], None] = lambda numbers: None
+    slower: Callable[[Plan], tuple[Plan, str] | None] = lambda plan: None
     start: Callable[..., Ended] = start
     change: float = 10.0
     retry: float = 600.0
@@ -55,7 +58,8 @@ def supervise(job: Job) -> int:
     A rank that ends otherwise than by a mistake of the user is replaced: all ranks start again
     from the newest checkpoint. Where its device loses it again without a step more, the policy
     decides whether the run goes on with fewer, down to the bounds' least; it is tried with all
-    again later. ``fxpart scale`` changes the number at the next step.
+    again later. ``fxpart scale`` changes the number at the next step. Where a device has become
+    slow and another plan is faster, all start again by it, saved before.
 
     Raises FXP517 after three restarts without a step more, FXP519 where fewer ranks are left than
     the least, FXP109 where another launcher runs the run, and what planning raises.
@@ -70,8 +74,8 @@ class _Supervisor:
 
     wanted: ranks there are to be. wish: what was asked for while they ran. failures: since the
     last step more. losses: by device's name since then. lost: devices taken for lost. back: when
-    to try these again. farthest: step that was ever done. pace: of the
-    generation that runs, or ran last.
+    to try these again. farthest: step that was ever done. better: a plan in place of what is
+    planned for its number of ranks. pace: of the generation that runs, or ran last.
     """
 
     job: Job
@@ -83,6 +87,7 @@ class _Supervisor:
     lost: frozenset[str] = frozenset()
     back: float = inf
     plan: Plan | None = None
+    better: Plan | None = None
     farthest: int = 0
     pace: Pace | None = None
 
@@ -120,6 +125,8 @@ class _Supervisor:
 
     def _feasible(self) -> tuple[Plan, bool]:
         """For as many ranks as wanted, or for the next fewer that have a plan."""
+        if self.better is not None and self.better.world == self.wanted and not self.lost:
+            return self.better, False
         first: FxpartError | None = None
         for ranks in range(self.wanted, self.job.bounds.least - 1, -1):
             try:
@@ -167,8 +174,15 @@ class _Supervisor:
             asked = self.job.bounds.most
         if asked is not None and asked != world and asked != self.wish:
             self.job.tell(f"{asked} ranks are asked for in place of {world}: saving first")
-            self.wish = asked
-            running.send(signal.SIGUSR1)
+            self._change(running, asked)
+        elif self.wish is None and (found := self.job.slower(self.plan)) is not None:
+            self.better, words = found
+            self.job.tell(f"{words}: saving first")
+            self._change(running, world)
+
+    def _change(self, running: Running, ranks: int) -> None:
+        self.wish = ranks
+        running.send(signal.SIGUSR1)
 
     # -- after they ended ------------------------------------------------------------------------
 

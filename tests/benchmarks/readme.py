@@ -22,6 +22,7 @@ import readme_asynchronous
 import readme_costs
 import readme_planner
 import readme_runtime
+import readme_surviving
 from record import HERE, ROOT, parser, read
 
 README = ROOT / "README.md"
@@ -297,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(planning, name) for name in PLANNING},
     **{name: partial(costs, name) for name in COSTS},
     **{name: partial(runtime, name) for name in RUNTIME},
+    "surviving": readme_surviving.surviving,
 }
 
 
@@ -329,6 +331,8 @@ def main() -> None:
     contents |= {name: planning(name) for name, result in PLANNING.items() if result in have}
     contents |= {name: costs(name) for name, result in COSTS.items() if result in have}
     contents |= {name: runtime(name) for name in RUNTIME if name in have}
+    if have & set(readme_surviving.ROWS):
+        contents["surviving"] = readme_surviving.surviving()
     text = replaced(README.read_text(encoding="utf-8"), contents)
     if options.dry:
         sys.stdout.write(text)

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,24 @@ import ranks
 
 from fxpart.elastic.progress import finished, reached, saved
 from fxpart.elastic.wishes import ask, running
+from fxpart.plan import Plan
 from fxpart.rundir import RunDir
 from fxpart.runtime.run import ledger
 
 TARGET = Path(__file__).resolve().parents[1] / "benchmarks" / "elastic_target.py"
+SLOW_TARGET = Path(__file__).resolve().parents[1] / "slow_target.py"
 LIMIT = 200.0  # seconds on a machine that does much else
 
 
 class Launched:
     """``fxpart train`` as a process, and what its folder says. before: words of a launcher."""
 
-    def __init__(self, folder: Path, *options: str, before: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *options: str, before: Sequence[str] = (), target: Path = TARGET
+    ) -> None:
         self.run = RunDir(folder)
         command = [
-            sys.executable, "-m", *before, "fxpart", "train", f"{TARGET}:net", "--run-dir",
+            sys.executable, "-m", *before, "fxpart", "train", f"{target}:net", "--run-dir",
             str(folder), "-m", "4", "--cost-model", "roofline", *options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
@@ -80,9 +85,9 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *options: str, before: Sequence[str] = ()) -> Iterator[Launched]:
+def launched(folder: Path, *options: str, **more: Any) -> Iterator[Launched]:
     """The run, ended in any case."""
-    run = Launched(folder, *options, before=before)
+    run = Launched(folder, *options, **more)
     try:
         yield run
     finally:
@@ -150,3 +155,47 @@ def test_a_machine_that_goes(tmp_path: Path) -> None:
     assert not ledger.check(first.run.ledger).problems
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"], row["wrong"]) for row in bits] == [(2, 1, [])]
+
+
+@contextmanager
+def slowed(pid: int, period: float = 0.006, share: float = 0.75) -> Iterator[None]:
+    """A process that is stopped for so much of its time."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        with suppress(ProcessLookupError):
+            while not over.wait(period * (1 - share)):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(period * share)
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_become_slow_gets_less(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("--nproc", "2", "--fix", "stages=2,dp=1,tp=1", "--rebalance", "--steps", "100000")
+    with launched(folder, *options, target=SLOW_TARGET) as run:
+        run.goes_on([2])
+        run.until(lambda: reached(run.run) >= 40)
+        before = Plan.load(run.run.plan)
+        with slowed(run.children()[1]):
+            run.until(lambda: len(run.worlds()) == 2)
+        run.goes_on([2, 2])
+        run.process.send_signal(signal.SIGTERM)
+        said = run.said()
+        assert run.process.returncode == 0, said
+    after = Plan.load(run.run.plan)
+    assert "rank 1 is" in said and "times slower" in said and "saving first" in said
+    slow = next(k for k, stage in enumerate(before.stages) if stage.ranks == (1,))
+    assert after.stages[slow].last - after.stages[slow].first < (
+        before.stages[slow].last - before.stages[slow].first
+    )
+    assert not ledger.check(run.run.ledger).problems

@@ -122,6 +122,35 @@ def test_a_signal_before_the_ranks_listen_is_a_stop_too(tmp_path: Path) -> None:
     assert world.worlds == [4, 3]
 
 
+def test_a_faster_plan_for_ranks_that_have_become_slow(tmp_path: Path) -> None:
+    """It stays until the number of ranks is another one."""
+    better = sample_plans.plan(4, blocks=16)
+    offers = iter([None, (better, "rank 1 is 3 times slower")])
+    before: list[Plan] = []
+
+    def slower(plan: Plan) -> tuple[Plan, str] | None:
+        before.append(plan)
+        return next(offers, None)
+
+    def slow(world: World, tick: Callable[[], None]) -> Ended:
+        tick()
+        assert world.sent == []
+        tick()
+        tick()
+        assert world.sent == [signal.SIGUSR1]
+        world.save(30)
+        return Ended(None)
+
+    generations = [slow, ends(40, rank=2), scaled(3, 50), scaled(4, 60), ends(100)]
+    world = World(tmp_path, "2:4", generations, slower=slower)
+    assert world.supervise() == 0
+    assert world.worlds == [4, 4, 4, 3, 4]
+    cuts = [[stage.first for stage in plan.stages] for plan in (better, *world.plans)]
+    assert [cut == cuts[0] for cut in cuts[1:]] == [False, True, True, False, True]
+    assert before[0] == before[1] == world.plans[0]
+    assert "rank 1 is 3 times slower: saving first" in world.lines
+
+
 def test_the_number_there_is_asks_nobody_to_stop(tmp_path: Path) -> None:
     world = World(tmp_path, "2:4", [scaled(4, 100)])
     assert world.supervise() == 0

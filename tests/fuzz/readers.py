@@ -189,5 +189,8 @@ READERS: dict[str, Reader] = {
         ("elastic.wishes.Holder.wish", "elastic.cache._asked_digest"),
         lenient=True,
     ),
+    "slow ranks": Reader(
+        runs.read_slow, runs.slow, ("elastic.slow_ranks.told_slow",), lenient=True
+    ),
     "launcher": Reader(runs.read_launcher, runs.launchers, ("elastic.wishes.running",)),
 }

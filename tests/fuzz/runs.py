@@ -287,6 +287,24 @@ def wishes() -> list[Sample]:
     return plain("json", '{"ranks":3}', '{"digest":"abc","asked":{"target":"x"}}')
 
 
+def read_slow(data: bytes) -> object:
+    """Which ranks have become slow."""
+    from fxpart.elastic.slow_ranks import told_slow
+    from fxpart.rundir import RunDir
+
+    run = RunDir(scratch() / "slow")
+    run.path.mkdir(exist_ok=True)
+    (run.path / "slow.json").write_bytes(data)
+    return told_slow(run)
+
+
+def slow() -> list[Sample]:
+    """One of two ranks."""
+    return plain(
+        "json", '{"step":9,"seconds":{"0":0.1,"1":0.3},"past":{"0":0.1,"1":0.1},"slow":[1]}'
+    )
+
+
 def read_launcher(data: bytes) -> object:
     """Who runs a run: a file that is locked for as long as that is so."""
     from fxpart.elastic.wishes import running
