@@ -29,8 +29,8 @@ def _kills(figures: Mapping[str, Any]) -> Row:
         "random `kill -9` of one rank or two, rank 0 too, while they start, meet, load, step and"
         " save; pipelines of 4, of 2 with data parallelism of 2, synchronous and asynchronous",
         f"{figures['kills']} kills in {runs} runs; losses, samples, parameters and optimizer state"
-        f" other than of the run left alone: {faults or 'none'}; {figures['seconds_per_kill']:.0f} s"
-        " a kill, with the start of four Pythons",
+        f" other than of the run left alone: {faults or 'none'};"
+        f" {figures['seconds_per_kill']:.0f} s a kill, with the start of four Pythons",
     )
 
 
