@@ -76,11 +76,11 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 BENCHMARKS := overhead pipelining asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup communication accuracy choice memory compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
-		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
+		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules, fuzzed files
 	for name in transfers soak equality kills restarts saving_killed fuzz; do echo "== $$name"; \
-		OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
+		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 clean:  ## remove what the targets made, the environment too
 	rm -rf .venv build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -86,7 +86,7 @@ def held_out() -> list[Any]:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {"steps": 13}),
     "epochs": ({"clip_norm": 0.1}, {"epochs": 3}),
-    "accumulated": ({}, {"steps": 8, "accumulate": 2}),
+    "accumulated": ({}, {"steps": 12, "accumulate": 2}),
     "scheduled": (
         {},
         {

@@ -13,7 +13,7 @@ from fxpart.checkpoint.manifest import NAME, Manifest, Part, Tensor
 from fxpart.checkpoint.regions import Region
 from fxpart.errors import Problem
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _HUGE = 1 << 62
 
 

@@ -19,7 +19,7 @@ class Part(msgspec.Struct, frozen=True):
     file: its name in the folder. name: of the tensor in that file. ranges: per dim of the whole
     tensor the ranges [start, stop) that the part holds, ascending, one after another in the part.
     flat: where given, of the elements of that (row-major) only those from the first number to
-    before the second; the part is 1-d then. digest: BLAKE2b of its bytes, 16 bytes in hex.
+    before the second; the part is 1-d then. digest: SHA-256 of its bytes, in hex.
     """
 
     file: str
@@ -53,7 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     "model/NAME", "optimizer/NAME/SLOT", "predictor/NAME/SLOT", "random/RANK/KIND"; NAME is the
     tensor's original qualified name. values: what is no tensor of the same keys. groups: the
     optimizer's parameter groups, {options..., "params": names}. weights: the weight mode. extra:
-    what the run adds: data position, scheduler, callbacks. digest: BLAKE2b of the manifest's own
+    what the run adds: data position, scheduler, callbacks. digest: SHA-256 of the manifest's own
     canonical JSON with digest "".
     """
 

@@ -273,7 +273,7 @@ def with_part(
 
 FILE = "rank-00000.safetensors"
 ALL = (((0, 4),),)
-DIGEST = "0" * 32
+DIGEST = "0" * 64
 
 
 @pytest.mark.parametrize(

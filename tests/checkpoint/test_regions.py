@@ -88,7 +88,7 @@ def test_any_parts_are_covered_as_counting_says(
 
 
 def tensor(shape: tuple[int, ...], parts: list[Region]) -> Tensor:
-    made = tuple(Part("rank-00000.safetensors", "x", r.ranges, "0" * 32, r.flat) for r in parts)
+    made = tuple(Part("rank-00000.safetensors", "x", r.ranges, "0" * 64, r.flat) for r in parts)
     return Tensor("float32", shape, made)
 
 
