@@ -65,7 +65,7 @@ def run_supervised(
         arguments=lambda path: request.on_each_rank("train", str(path), options, as_json),
         tell=output.note,
         advance=planning.advance,
-        **({"slower": planning.slower} if rebalance else {}),
+        slower=planning.slower if rebalance else lambda plan: None,
     )
     forget_slow(run)
     try:
