@@ -108,6 +108,7 @@ def command(
     tell_stages(trainer, first=first, as_json=as_json)
     if save is not None:
         _save(trainer, save, first)
+    trainer.close()
     return 0
 
 

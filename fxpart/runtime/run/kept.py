@@ -18,6 +18,7 @@ import torch
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError, Problem
+from fxpart.events.event import LEFT
 from fxpart.runtime import watch
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.run import generations
@@ -267,6 +268,7 @@ class Kept:
             self._copies.remove()  # all of it is on the disk
         if self._book is not None:
             self._book.end(self.generation, step=self._fit.step, how=why)
+        self._fit.trainer.events.put(LEFT, "end")
 
     def fail(self, cause: BaseException) -> None:
         """The run ends by a failure: it is written down, and nobody is waited for."""

@@ -10,6 +10,7 @@ import kept_programs
 import pytest
 from kept_programs import CASES, EVERY, STREAMS, go
 
+from fxpart.events.postmortem import examine
 from fxpart.runtime.run.generations import read
 from fxpart.runtime.run.ledger import check, updates
 
@@ -73,3 +74,12 @@ def test_a_stream_that_was_stopped_goes_on(name: str, tmp_path: Path) -> None:
     losses, state = kept_programs.by_hand(name, drains)
     assert [step.loss for step in steps] == losses
     assert found[5] == state
+
+
+def test_a_run_that_has_ended_in_order_is_nobodys_failure(tmp_path: Path) -> None:
+    """Also before its trainer is closed."""
+    made = kept_programs.trainer("plain", True)
+    made.fit(kept_programs.loader(), steps=2, checkpoints=tmp_path)
+    found = examine(tmp_path)
+    assert found.first == () and {traces.how for traces in found.ranks.values()} == {"left"}
+    made.close()
