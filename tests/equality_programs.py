@@ -12,16 +12,22 @@ import fxpart
 from fxpart.api import Program
 from fxpart.errors import FxpartError
 from fxpart.optimizers import choose
+from fxpart.plan import Plan
 
 MODELS = ("gpt2", "llama", "bert", "t5", "resnet50", "unet")
 TOLERANCE = 1e-6  # relative, of replicas, whose sums round in another order than one process's
 
 
-def compiled(name: str, schedule: str, stages: int, mesh: str) -> Program:
-    """The model cut for the schedule; every rank does this alike."""
+def build(name: str) -> Any:
+    """The model, alike on every rank."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    built = ZOO[name].build()
+    return ZOO[name].build()
+
+
+def compiled(name: str, schedule: str, stages: int, mesh: str) -> Program:
+    """The model cut for the schedule."""
+    built = build(name)
     lanes = 2 if mesh == "dp=2" else 1
     return fxpart.compile(
         built.model, f"local:{stages * lanes}", example_inputs=built.batch, loss=built.loss,
@@ -44,9 +50,17 @@ def steps(program: Program) -> dict[str, Any]:
     return {"losses": losses, "state": state}
 
 
-def on_ranks(name: str, schedule: str, stages: int, mesh: str) -> dict[str, Any]:
-    """On one rank of the pool: losses, digest, and on rank 0 the state."""
-    found = steps(compiled(name, schedule, stages, mesh))
+def on_ranks(name: str, plan: str) -> dict[str, Any]:
+    """On one rank of the pool: losses, digest, and on rank 0 the state.
+
+    The plan is given: a search that ends with its time may find another one on each rank.
+    """
+    built = build(name)
+    program = fxpart.compile(
+        built.model, example_inputs=built.batch, loss=built.loss, batch_dims=built.batch_dims,
+        plan=Plan.loads(plan),
+    )  # fmt: skip
+    found = steps(program)
     text = repr((found["losses"], sorted(found["state"].items())))
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {**found, "digest": digest} if torch.distributed.get_rank() == 0 else {"digest": digest}
@@ -59,7 +73,8 @@ def compared(pool: Any, name: str, schedule: str, stages: int, mesh: str) -> str
     except FxpartError as failure:
         return failure.code
     lanes = 2 if mesh == "dp=2" else 1
-    ranks = pool.run(on_ranks, name, schedule, stages, mesh, ranks=stages * lanes, timeout=300.0)
+    plan = program.plan.dumps()
+    ranks = pool.run(on_ranks, name, plan, ranks=stages * lanes, timeout=300.0)
     if len({found["digest"] for found in ranks}) != 1:
         return "ranks differ"
     here = steps(program)
