@@ -87,8 +87,12 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["zoo", "figures", "planner", "others", "maxload", "accuracy", "communication"]
-)
+    "name",
+    [
+        "zoo", "figures", "planner", "others", "maxload", "accuracy", "communication",
+        "pipelining", "asynchronous", "surviving",
+    ],
+)  # fmt: skip
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     readme = benchmark("readme")
     written = readme.blocks(README)[name]

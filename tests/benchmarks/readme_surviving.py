@@ -13,13 +13,15 @@ Row = tuple[str, str]
 def surviving() -> str:
     """A row for each result that there is, with its command."""
     lines = ["| what | found | command |", "| --- | --- | --- |"]
+    machine = ""
     for name, row in ROWS.items():
         if (RESULTS / f"{name}.json").exists():
             result = read(name)
             what, found = row(result["figures"])
-            load = result["machine"]["load"]
+            load, on = result["machine"]["load"], result["machine"]
+            machine = f"{result['date']}, {on['cores']} cores of {on['cpu']}, torch {on['torch']}."
             lines.append(f"| {what} | {found} | `{result['command']}`, load {load} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", machine])
 
 
 def _kills(figures: Mapping[str, Any]) -> Row:
