@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,21 @@ def build(name: str) -> Any:
     return ZOO[name].build()
 
 
-def compiled(name: str, schedule: str, stages: int, mesh: str) -> Program:
-    """The model cut for the schedule."""
+def double(value: Any) -> Any:
+    """In float64 what is a floating-point number, in whatever containers."""
+    if isinstance(value, dict):
+        return {key: double(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(double(each) for each in value)
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if floats else value
+
+
+def compiled(name: str, schedule: str, stages: int, mesh: str, *, exact: bool = False) -> Program:
+    """The model cut for the schedule. exact: in float64."""
     built = build(name)
+    if exact:
+        built = replace(built, model=built.model.double(), batch=double(built.batch))
     lanes = 2 if mesh == "dp=2" else 1
     return fxpart.compile(
         built.model, f"local:{stages * lanes}", example_inputs=built.batch, loss=built.loss,
@@ -82,7 +95,16 @@ def compared(pool: Any, name: str, schedule: str, stages: int, mesh: str) -> str
     if worst > (TOLERANCE if lanes > 1 else 0.0):
         return f"ranks and one process differ by {worst:.1e}"
     whole = program.verify(steps=2)
-    return "equal" if whole.passed else f"not as unpartitioned: {whole.largest:.1e}"
+    if lanes > 1 and not whole.passed:
+        # Replicas sum in another order, and AdamW makes much of a gradient that is nearly 0: in
+        # float64 rounding does not reach what is compared, and a fault would stay.
+        whole = compiled(name, schedule, stages, mesh, exact=True).verify(steps=2)
+        return "equal, as unpartitioned in float64" if whole.passed else _apart(whole)
+    return "equal" if whole.passed else _apart(whole)
+
+
+def _apart(found: Any) -> str:
+    return f"not as unpartitioned: {found.largest:.1e}"
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:

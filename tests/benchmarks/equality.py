@@ -5,7 +5,8 @@
 In process: each model of the zoo on each schedule, as tests/runtime/test_schedules_equality.py
 checks it. Over gloo: six models on each schedule at 2 and 4 ranks, and data 2 x pipeline 2; losses,
 parameters and buffers of all ranks are those of the same program in one process, bit for bit (1e-6
-with replicas), and that passes `verify` against the unpartitioned model. A code such as FXP202 says
+with replicas), and that passes `verify` against the unpartitioned model (where replicas do not in
+float32, in float64). A code such as FXP202 says
 that the model has too few blocks for the schedule's pieces. With --go-on, what an earlier run has
 kept is not repeated. Ends with 1 if anything differs.
 """
@@ -68,7 +69,7 @@ def main() -> None:
             for schedule in [*schedules, "found"]:
                 for stages, mesh in PLACES:
                     key = f"{name} {schedule} {stages} stages, mesh {mesh}"
-                    if key in over:
+                    if over.get(key, "").startswith(("equal", "FXP202")):
                         continue
                     over[key] = compared(pool, name, schedule, stages, mesh)
                     sys.stderr.write(f"{key}: {over[key]}\n")
@@ -86,7 +87,7 @@ def keep(
     wrong = {
         key: value
         for key, value in {**inside, **over}.items()
-        if value != "equal" and not value.startswith(("skipped", "FXP202"))
+        if not value.startswith(("equal", "skipped", "FXP202"))
     }
     figures = {
         "counted": {
