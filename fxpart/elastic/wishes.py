@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.cache import write
 from fxpart.errors import FxpartError, error
@@ -85,9 +86,9 @@ class Holder:
         try:
             found = path.stat()
             at = (found.st_mtime_ns, found.st_ino)
-            if at == self._seen or found.st_size > _MOST_BYTES:
+            if at == self._seen:
                 return None
-            ranks = msgspec.json.decode(path.read_bytes(), type=Wish).ranks
+            ranks = msgspec.json.decode(read_bytes(path, _MOST_BYTES), type=Wish).ranks
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             return None
         self._seen = at

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem
-from fxpart.events.ring import Ring, content_of, unreadable
+from fxpart.events.ring import Ring, unreadable
 
 _LARGEST = 1 << 20  # bytes of a file
 _PROBLEMS, _LINES, _LETTERS = 20, 60, 2000  # of one failure, of its traceback, of each text
@@ -100,7 +101,7 @@ def record_failure(
 def read_failure(path: str | Path) -> Failure:
     """What :func:`record_failure` wrote; FXP520 for any other file."""
     try:
-        content = content_of(path, _LARGEST)
+        content = read_bytes(path, _LARGEST)
     except OSError as cause:
         raise unreadable(path, cause.strerror or str(cause)) from cause
     try:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
 from fxpart.events.event import NOBODY, Event, Phase
 from fxpart.events.record import HEAD, MOST, RECORD, events, header, kind, parsed
@@ -147,7 +147,7 @@ def read(path: str | Path) -> Kept:
     A record that was being written is left out.
     """
     try:
-        content = content_of(path, _LARGEST)
+        content = read_bytes(path, _LARGEST)
     except OSError as cause:
         raise unreadable(path, cause.strerror or str(cause)) from cause
     found = parsed(content)
@@ -157,23 +157,6 @@ def read(path: str | Path) -> Kept:
     if broken > _TORN:
         raise unreadable(path, f"{broken} of its {found.size} records are damaged")
     return Kept(found.rank, found.process, found.generation, found.began, tuple(kept))
-
-
-def content_of(path: str | Path, largest: int) -> bytes:
-    """The bytes of a plain file, at most ``largest``; OSError, or FXP520 for what is none."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise unreadable(path, "it is no plain file")
-        if status.st_size > largest:
-            raise unreadable(path, f"it has {status.st_size} bytes, and {largest} are the most")
-        content = b""
-        while part := os.read(file, largest + 1 - len(content)):
-            content += part
-        return content
-    finally:
-        os.close(file)
 
 
 def unreadable(path: str | Path, why: str) -> FxpartError:

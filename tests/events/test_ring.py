@@ -164,13 +164,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(good[:HEAD] + os.urandom(len(good) - HEAD))
     assert "damaged" in _refused(path)
     assert "no ring" in _refused(_written(tmp_path / "x", b"hello" * 100))
-    assert "plain file" in _refused(tmp_path)
+    assert "regular file" in _refused(tmp_path)
     assert "No such file" in _refused(tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe")
-    assert "plain file" in _refused(tmp_path / "pipe")
+    assert "regular file" in _refused(tmp_path / "pipe")
     with open(tmp_path / "huge", "wb") as file:
         file.truncate(1 << 40)
-    assert "most" in _refused(tmp_path / "huge")
+    assert "more than" in _refused(tmp_path / "huge")
 
 
 def _written(path: Path, content: bytes) -> Path:

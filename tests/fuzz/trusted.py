@@ -19,5 +19,4 @@ TRUSTED = {
     "runtime.shared_memory_slots.attach": "memory of a process of the same run",
     "runtime.weights.stage": "a context of its own, no file",
     "events.ring._mapped": "a new file",
-    "events.ring.content_of": "reads for its callers",
 }

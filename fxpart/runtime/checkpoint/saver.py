@@ -224,7 +224,9 @@ class Saver:
             if self._keep:
                 folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
         else:
-            self._await(job, limit, partial, (final / NAME).exists)
+            # One of the same step that is damaged may stand there until ours takes its place.
+            done = (final / NAME).exists
+            self._await(job, limit, partial, lambda: not partial.exists() and done())
             if self._copies is not None:
                 manifest = Checkpoint.open(final).manifest
         if self._copies is not None and manifest is not None:

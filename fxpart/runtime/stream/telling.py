@@ -67,6 +67,14 @@ def problem_of(failure: Failure) -> Problem:
     return failure.problem(fix, of=" of the stream")
 
 
+def fallback(call: int) -> str:
+    """Why a stream drains after every minibatch from now on."""
+    return (
+        f"gradients of the minibatch of call {call} are not all finite: its update was left "
+        "out, and from now on the pipeline drains after every minibatch"
+    )
+
+
 def _busy(runners: Sequence[Runner]) -> int:
     """The host's clock says how long a CPU computed; of a GPU only how long it took to launch."""
     busy = sum(runner.busy for runner in runners)

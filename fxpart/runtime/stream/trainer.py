@@ -27,7 +27,7 @@ from fxpart.runtime.stream.optimizers import Optimizers, make_all
 from fxpart.runtime.stream.options import StreamOptions
 from fxpart.runtime.stream.report import StageReport, together
 from fxpart.runtime.stream.shared import refresh
-from fxpart.runtime.stream.telling import counts, problem_of, word_of
+from fxpart.runtime.stream.telling import counts, fallback, problem_of, word_of
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Words, number
 from fxpart.runtime.weights import Counters
@@ -386,10 +386,7 @@ class StreamTrainer(Whole):
         return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
 
     def _tell_of_fallback(self, call: int) -> None:
-        text = (
-            f"gradients of the minibatch of call {call} are not all finite: its update was left "
-            "out, and from now on the pipeline drains after every minibatch"
-        )
+        text = fallback(call)
         warnings.warn(text, stacklevel=5)
         for listener in self.listeners:
             listener(text)
