@@ -41,7 +41,7 @@ def drawn(source: Random, most: int = 60) -> Drawn:
     name = FORWARD if source.random() < 0.1 else "drawn"
     empty = Schedule(
         name, stages, microbatches, ((),) * (max(stage_rank) + 1), stage_rank,
-        tuple(unit for unit in units if len(unit) > 1),
+        tuple(_round(source, unit) for unit in units if len(unit) > 1),
     )  # fmt: skip
     order = list(_order(source, empty, edges))
     stash = source.random() < 0.1
@@ -62,6 +62,15 @@ def _units(source: Random, stages: int) -> list[tuple[int, ...]]:
         units.append(tuple(range(first, first + size)))
         first += size
     return units
+
+
+def _round(source: Random, unit: tuple[int, ...]) -> tuple[int, ...]:
+    """The order in which copies take microbatches: each once, or some more often."""
+    if source.random() < 0.5:
+        return unit
+    turns = [*unit, *source.choices(unit, k=source.randint(1, 3))]
+    source.shuffle(turns)
+    return tuple(turns)
 
 
 def _edges(source: Random, units: list[tuple[int, ...]]) -> tuple[StageEdge, ...]:

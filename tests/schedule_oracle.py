@@ -20,22 +20,12 @@ class Wrong(Exception):
     """An action that must not be done, or not yet."""
 
 
-def turn_of(schedule: Schedule, stage: int) -> tuple[int, int]:
-    """Which microbatches a stage does: those that leave this rest by this number."""
-    found = (0, 1)
-    for group in schedule.replicas:
-        for place, member in enumerate(group):
-            if member == stage:
-                found = (place, len(group))
-    return found
-
-
 def does(schedule: Schedule, stage: int, microbatch: int) -> bool:
     """Whether the stage exists and does the microbatch."""
     if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.microbatches):
         return False
-    rest, number = turn_of(schedule, stage)
-    return microbatch % number == rest
+    rounds = [group for group in schedule.replicas if stage in group]
+    return not rounds or rounds[0][microbatch % len(rounds[0])] == stage
 
 
 def ends_of(action: Action) -> tuple[str, int, int, int]:

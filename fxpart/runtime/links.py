@@ -9,7 +9,7 @@ import torch
 from fxpart.errors import error
 from fxpart.plan_io.precision import wire_dtype
 from fxpart.program import Dim, ProgramSpec, StageSpec, ValueSpec
-from fxpart.schedule.action import StageEdge
+from fxpart.schedule.action import StageEdge, members
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Link:
 def links(spec: ProgramSpec) -> tuple[Link, ...]:
     """All links, ordered by source, target and output; FXP900 where two stages disagree."""
     found: list[Link] = []
-    copies = {group[0]: group for group in spec.replicas}
+    copies = {group[0]: members(group) for group in spec.replicas}
     for stage in spec.stages:
         for position, (value, source) in enumerate(zip(stage.inputs, stage.sources, strict=True)):
             for copy in copies.get(source, (source,)) if source >= 0 else ():

@@ -8,6 +8,7 @@ stage follows: ``0SEND_F1>3``. ``@2`` names the weight version that is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -111,6 +112,23 @@ def _unreadable(text: str, why: str) -> FxpartError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The places that a stage has in a round of ``size`` microbatches."""
+
+    places: tuple[int, ...]
+    size: int
+
+    def has(self, microbatch: int) -> bool:
+        """Whether the microbatch is the stage's to do."""
+        return microbatch % self.size in self.places
+
+
+def members(group: Sequence[int]) -> tuple[int, ...]:
+    """The stages of a round of turns, each once."""
+    return tuple(dict.fromkeys(group))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Action lists, one per rank.
@@ -118,7 +136,9 @@ class Schedule:
     name: "gpipe", "1f1b", "forward" (evaluation: no backward) or any other; stages: number of
     stages; microbatches: number of them; ranks: per rank its actions in order; stage_rank: the
     rank that holds each stage. replicas: groups of stages that are copies of one another (two ranks
-    that feed three): microbatch m is done by the group's member m modulo its size, by no other.
+    that feed three), each as a round of turns: microbatch m is done by the stage that stands at m
+    modulo the round's length, by no other. A copy that is faster may stand there several times:
+    (0, 0, 1) gives stage 0 two microbatches of three.
     """
 
     name: str
@@ -130,19 +150,20 @@ class Schedule:
 
     def takes(self, stage: int, microbatch: int) -> bool:
         """Whether the stage does that microbatch: all do, but for copies, which take turns."""
-        turn, size = self.turn(stage)
-        return microbatch % size == turn
+        return self.turn(stage).has(microbatch)
 
-    def turn(self, stage: int) -> tuple[int, int]:
-        """The stage's place among its copies, and how many they are: (0, 1) where it is alone."""
+    def turn(self, stage: int) -> Turn:
+        """When the stage's turn is; always where it has no copies."""
         for group in self.replicas:
             if stage in group:
-                return group.index(stage), len(group)
-        return 0, 1
+                places = tuple(place for place, other in enumerate(group) if other == stage)
+                return Turn(places, len(group))
+        return Turn((0,), 1)
 
-    def taken(self, stage: int) -> range:
-        """The microbatches that the stage does."""
-        return range(self.turn(stage)[0], self.microbatches, self.turn(stage)[1])
+    def taken(self, stage: int) -> tuple[int, ...]:
+        """The microbatches that the stage does, rising."""
+        turn = self.turn(stage)
+        return tuple(m for m in range(self.microbatches) if turn.has(m))
 
     @property
     def trains(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.action import Action, Kind, Schedule, StageEdge, Turn
 
 
 def edge_problems(stages: int, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
@@ -64,8 +64,8 @@ class Dependence:
     stage_rank: the rank of each stage. producers, consumers: per stage the stages whose values it
     reads, and that read its values (ascending). gradient_consumers, gradient_producers: the same
     over the edges that gradients come back on. split: the (stage, microbatch) pairs whose
-    backward is split into I and W. turns: where there are copies of stages, per stage its place
-    among them and their number; a microbatch meets only the copy whose turn it is. period: the
+    backward is split into I and W. turns: where there are copies of stages, per stage when its turn
+    is; a microbatch meets only the copy whose turn it is. period: the
     microbatches of one step, where the schedule is of several; turns begin anew with each.
     """
 
@@ -77,7 +77,7 @@ class Dependence:
     gradient_consumers: tuple[tuple[int, ...], ...]
     trains: bool = True
     split: frozenset[tuple[int, int]] = frozenset()
-    turns: tuple[tuple[int, int], ...] = ()
+    turns: tuple[Turn, ...] = ()
     period: int | None = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Dependence:
         *,
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
-        turns: Sequence[tuple[int, int]] = (),
+        turns: Sequence[Turn] = (),
         period: int | None = None,
     ) -> Dependence:
         """The graph with these edges; raises FXP901 if they are no stage graph."""
@@ -132,7 +132,7 @@ class Dependence:
         if not self.turns:
             return stages
         number = microbatch if self.period is None else microbatch % self.period
-        return tuple(k for k in stages if number % self.turns[k][1] == self.turns[k][0])
+        return tuple(k for k in stages if self.turns[k].has(number))
 
     def backward(self, stage: int, microbatch: int) -> Action:
         """The action that yields the stage's input gradients: B, or I where it is split."""

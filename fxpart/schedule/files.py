@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.schedule.action import FORWARD, Kind, Schedule, StageEdge
+from fxpart.schedule.action import FORWARD, Kind, Schedule, StageEdge, members
 from fxpart.schedule.text import from_text, is_name, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
 
@@ -72,7 +72,7 @@ def written(schedule: Schedule, path: str | Path) -> str:
 
 def units(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """The stages with their copies, in order; one that has none is alone."""
-    groups = {stage: group for group in schedule.replicas for stage in group}
+    groups = {stage: members(group) for group in schedule.replicas for stage in group}
     found = dict.fromkeys(groups.get(k, (k,)) for k in range(schedule.stages))
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpart.errors import Problem
-from fxpart.schedule.action import Action, Schedule, StageEdge
+from fxpart.schedule.action import Action, Schedule, StageEdge, members
 from fxpart.schedule.dependence import edge_problems
 
 
@@ -48,10 +48,10 @@ def _copies(schedule: Schedule, edges: Sequence[StageEdge]) -> list[Problem]:
             found.append(unsafe("replicas", "a group is empty"))
         if not all(0 <= stage < schedule.stages for stage in group):
             found.append(unsafe(where, f"there are only {schedule.stages} stages"))
-        twice = {stage for stage in group if stage in group_of or group.count(stage) > 1}
+        twice = {stage for stage in group if stage in group_of}
         if twice:
-            found.append(unsafe(where, f"stage {min(twice)} is there twice"))
-        group_of |= dict.fromkeys(group, group)
+            found.append(unsafe(where, f"stage {min(twice)} is in two groups"))
+        group_of |= dict.fromkeys(group, members(group))
     if found or not group_of:
         return found
     flags = {(e.source, e.target): e.backward for e in edges}

@@ -57,8 +57,7 @@ def test_dependence_by_hand(action: str, computes: str, requires: str, transfers
     ("groups", "edges", "why"),
     [
         (((),), EDGES, "a group is empty"),
-        (((0, 1), (1, 2)), EDGES, "stage 1 is there twice"),
-        (((0, 0),), EDGES, "stage 0 is there twice"),
+        (((0, 1), (1, 2)), EDGES, "stage 1 is in two groups"),
         (((0, 9),), EDGES, "there are only 5 stages"),
         (GROUPS, EDGES[1:], "copies have no such edge: 0 -> 2"),
         (GROUPS, (replace(EDGES[0], backward=False), *EDGES[1:]), "copies have no such edge"),

@@ -7,8 +7,10 @@ Where a rank has several stages, it takes at each moment the one that can go on 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
-from fxpart.schedule.action import FORWARD, Action, Kind, Schedule, StageEdge
+from fxpart.schedule.action import FORWARD, Action, Kind, Schedule, StageEdge, members
+from fxpart.schedule.builders.copies_ahead import copies_ahead
 from fxpart.schedule.builders.protocol import Groups, Ranks, checked, shares
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.place import place
@@ -59,13 +61,14 @@ def one_f_one_b(
 
     On parallel branches the longest path, and with it the number in flight, is shorter than in a
     chain. A copy among n takes every n-th microbatch and n times as long for the pipeline to be
-    balanced: it runs ahead by the sum of the sizes of the groups on the longest path, divided by n.
+    balanced: it runs ahead by the sum of the sizes of the groups on the longest path, divided by n
+    (:mod:`fxpart.schedule.builders.copies_ahead`, copies of unequal speed too).
     """
     ranks = checked(stage_rank, microbatches)
     graph = chain(len(ranks)) if edges is None else tuple(edges)
     ahead = depths(len(ranks), graph)
     if replicas:
-        ahead = _copies_ahead(len(ranks), graph, replicas)
+        ahead = copies_ahead(len(ranks), microbatches, graph, replicas)
     lists = _alternating(ahead, shares(len(ranks), microbatches, replicas))
     return _placed("1f1b", ranks, microbatches, lists, graph, forward, backward, replicas)
 
@@ -101,34 +104,19 @@ def ahead_in_a_chain(
     """What 1F1B has in flight at most, on any stage graph: that of a chain of all (groups of)
     stages."""
     stages = len(checked(stage_rank, microbatches))
-    alone = [(stage,) for stage in range(stages) if not any(stage in g for g in replicas)]
-    groups = sorted([*map(tuple, replicas), *alone])
-    most, behind = [0] * stages, 0
-    for group in reversed(groups):
-        behind += len(group)
-        for stage in group:
-            most[stage] = -(-behind // len(group))
+    groups = {stage: members(group) for group in replicas for stage in group}
+    units = list(dict.fromkeys(groups.get(stage, (stage,)) for stage in range(stages)))
+    joined = [
+        StageEdge(a, b) for first, then in pairwise(units) for a in first for b in then if a < b
+    ]
+    most = copies_ahead(stages, microbatches, joined, replicas)
     counts = map(len, shares(stages, microbatches, replicas))
     return tuple(min(a, count) for a, count in zip(most, counts, strict=True))
 
 
-def _copies_ahead(stages: int, edges: Sequence[StageEdge], replicas: Groups) -> tuple[int, ...]:
-    """By Little's law: a copy among n takes n times as long at n times the distance.
-
-    It cannot deadlock: a group runs more microbatches ahead than those that it feeds need for
-    their first backward, as (ceil(w / n) - 1) n < w for the weight w of the longest path.
-    """
-    size = [1] * stages
-    for group in replicas:
-        for stage in group:
-            size[stage] = len(group)
-    weight = list(size)
-    for edge in sorted(edges, key=lambda e: -e.source):
-        weight[edge.source] = max(weight[edge.source], size[edge.source] + weight[edge.target])
-    return tuple(-(-w // n) for w, n in zip(weight, size, strict=True))
-
-
-def _alternating(ahead: Sequence[int], taken: Sequence[range]) -> list[tuple[Action, ...]]:
+def _alternating(
+    ahead: Sequence[int], taken: Sequence[tuple[int, ...]]
+) -> list[tuple[Action, ...]]:
     """Stage k runs ahead[k] forwards of its microbatches, then alternates, then drains."""
     lists = []
     for stage, (most, mine) in enumerate(zip(ahead, taken, strict=True)):

@@ -9,7 +9,7 @@ from fxpart.errors import error
 from fxpart.schedule.action import Schedule, StageEdge
 
 Ranks = int | Sequence[int]  # the rank of each stage; a number: so many stages, one a rank
-Groups = Sequence[Sequence[int]]  # stages that are copies of one another
+Groups = Sequence[Sequence[int]]  # stages that are copies of one another: see Schedule.replicas
 
 
 class Build(Protocol):
@@ -65,7 +65,7 @@ def none_replicated(name: str, replicas: Groups) -> None:
         )
 
 
-def shares(stages: int, microbatches: int, replicas: Groups) -> list[range]:
+def shares(stages: int, microbatches: int, replicas: Groups) -> list[tuple[int, ...]]:
     """By stage the microbatches that it takes; see ``Schedule.takes``."""
     groups = tuple(tuple(group) for group in replicas)
     alone = Schedule("", stages, microbatches, (), (), groups)
