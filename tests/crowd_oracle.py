@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 
-WINDOW, AHEAD = 4, 2
+WINDOW, AHEAD, STORED = 4, 2, 4
 TINY = 1e-12
 
 
@@ -31,6 +31,7 @@ class Case:
     curves: Sequence[Sequence[float]]
     weights: Sequence[float]
     windows: bool = True
+    shared: bool = False  # memory: the sender copies itself, and nothing waits for a receive
     segments: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
@@ -98,7 +99,7 @@ class Machine:
         """Whatever has nothing left ends."""
         for rank in [r for r, left in self.computing.items() if left[1] <= TINY]:
             action, _ = self.computing.pop(rank)
-            self.done.add(action)
+            (self.done if action.kind.is_compute else self.arrived).add(action)
             self.spans[action] = (self.start[action], self.now)
             self.at[rank] += 1
         for link in [k for k, left in self.moving.items() if left[1] <= TINY]:
@@ -133,10 +134,15 @@ class Machine:
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             if self.case.windows:
                 if len(self.sending[rank]) >= WINDOW:
-                    if self.sending[rank][0] not in self.arrived:
+                    if not self.sent(rank, self.sending[rank][0]):
                         return False
                     self.sending[rank].popleft()
                 self.sending[rank].append(action)
+            if self.case.shared:
+                self.start[action] = self.now
+                self.computing[rank] = [action, self.case.transfer[action.stage, action.peer]]
+                self.finish()
+                return True
             link = (rank, self.case.schedule.stage_rank[action.peer])
             self.queues.setdefault(link, deque()).append(action)
         else:
@@ -146,6 +152,13 @@ class Machine:
             self.posted[key] = max(self.posted[key], self.inbox[key].index(send) + 1)
         self.at[rank] += 1
         return True
+
+    def sent(self, rank: int, send: Action) -> bool:
+        """Whether a send is no longer under way."""
+        if not self.case.shared:
+            return send in self.arrived
+        key = (rank, self.case.schedule.stage_rank[send.peer], send.kind.value[-1])
+        return self.posted[key] + STORED >= self.inbox[key].index(send) + 1
 
     def compute(self, rank: int, action: Action) -> bool:
         """Begin a computation, if all that it needs is there."""

@@ -89,7 +89,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
         make(name, range(len(rows)), m, edges), edges,
         [_apart(r.forward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
         [_apart(r.backward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
-        both, [0] * len(rows), [curve], [load.transfer],
+        both, [0] * len(rows), [curve], [load.transfer], shared=True,
     )  # fmt: skip
     spans = crowd_oracle.Machine(case).run()
     last = max(end for action, (_, end) in spans.items() if action.kind in (Kind.F, Kind.B))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule
     from fxpart.schedule.timeline import Timeline
 
-SENDS = ("overlapped", "buffered", "rendezvous", "runtime")
+SENDS = ("overlapped", "buffered", "rendezvous", "runtime", "shared")
 
 
 @click.group()
@@ -131,8 +131,9 @@ def simulate(
     """Run a schedule in time: step, bubble, ranks.
 
     --sends: overlapped (receives are posted ahead), buffered (a receive holds its rank),
-    rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime). With --weights of a
-    stream: seconds of an update once the pipeline is full, and with a flush after each.
+    rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime over gloo), shared (as
+    it does between ranks of one machine: a sender copies by itself). With --weights of a stream:
+    seconds of an update once the pipeline is full, and with a flush after each.
     """
     from fxpart.cli import versions
     from fxpart.schedule.simulate import simulate as simulated

@@ -15,7 +15,8 @@ from fxpart.planned.hosts import is_crowded
 from fxpart.prediction import HostLoad, RankPrediction, idle_share
 from fxpart.schedule import quick
 from fxpart.schedule.action import Kind, Schedule, StageEdge
-from fxpart.schedule.crowd import crowd_of
+from fxpart.schedule.causes import Sends
+from fxpart.schedule.crowd import Crowd, crowd_of
 from fxpart.schedule.make import make
 from fxpart.schedule.steps import Steps, simulate_steps
 
@@ -51,23 +52,30 @@ class StageTimes:
         rows: Sequence[RankPrediction],
         edges: Sequence[StageEdge],
         stage_of: Sequence[int] | None = None,
+        replicas: Sequence[Sequence[int]] = (),
     ) -> StageTimes:
         """rows: at least one for each stage of the plan, from 0 on. edges: of the program.
 
         stage_of: as the field; by default no stage has several pieces. A row's
         ``transfer_seconds`` is the sum over what its stage receives and the gradients that it
         sends back for it, so each edge into a stage gets an equal part for each direction. What
-        is not known of each piece is shared equally.
+        is not known of each piece is shared equally. replicas: stages that are copies, of which one
+        feeds each microbatch (``Schedule.replicas``).
         """
         count = 1 + max(row.stage for row in rows)
         by_stage: list[list[RankPrediction]] = [[] for _ in range(count)]
         for row in rows:
             by_stage[row.stage].append(row)
         of = tuple(range(count)) if stage_of is None else tuple(stage_of)
+        unit = {copy: group[0] for group in replicas for copy in group}
+        into = {
+            (unit.get(edge.source, edge.source), edge.target): 2 if edge.backward else 1
+            for edge in edges
+            if of[edge.source] != of[edge.target]
+        }
         parts = Counter[int]()
-        for edge in edges:
-            if of[edge.source] != of[edge.target]:
-                parts[of[edge.target]] += 2 if edge.backward else 1
+        for (_, target), ways in into.items():
+            parts[of[target]] += ways
         received = [max(row.transfer_seconds for row in mine) for mine in by_stage]
         pieces = [_Piece(by_stage[k], place, of.count(k)) for k, place in _places(of)]
         return cls(
@@ -140,7 +148,7 @@ def steps_in_time(
     crowded its ranks share it, and transfers keep to the runtime's windows. contention: False
     takes each rank's seconds as if it were alone on its host.
     """
-    times = StageTimes.of(rows, edges, schedule.stage_rank)
+    times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
@@ -174,9 +182,16 @@ def steps_in_time(
     return simulate_steps(
         schedule, steps, edges, scaled(times.forward, ahead), scaled(times.backward, back),
         transfer, flush=flush, once=scaled(times.once, times.summing), join=flush,
-        sends="overlapped" if crowd is None else "runtime",
+        sends=_sends(crowd),
         crowd=crowd, places=None if crowd is None else times.ranks,
     )  # fmt: skip
+
+
+def _sends(crowd: Crowd | None) -> Sends:
+    """How the runtime sends: ranks of one machine, which a crowd of CPUs is, share memory."""
+    if crowd is None:
+        return "overlapped"
+    return "shared" if len(set(crowd.host)) == 1 else "runtime"
 
 
 @dataclass(frozen=True)

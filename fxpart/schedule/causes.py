@@ -10,7 +10,7 @@ from fxpart.schedule.dependence import Dependence, partner, sending
 from fxpart.schedule.events import Event, Join, Update, is_send, receives
 from fxpart.schedule.window import limited
 
-Sends = Literal["overlapped", "buffered", "rendezvous", "runtime"]
+Sends = Literal["overlapped", "buffered", "rendezvous", "runtime", "shared"]
 After = dict[Event, list[Event]]
 
 
@@ -39,8 +39,8 @@ def graph(
             after |= {a.plain: [partner(a.plain)] for a in actions if receives(a)}
     if updates or join:
         _once_a_step(schedule, ranks, after, join, steps)
-    if sends == "runtime":
-        limited(schedule, dependence, ranks, after)
+    if sends in ("runtime", "shared"):
+        limited(schedule, dependence, ranks, after, shared=sends == "shared")
     return ranks + links, after
 
 
@@ -70,9 +70,10 @@ def _lanes(schedule: Schedule, sends: Sends) -> tuple[list[list[Event]], list[li
             elif sends == "rendezvous":
                 lane.append(sending(action))
             else:
-                if sends == "runtime" or (sends == "buffered" and receives(action)):
+                listed = sends in ("runtime", "shared")
+                if listed or (sends == "buffered" and receives(action)):
                     lane.append(action)
-                if is_send(action):
+                if is_send(action) and sends != "shared":
                     assert action.peer is not None
                     link = (rank, schedule.stage_rank[action.peer])
                     links.setdefault(link, []).append(action)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.crowd import Crowd
-from fxpart.schedule.events import Event, Update
+from fxpart.schedule.events import Arrival, Event, Update
 from fxpart.schedule.sharing import Pace, Task
 
 # The segment of the link from a stage to a peer, for a direction; None where it shares none.
@@ -28,8 +28,14 @@ class Work:
         crowd: Crowd | None,
         places: Sequence[Sequence[int]],
         segment: Segment | None,
+        *,
+        copies: bool = False,
     ) -> None:
-        """seconds: of an event as given. places: by rank of the schedule the crowd's ranks."""
+        """seconds: of an event as given. places: by rank of the schedule the crowd's ranks.
+
+        copies: a sender copies by itself, as a computation does, whose seconds are those alone.
+        """
+        self._copies = copies
         self._schedule, self._seconds, self._segment = schedule, seconds, segment
         self._crowd = crowd or Crowd((0,), ((),))
         hosts = [[self._crowd.host[r] for r in ranks] for ranks in places]
@@ -56,8 +62,16 @@ class Work:
             rank = self._schedule.stage_rank[event.stage]
             busy = tuple(2 * host for host in self._hosts[rank])
             return Task(seconds / self._full[rank], self._compute[rank], busy)
+        if isinstance(event, Arrival):
+            assert event.send.peer is not None
+            more = self._waking(self._schedule.stage_rank[event.send.peer])
+            return Task(seconds, 0, (), more)
         if not isinstance(event, Action) or not seconds:
             return Task(seconds, 0)
+        if self._copies:
+            rank = self._schedule.stage_rank[event.stage]
+            busy = tuple(2 * host for host in self._hosts[rank])
+            return Task(seconds, self._compute[rank], busy)
         assert event.peer is not None
         loads = self._touched(self._schedule.stage_rank[event.stage],
                               self._schedule.stage_rank[event.peer])  # fmt: skip

@@ -18,6 +18,16 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """The moment at which the receiver of what was sent can go on; it may want a core first."""
+
+    send: Action
+
+    def __str__(self) -> str:
+        return f"arrival of {self.send}"
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What a stage does once a step, after the step's last backward: sums, optimizer."""
 
@@ -39,7 +49,7 @@ class Join:
         return f"end of step {self.step}"
 
 
-Event = Action | Begin | Update | Join
+Event = Action | Begin | Arrival | Update | Join
 Times = dict[Event, tuple[float, float]]
 
 

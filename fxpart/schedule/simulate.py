@@ -16,7 +16,7 @@ from fxpart.schedule.causes import Sends, graph
 from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.crowded import Segment, Work
 from fxpart.schedule.dependence import Dependence, partner
-from fxpart.schedule.events import Event, Times, Update, is_send, receives
+from fxpart.schedule.events import Arrival, Event, Times, Update, is_send, receives
 from fxpart.schedule.flight import in_flight
 from fxpart.schedule.lower import Split
 from fxpart.schedule.order import earliest
@@ -54,8 +54,11 @@ def simulate(
       are posted ahead, and only the computation that needs them waits.
     * "buffered": sends return at once, but a receive holds its rank until the data is there.
     * "rendezvous": both ranks stop for a transfer, from when both have come to it until its end.
-    * "runtime": overlapped, within the limits of fxpart's runtime (see
+    * "runtime": overlapped, within the limits of fxpart's runtime over gloo (see
       :mod:`fxpart.schedule.window`): so many sends under way, so many receives posted ahead.
+    * "shared": the runtime's ranks of one machine, which share memory: a send holds its rank while
+      it copies, and computes nothing else; receives take no time. ``transfer`` is then in seconds
+      of a rank that copies while no other does anything.
 
     crowd: ranks that share hosts. Seconds of computation are then those while all ranks of a host
     compute, and each computation goes as fast as what computes and moves there at each moment
@@ -119,7 +122,7 @@ def simulated(
     if crowd is None and segment is None:
         return _timeline(schedule, earliest(lanes, after, seconds), transfer is not None)
     stand = _check_places(schedule, crowd, places)
-    work = Work(schedule, seconds, crowd, stand, segment)
+    work = Work(schedule, seconds, crowd, stand, segment, copies=sends == "shared")
     times = shared(lanes, after, work.task, work.paces, work.counters)
     return _timeline(schedule, times, transfer is not None)
 
@@ -167,7 +170,8 @@ def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timelin
         elif with_transfers and is_send(event):
             other = partner(event)
             spans.append(Span(rank, "send", event, start, end))
-            spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, end))
+            there = times.get(Arrival(event), (start, end))[1]
+            spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, there))
     spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, s.action.stage, s.action.microbatch))
     updates.sort(key=lambda u: (u.rank, u.start, u.stage))
     ranks = len(schedule.ranks)

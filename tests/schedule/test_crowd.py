@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import get_args
 
 import crowd_oracle
 import pytest
@@ -12,10 +13,11 @@ from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.prediction import HostLoad
-from fxpart.runtime import inbox, prepared
+from fxpart.runtime import inbox, prepared, shared_memory
 from fxpart.schedule import window
 from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.builders import BUILDERS, forward_only, gpipe
+from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd, crowd_of, factor
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
@@ -36,13 +38,14 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     one = st.lists(seconds, min_size=stages, max_size=stages)
     pairs = [(e.source, e.target) for e in case.edges]
     names = st.sampled_from([None, None, "card"])
+    sends = draw(st.sampled_from(["overlapped", "runtime", "shared"]))
     return crowd_oracle.Case(
         schedule, case.edges, draw(one), draw(one),
         {pair: draw(seconds) for a, b in pairs for pair in ((a, b), (b, a))},
         [draw(st.integers(0, hosts - 1)) for _ in schedule.ranks],
         [draw(curves) for _ in range(hosts)],
         [draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(hosts)],
-        windows=draw(st.booleans()),
+        windows=sends != "overlapped", shared=sends == "shared",
         segments={pair: n for a, b in pairs for pair in ((a, b), (b, a)) if (n := draw(names))},
     )  # fmt: skip
 
@@ -56,12 +59,13 @@ def found_by_simulation(case: crowd_oracle.Case) -> Timeline:
     """The package's simulation of it; it takes seconds of a full host."""
     crowd = crowd_for(case)
     full = [crowd.full(rank) for rank in case.schedule.stage_rank]
+    sends: Sends = "shared" if case.shared else "runtime" if case.windows else "overlapped"
     return simulate(
         case.schedule, case.edges,
         [f * x for f, x in zip(case.forward, full, strict=True)],
         [b * x for b, x in zip(case.backward, full, strict=True)],
         lambda stage, peer, _: case.transfer[stage, peer],
-        crowd=crowd, sends="runtime" if case.windows else "overlapped",
+        crowd=crowd, sends=sends,
         segment=lambda stage, peer, _: case.segments.get((stage, peer)),
     )  # fmt: skip
 
@@ -94,8 +98,9 @@ def test_against_a_machine_at_length(case: crowd_oracle.Case) -> None:
 def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
     """The integral of a computation's pace over its span is its seconds alone."""
     timeline = found_by_simulation(case)
-    computes = [s for s in timeline.spans if s.lane == "compute"]
-    moves = [s for s in timeline.spans if s.lane == "send" and s.end > s.start]
+    works = ("compute", "send") if case.shared else ("compute",)
+    computes = [s for s in timeline.spans if s.lane in works]
+    moves = [s for s in timeline.spans if s.lane == "send" and s not in computes]
     moments = sorted({t for s in timeline.spans for t in (s.start, s.end)})
     done = [0.0] * len(computes)
     for begin, end in pairwise(moments):
@@ -113,6 +118,10 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
                 host = case.host[span.rank]
                 done[index] += (end - begin) / crowd_oracle.curve_at(case.curves[host], busy[host])
     for span, work in zip(computes, done, strict=True):
+        if span.action.peer is not None:
+            given = case.transfer[span.action.stage, span.action.peer]
+            assert work == pytest.approx(given, rel=1e-6, abs=1e-6)
+            continue
         costs = case.forward if span.action.kind is Kind.F else case.backward
         wanted = costs[span.action.stage] / (2 if span.action.kind in (Kind.I, Kind.W) else 1)
         assert work == pytest.approx(wanted, rel=1e-6, abs=1e-6)
@@ -125,7 +134,7 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
     schedule, stages = lower(case.schedule, case.edges), case.schedule.stages
     one = st.lists(seconds, min_size=stages, max_size=stages)
     f, b, tau = data.draw(one), data.draw(one), data.draw(seconds)
-    sends = data.draw(st.sampled_from(["overlapped", "buffered", "rendezvous", "runtime"]))
+    sends = data.draw(st.sampled_from(get_args(Sends)))
     bare = simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends)
     ranks = len(schedule.ranks)
     for crowd in (
@@ -143,7 +152,8 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
 def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -> None:
     schedule = lower(BUILDERS[name](stages, m), chain(stages))
     crowd = Crowd((0,) * stages, ((1.0,) * stages,))
-    for sends in ("overlapped", "runtime"):
+    ways: tuple[Sends, ...] = ("overlapped", "runtime", "shared")
+    for sends in ways:
         found = simulate(
             schedule, chain(stages), [3.0] * stages, [5.0] * stages, sends=sends, crowd=crowd
         )
@@ -225,6 +235,7 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
 
 def test_windows_are_the_runtimes_own() -> None:
     assert (window.WINDOW, window.AHEAD) == (prepared.WINDOW, inbox.AHEAD)
+    assert window.STORED == shared_memory.AHEAD
 
 
 def test_a_fast_sender_waits_for_a_window() -> None:
@@ -238,6 +249,34 @@ def test_a_fast_sender_waits_for_a_window() -> None:
     # The 4th message is posted when the receiver takes the 2nd, at 11.5, and has arrived at 12;
     # until then the 5th to 7th stand in the window, and the 8th send holds the sender up.
     assert done == {"overlapped": 9.0, "runtime": 13.0}
+
+
+def test_a_sender_copies_by_itself_and_stores_a_few() -> None:
+    """A second and half a second of copying each, to a receiver of ten seconds each."""
+    schedule = lower(forward_only(2, 15), chain(2))
+    found = simulate(schedule, chain(2), [1.0, 10.0], [0.0] * 2, lambda *_: 0.5, sends="shared")
+    assert found.step_seconds == 151.5
+    starts = [span.start for span in found.compute(0)]
+    # The send of number n waits until all but 4 of those up to n - 4 are posted; message 2 is when
+    # number 0 is taken, at 1.5. So number 12 waits for number 2 to be taken, at 21.5.
+    assert starts == [*(1.5 * n for n in range(13)), 22.0, 32.0]
+    receives = [span for span in found.spans if span.lane == "receive"]
+    assert (receives[0].start, receives[0].end) == (1.0, 1.5)
+
+
+def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
+    """Rank 0 copies for 4 seconds beside rank 2, which has 2 seconds to compute, on one core."""
+    edges = chain(3)[:1]
+    schedule = lower(forward_only(3, 1), edges)
+    crowd = Crowd((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
+    found = simulate(
+        schedule, edges, [0.0, 3.0, 6.0], [0.0] * 3, lambda *_: 4.0, sends="shared", crowd=crowd
+    )
+    assert found.busy[2] == 4.0  # 2 seconds of work at half the pace
+    (copied,) = (span for span in found.spans if span.lane == "send")
+    assert (copied.start, copied.end) == (0.0, 6.0)
+    # Its receiver finds a core at once: nobody computes by then.
+    assert found.compute(1)[0].start == 6.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fxpart.schedule.versioned import stream_versions
 from fxpart.schedule.versions import Versions, chain_ahead
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
-SENDS: tuple[Sends, ...] = ("overlapped", "buffered", "rendezvous", "runtime")
+SENDS: tuple[Sends, ...] = ("overlapped", "buffered", "rendezvous", "runtime", "shared")
 Delay = dict[tuple[int, int], int]
 FULL = 60  # a microbatch that finds the pipeline full
 
