@@ -14,19 +14,20 @@ from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
 from fxpart.errors import error
-from fxpart.exact import Parts, apply_plan, fields_of, write
-from fxpart.front import Asked, Front, make_front, of_model
+from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
+from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, captured_so, check_trainable, make_request, with_numbers
+from fxpart.runtime.one_plan import plan_of_all
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
-from fxpart.weighing import weigh
+from fxpart.weighing import request_of, weigh
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
@@ -356,13 +357,29 @@ def _solve(
     microbatches: int | None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
-    """The program with the least step time: on the given mesh, or on the best of those proposed."""
-    answer = weigh(front, microbatches, progress)
-    found = answer.decided
-    return Program(
-        found.plan,
-        request=answer.request,
-        annotations=front.annotations,
-        problem=found.problem,
-        **fields_of(found.parts),
-    )
+    """The program with the least step time: on the given mesh, or on the best of those proposed.
+
+    Where the process is one of several ranks, rank 0 searches and the others apply what it found.
+    """
+    made: list[Program] = []
+
+    def search() -> Plan:
+        answer = weigh(front, microbatches, progress)
+        found = answer.decided
+        program = Program(
+            found.plan,
+            request=answer.request,
+            annotations=front.annotations,
+            problem=found.problem,
+            **fields_of(found.parts),
+        )
+        made.append(program)
+        return program.plan
+
+    devices = len(front.request.cluster.devices)
+    plan = plan_of_all(asked_for(front, microbatches), search, devices)
+    if made:
+        return made[0]
+    parts = apply_plan(front.captured, front.graph, front.info, plan)
+    request = request_of(front.request, plan)
+    return Program(plan, request=request, annotations=front.annotations, **fields_of(parts))

@@ -31,7 +31,7 @@ from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
 
 if TYPE_CHECKING:
-    from fxpart.exact import Parts
+    from fxpart.parts import Parts
     from fxpart.requests import Request
 
 PLAIN = ("1f1b", "gpipe")

@@ -19,8 +19,9 @@ from fxpart.choosing import (
     seats_of,
 )
 from fxpart.errors import FxpartError, Problem
-from fxpart.exact import Look, Parts, solve_exactly
+from fxpart.exact import Look, solve_exactly
 from fxpart.front import Front
+from fxpart.parts import Parts
 from fxpart.plan import Plan
 from fxpart.requests import with_mesh
 from fxpart.reranking import is_measured, plan_seconds

@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import fx
 
 from fxpart.arranging import PLAIN, Arranging, plain, wished
-from fxpart.codegen.export import export
-from fxpart.codegen.materialise import constants_of
 from fxpart.errors import FxpartError, error
 from fxpart.modes import ASYNC
 from fxpart.optimizers import choose
+from fxpart.parts import Parts, make_parts, make_schedule
 from fxpart.plan import Plan, PlanModel
 from fxpart.planned.hosts import hosts_of
-from fxpart.planned.scheduled import plan_schedule, recomputed
-from fxpart.planning import Shared, difference, make_plan
+from fxpart.planning import Shared, make_plan
 from fxpart.prediction import HostLoad
 from fxpart.price import copying_of, price, step_sums
 from fxpart.pricing.live import with_live_tensors
 from fxpart.pricing.orders import best_order
 from fxpart.pricing.sharing import Sharing, StepSums
-from fxpart.program import ProgramSpec
 from fxpart.requests import Request
 from fxpart.reranking import (
     Looked,
@@ -40,14 +36,10 @@ from fxpart.reranking import (
     rehearsed,
     rerank,
 )
-from fxpart.runtime.links import edges
-from fxpart.schedule.action import Schedule
-from fxpart.schedule.make import make
 from fxpart.seating import Seats
 from fxpart.sharded.decide import Expected, shard
 from fxpart.sharded.graphs import Sharded
-from fxpart.sharded.programs import Lanes, assign, generate
-from fxpart.sharded.record import plan_sharding, restore
+from fxpart.sharded.record import plan_sharding
 from fxpart.solver.branches.staged import Staged, staged
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.objective import Evaluation
@@ -59,18 +51,6 @@ _BRANCHES = 3.0  # seconds at most for graphs of stages, whose search takes the 
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The fields of a program that follow from its cuts and its mesh."""
-
-    captured: Captured
-    prepared: fx.GraphModule
-    graph: fx.GraphModule
-    spec: ProgramSpec
-    sources: tuple[str, ...]
-    lanes: Lanes | None
 
 
 # A plan that was compared with others, and its program's parts.
@@ -131,14 +111,14 @@ def solve_exactly(
     if request.mode == ASYNC:
         plan, parts = answer.streamed(problem)
         return with_live_tensors(plan, problem, local, captured, sharing), parts
-    made = _stages(problem, places, request)
-    if made.over or not is_measured(request.cost_model):
-        plan, parts = answer.plan(made, made.solution)
+    chain, made = _stages(problem, places, request)
+    if is_measured(request.cost_model):
+        plan, parts = answer.compared(chain, made)
     else:
-        plan, parts = answer.reranked(made)
+        plan, parts = answer.plan(made, made.solution)
     if set(wished(request)) - set(PLAIN):
         plan, parts = answer.arranged(problem, plan, parts)
-    if made.over or plan.virtual > 1:  # stages are no runs of blocks
+    if plan.order or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
@@ -354,74 +334,3 @@ def limited(
         min_stages=len(starts),
         max_stages=len(starts),
     )
-
-
-def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan) -> Parts:
-    """Make the program that a given plan describes; FXP304 where it is another model's."""
-    if plan.model.fingerprint != info.fingerprint:
-        raise error(
-            "FXP304",
-            where=f"plan for {plan.model.name}",
-            why=difference(plan.model, info),
-            fix="plan again for this model: fxpart plan TARGET -o plan.json",
-        )
-    sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
-    starts = tuple(first for first, _, _ in plan.program_stages)
-    again = tuple(recomputed(plan))
-    return make_parts(
-        captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype, again
-    )
-
-
-def make_parts(
-    captured: Captured,
-    graph: fx.GraphModule,
-    sharded: Sharded | None,
-    starts: Sequence[int],
-    seed: int,
-    order: Sequence[int] = (),
-    transfer_dtype: str = "",
-    in_blocks: tuple[int, ...] = (),
-) -> Parts:
-    """Stages and their text from the first block of each, counted in ``order``.
-
-    transfer_dtype: in which float32 values go from rank to rank, "" as they are. in_blocks: stages
-    whose blocks can run again by themselves, to recompute activations.
-    """
-    assigned = assign(graph, starts, order)
-    lanes = None
-    if sharded is not None:
-        lanes = Lanes(
-            sharded, captured, tuple(starts), seed, tuple(order), transfer_dtype, in_blocks
-        )
-        spec, sources = lanes.program(0)
-    else:
-        spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
-    return Parts(captured, graph, assigned, spec, sources, lanes)
-
-
-def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
-    """Every stage's actions with transfers."""
-    return make(name, range(len(spec.stages)), microbatches, edges(spec))
-
-
-def write(plan: Plan, parts: Parts, directory: str | Path) -> tuple[Path, ...]:
-    """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
-    schedule = plan_schedule(plan)
-    texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
-    by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
-    lanes = range(1, len(plan.stages[0].ranks))
-    return export(
-        directory,
-        plan=plan.dumps(),
-        spec=parts.spec,
-        sources=parts.sources,
-        actions=[by_rank[rank] for rank in sorted(by_rank)],
-        constants=constants_of(parts.spec, parts.captured.state),
-        lanes=[parts.lanes.program(index) for index in lanes] if parts.lanes else (),
-    )
-
-
-def fields_of(parts: Parts) -> dict[str, Any]:
-    """The parts by name."""
-    return {name: getattr(parts, name) for name in parts.__dataclass_fields__}

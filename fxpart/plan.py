@@ -20,7 +20,7 @@ __all__ = [
     "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 6
+VERSION = 7
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +167,10 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     edges: (source, target, whether gradients come back) for each pair of the program's stages (see
     ``program_stages``) that exchanges values every microbatch, skips included; empty where each
     feeds the next.
+    replicas: groups of stages that are copies of one another, on devices of their own and of any
+    kind, each as a round of turns: microbatch m is done by the stage that stands at m modulo the
+    round's length, so that a faster copy stands there more often. A copy is a stage like any other;
+    all of a group hold the same blocks, one rank each, and sum their gradients once a step.
     weights: which weights forwards and backwards read, a mode of
     :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async", and with
     no other.
@@ -175,7 +179,8 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
     empty: as they are.
     mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
-    axes are named); only "pipeline" where the stages' degrees differ. sharding: how the ranks of a
+    axes are named); only "pipeline" where the stages' degrees differ, or stages have copies: then
+    it counts each group once. sharding: how the ranks of a
     stage share its work; None where a stage is one rank, or where that is not worked out.
     devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
@@ -218,6 +223,7 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sharding: PlanSharding | None = None
     devices: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -278,6 +284,12 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
         """``edges``, or where there are none the chain in which each stage feeds the next."""
         return self.edges or tuple((i, i + 1, True) for i in range(len(self.program_stages) - 1))
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The stages without those that are copies of one before them."""
+        later = {copy for group in self.replicas for copy in group if copy != group[0]}
+        return tuple(k for k in range(len(self.stages)) if k not in later)
 
     @property
     def world(self) -> int:

@@ -64,8 +64,9 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     most at once, found by following a step op by op; at most ``memory.total``, which has every part
     at its largest; 0 where it was not followed. top: the ten largest tensors at that moment.
     pieces: of a stage of several pieces the (forward, backward) seconds of each, where they are
-    known; together those of the stage. staleness: the most updates that the stage applies between a
-    forward and its backward; 0 where the pipeline drains before each update.
+    known; together those of the stage. microbatches: how many of a step's microbatches the ranks
+    do, where copies of the stage do the others; 0: all. staleness: the most updates that the stage
+    applies between a forward and its backward; 0 where the pipeline drains before each update.
     """
 
     ranks: tuple[int, ...]
@@ -87,7 +88,12 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     peak: int = 0
     top: tuple[LiveTensor, ...] = ()
     pieces: tuple[tuple[float, float], ...] = ()
+    microbatches: int = 0
     staleness: int = 0
+
+    def taken(self, microbatches: int) -> int:
+        """How many of a step's microbatches the ranks do."""
+        return self.microbatches or microbatches
 
     @property
     def busy_seconds(self) -> float:
@@ -133,7 +139,8 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike. hosts: that ranks
     share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
     rehearsed_seconds: what a step of this very plan took when the profile rehearsed it; 0 where it
-    did not. flushed_seconds: of an asynchronous plan, a step of the same stages if they drained
+    did not. corrected_seconds: where it has run others, the simulated seconds times by what runs of
+    plans that are alike were longer than their simulations; else 0. flushed_seconds: of an asynchronous plan, a step of the same stages if they drained
     before each update (1F1B, simulated); its other seconds are a minibatch's in the full stream.
     """
 
@@ -144,12 +151,13 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hosts: tuple[HostLoad, ...] = ()
     method: Literal["simulation", "closed form"] = "simulation"
     rehearsed_seconds: float = 0.0
+    corrected_seconds: float = 0.0
     flushed_seconds: float = 0.0
 
     @property
     def expected_seconds(self) -> float:
-        """The step as far as it is known: rehearsed, or else simulated."""
-        return self.rehearsed_seconds or self.simulated_seconds
+        """The step as far as it is known: rehearsed, or else simulated, corrected by other runs."""
+        return self.rehearsed_seconds or self.corrected_seconds or self.simulated_seconds
 
 
 class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,7 +198,8 @@ class StepParts(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def pace(entry: RankPrediction, microbatches: int, fill: float) -> float:
     """(m - fill) t + beta: the seconds by which a stage bounds the step."""
-    return (microbatches - fill) * entry.microbatch_seconds + entry.step_only_seconds
+    count = entry.taken(microbatches) - fill
+    return count * entry.microbatch_seconds + entry.step_only_seconds
 
 
 def bottleneck(ranks: Sequence[RankPrediction], microbatches: int, fill: float) -> RankPrediction:
@@ -207,12 +216,13 @@ def step_parts(
         entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds, entry.overhead_seconds,
         entry.predict_seconds,
     )  # fmt: skip
+    count = entry.taken(microbatches)
     moves = [
-        microbatches * part
+        count * part
         for part in (entry.collective_seconds, entry.transfer_seconds, entry.gather_seconds)
     ]
     work = fsum((entry.forward_seconds, entry.backward_seconds, -entry.collective_seconds))
-    compute = microbatches * work
+    compute = count * work
     bubble = fsum((step, -compute, *(-part for part in (*moves, *once))))
     return StepParts(
         stage=entry.stage,
@@ -231,11 +241,17 @@ def step_parts(
 
 def busy_by_rank(ranks: Sequence[RankPrediction], microbatches: int) -> dict[int, float]:
     """The seconds that each rank computes in a step, collectives inside its stage included."""
-    return {rank: microbatches * entry.busy_seconds for entry in ranks for rank in entry.ranks}
+    return {
+        rank: entry.taken(microbatches) * entry.busy_seconds
+        for entry in ranks
+        for rank in entry.ranks
+    }
 
 
 def idle_share(ranks: Sequence[RankPrediction], microbatches: int, step: float) -> float:
     """The share of all ranks' time in a step in which they compute and sum nothing, 0 to 1."""
-    busy = fsum(len(e.ranks) * (microbatches * e.busy_seconds + e.step_only_seconds) for e in ranks)
+    busy = fsum(
+        len(e.ranks) * (e.taken(microbatches) * e.busy_seconds + e.step_only_seconds) for e in ranks
+    )
     whole = step * sum(len(e.ranks) for e in ranks)
     return min(1.0, max(0.0, 1.0 - busy / whole)) if whole > 0 else 0.0

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
 
-from fxpart.codegen import emit, load_stage
-from fxpart.codegen.evaluation import assign_like
+from fxpart.codegen import load_stage
 from fxpart.codegen.export import load_exported
-from fxpart.codegen.materialise import Part, constants_of, materialise, unused_state
-from fxpart.codegen.split import StageGraph
+from fxpart.codegen.materialise import constants_of, materialise, unused_state
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.passes import PREPARE
-from fxpart.pipeline import PassManager
+from fxpart.evaluating import evaluation, parts_of, prediction
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import as_given, recomputed, stage_of
 from fxpart.prediction import busy_by_rank
-from fxpart.program import ProgramSpec, StateSpec
+from fxpart.program import ProgramSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
-from fxpart.runtime.outputs import Outputs, OutputSpec
-from fxpart.runtime.pieces import LanePart
 from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
 from fxpart.schedule.weight_modes import WeightMode
-from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
     from fxpart.api import Program
-    from fxpart.capture import Captured
 
 
 def make_trainer(
@@ -195,11 +186,6 @@ def gpu_of(plan: Plan, rank: int) -> int:
     return there.index(own.name)
 
 
-def parts_of(spec: ProgramSpec, lane: int) -> Part | None:
-    """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
-    return None if spec.sharding is None else LanePart(spec.sharding, lane)
-
-
 def load_trainer(
     directory: str | Path,
     optimizer: Any,
@@ -239,120 +225,6 @@ def _of_plan(made: Trainer | StreamTrainer, plan: Plan) -> Trainer | StreamTrain
     return made
 
 
-def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
-    """The program captured in evaluation mode, on the same stages and sharing their state.
-
-    lanes: of the training program, with the modules of this process.
-    """
-    assert program.captured.again is not None
-    return _in_evaluation(program, program.captured.again(False), lanes, keep_outputs=False)
-
-
-def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[list[Lane], Outputs]:
-    """The same with the user's outputs; loss: and with the loss."""
-    assert program.captured.again is not None
-    captured = program.captured.again(False)
-    (node,) = captured.graph.graph.find_nodes(op="output")
-    _, *others = node.args[0]
-    kept = [
-        (name, dim)
-        for name, dim, value in zip(captured.outputs, captured.output_dims, others, strict=True)
-        if isinstance(value, fx.Node)
-    ]
-    if not kept:
-        raise error(
-            "FXP109", where="the model's output", why="it has no tensor but the loss",
-            fix="eval_step gives the loss",
-        )  # fmt: skip
-    others = [_unbroadcast(value) for value in others]
-    if not loss or captured.loss_kind == "mean-square":
-        node.args = ((None, *others),)
-        captured.graph.recompile()
-    found = _in_evaluation(program, captured, lanes, keep_outputs=True)
-    values = found[0].spec.outputs
-    specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
-    return found, Outputs(tuple(specs), captured.form)
-
-
-def _unbroadcast(value: Any) -> Any:
-    """An output before a loss broadcast it to its own shape, which ties it to the targets.
-
-    ``mse_loss`` and others do; torch.export then takes the result for the model's own output.
-    """
-    while isinstance(value, fx.Node) and value.target is operator.getitem:
-        made: Any = value.args[0]
-        index: Any = value.args[1]
-        if not isinstance(made, fx.Node) or "broadcast_tensors" not in str(made.target):
-            break
-        arguments: Any = made.args[0]
-        source = arguments[index]
-        if tuple(source.meta["val"].shape) != tuple(value.meta["val"].shape):
-            break
-        value = source
-    return value
-
-
-def _in_evaluation(
-    program: Program, captured: Captured, lanes: Sequence[Lane], *, keep_outputs: bool
-) -> list[Lane]:
-    """A model that was captured in evaluation mode, on the stages and lanes of training."""
-    graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
-    if program.lanes is None:
-        assigned = assign_like(program.graph, graph)
-        made = cut(
-            assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
-        )
-        return [_evaluated(captured, *made, lane) for lane in lanes]
-    sharded = replace(program.lanes.sharded.like(graph, captured), whole_outputs=keep_outputs)
-    found = []
-    for lane in lanes:
-        own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
-        made = cut(
-            own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
-        )
-        found.append(_evaluated(captured, *made, lane))
-    return found
-
-
-def _evaluated(
-    captured: Captured, spec: ProgramSpec, stages: Sequence[StageGraph], lane: Lane
-) -> Lane:
-    """One lane's evaluation modules."""
-    part = parts_of(spec, lane.index)
-    made: dict[int, nn.Module] = {}
-    for index, trained in lane.modules.items():
-        stage = spec.stages[index]
-        module = load_stage(emit(stages[index]), stage, _device_of(trained))
-        held = {s.name: s.attribute for s in lane.spec.stages[index].state}
-        missing = [s for s in stage.state if s.name not in held]
-        if missing:
-            _fill(module, missing, captured.state, part)
-        for state in stage.state:
-            if state.name in held:
-                setattr(module, state.attribute, getattr(trained, held[state.name]))
-        made[index] = module
-    return Lane(lane.index, spec, made)
-
-
-def _fill(
-    module: nn.Module,
-    missing: list[StateSpec],
-    state: Mapping[str, torch.Tensor],
-    part: Part | None,
-) -> None:
-    """State that only evaluation reads (constants, fixed buffers), copied from the model."""
-    for item in missing:
-        tensor = state[item.name] if part is None else part(item.name, state[item.name])
-        if item.kind == "parameter":
-            raise error(
-                "FXP201",
-                where=f"parameter {item.name}",
-                why="evaluation uses it on a stage where training does not",
-                fix="capture with the module's training and evaluation paths using the same layers",
-            )
-        setattr(module, item.attribute, tensor.detach().to(_device_of(module), copy=True))
-
-
 def _wants_gpu(plan: Plan) -> bool:
     """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
     kinds = {plan.device(rank).kind for rank in range(plan.world)}
@@ -366,13 +238,6 @@ def _wants_gpu(plan: Plan) -> bool:
             fix='compile for this machine (cluster="local:4"), or start the program there',
         )
     return True
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Where a stage module makes new tensors."""
-    device = module.device
-    assert isinstance(device, torch.device)
-    return device
 
 
 def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:

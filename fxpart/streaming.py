@@ -27,7 +27,7 @@ from fxpart.solver.stream.objective import StreamEvaluation, StreamScorer
 from fxpart.solver.stream.problem import StreamProblem
 
 if TYPE_CHECKING:
-    from fxpart.exact import Parts
+    from fxpart.parts import Parts
     from fxpart.requests import Request
     from fxpart.solver.objective import Evaluation
 

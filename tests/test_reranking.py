@@ -14,8 +14,8 @@ from partition_problems import random_problem
 
 import fxpart
 from fxpart.cluster import Cluster
-from fxpart.exact import make_schedule
 from fxpart.measuring.setting import setting
+from fxpart.parts import make_schedule
 from fxpart.plan import Certificate, Plan
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming, Timing
 from fxpart.reranking import FIRST, Looked, Refined, keys_of, proven, refined, rerank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ def load_stage(source: str, spec: StageSpec, device: str | torch.device = "cpu")
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"fxpart_stage_{spec.index}_{digest}"}
     exec(compile(source, filename, "exec"), namespace)
-    module = namespace[f"Stage{spec.index}"](device)
+    # The text of a copy is that of the stage that it copies, under that one's name.
+    (made,) = (value for name, value in namespace.items() if re.fullmatch("Stage[0-9]+", name))
+    module = made(device)
     assert isinstance(module, torch.nn.Module)
+    module.INDEX = spec.index
     return module

@@ -17,8 +17,9 @@ from torch import nn
 from fxpart.api import Program
 from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError, error
-from fxpart.exact import fields_of, solve_exactly
+from fxpart.exact import solve_exactly
 from fxpart.front import Asked, Front, make_front
+from fxpart.parts import fields_of
 from fxpart.price import price
 from fxpart.seating import Seats
 from fxpart.solver.problem import PartitionProblem

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import exp
 from typing import TYPE_CHECKING
 
 from fxpart.deciding import decide
 from fxpart.errors import FxpartError
-from fxpart.exact import Parts
 from fxpart.front import Front
 from fxpart.measuring.rehearsals import Rehearsals
 from fxpart.optimizers import choose
+from fxpart.parts import Parts
 from fxpart.plan import Plan
+from fxpart.planned.corrected import correction, kind_of
 from fxpart.planned.decided import plan_key
 from fxpart.profile import Rehearsal
-from fxpart.reranking import Stages
+from fxpart.reranking import Runs, Stages, with_runs
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
 REACH = 1.25  # how much longer than the best a plan may be thought to take, and be rehearsed
 _CLOSE = 1.1  # how much longer than the fastest a plan took that is run again
 _TURNS = 3  # of the closest
-_EACH = 4  # plans that are rehearsed before it is asked again which may be the best
-_STEPS = (5, 11)  # that count: at least, and at most
-_LENGTH = 1.5  # seconds of steps that count, about
+_SIGMAS = 1.5  # by how much of what is uncertain a plan may be better than it is thought to be
+_STEPS = (4, 11)  # that count: at least, and at most
+_LENGTH = 1.0  # seconds of steps that count, about
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class Rehearsed:
 def rehearse(asking: Asking, threads: int) -> Rehearsed:
     """Rehearse, with real ranks on this host, the plans that compiling compares with this profile.
 
-    Those that may take up to a quarter longer than the fastest are run, the best first. What they
-    take may change which are the best, so it is asked again, until all of them are known or the
-    budget is used. Those within a tenth of the fastest are run in up to three turns, while there is
-    time. threads: of computation of each rank.
+    Those that may take up to a quarter longer than the fastest are run, the most promising first:
+    what each takes corrects what is thought of those like it, and so says which is next. It ends
+    when all of them are known or the budget is used. Those within a tenth of the fastest are run in
+    up to three turns, while there is time. threads: of computation of each rank.
     """
     ranks = len(asking.front.request.cluster.devices)
     return _Contest(asking, ranks, threads).held()
@@ -68,96 +71,128 @@ def rehearse(asking: Asking, threads: int) -> Rehearsed:
 
 @dataclass
 class _Contest:
-    """How far it is. done: plans run; failed: those that could not be, by their decisions."""
+    """How far it is. plans: all that compiling compares, by their decisions, as they are known now.
+
+    runs: of the model. done: plans run; failed: those that could not be.
+    """
 
     asking: Asking
     ranks: int
     threads: int
+    plans: dict[str, tuple[Plan, Parts]] = field(default_factory=dict)
+    runs: dict[str, Rehearsal] = field(default_factory=dict)
     done: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     def held(self) -> Rehearsed:
         """Run plans until those that may be best are known. What fails is left out, and told."""
-        before: int | None = None
         stage = Rehearsals(self.ranks, threads=self.threads)
+        start = time.monotonic()
         try:
+            model = self.asking.model()
+            # What is compared does not depend on runs: it is asked for once.
+            self.plans = _looked(self.asking, model)
+            spent = time.monotonic() - start  # in planning, which measures nothing
+            self.runs = _known(self.plans, model)
+            before = sum(key in self.runs for key in self.plans)
             while True:
-                best, looked = _looked(self.asking)
-                if before is None:
-                    before = sum(p.prediction.rehearsed_seconds > 0 for p, _ in looked.values())
-                able = {k: made for k, made in looked.items() if k not in self.failed}
-                fresh = _wanted(able)
-                wanted = fresh or self._close(able)
-                if not wanted or self.asking.left() <= 0:
+                self._learn()
+                fresh = self._wanted()
+                wanted = fresh or self._close()
+                if not wanted or self.asking.left() + spent <= 0:
                     rest = [f"rehearsing {len(fresh)} plans"] if fresh else []
+                    best = min(
+                        (plan for plan, _ in self.plans.values()),
+                        key=lambda plan: plan.prediction.expected_seconds,
+                    )
                     return Rehearsed(best, self.done, before, (*self.failed.values(), *rest))
-                if not self._some(stage, wanted[:_EACH]):
+                if not self._run(stage, wanted[0]):
                     stage.close()  # its processes may have ended
                     stage = Rehearsals(self.ranks, threads=self.threads)
         finally:
             stage.close()
 
-    def _some(self, stage: Rehearsals, wanted: Sequence[tuple[Plan, Parts]]) -> bool:
-        """Run these while there is time; False where one of them failed."""
-        for plan, parts in wanted:
-            if self.asking.left() <= 0:
-                break
-            self.asking.told(self.done)
-            try:
-                found = stage.run(plan, parts, steps=_steps(plan), label=words(plan))
-            except FxpartError as why:
-                last = why.problems[0].why.splitlines()[-1]
-                self.failed[plan_key(plan)] = f"rehearsing {words(plan)}: {last}"
-                return False
-            before = self._known(plan)
-            self.asking.keep(plan_key(plan), before.joined(found) if before else found)
-            self.done += not before
+    def _learn(self) -> None:
+        """Bring what is thought of each plan up to date with all runs."""
+        every = tuple(self.runs.values())
+        self.plans = {
+            key: (with_runs(plan, self.runs.get(key), every), parts)
+            for key, (plan, parts) in self.plans.items()
+        }
+
+    def _run(self, stage: Rehearsals, key: str) -> bool:
+        """Run this one; False where that failed."""
+        plan, parts = self.plans[key]
+        self.asking.told(self.done)
+        try:
+            found = stage.run(plan, parts, steps=_steps(plan), label=words(plan))
+        except FxpartError as why:
+            last = why.problems[0].why.splitlines()[-1]
+            self.failed[key] = f"rehearsing {words(plan)}: {last}"
+            return False
+        before = self.runs.get(key)
+        self.runs[key] = before.joined(found) if before else found
+        self.asking.keep(key, self.runs[key])
+        self.done += not before
         return True
 
-    def _close(self, looked: dict[str, tuple[Plan, Parts]]) -> list[tuple[Plan, Parts]]:
+    def _wanted(self) -> list[str]:
+        """Those that may be the best and have not been run, the most promising first."""
+        able = {key: plan for key, (plan, _) in self.plans.items() if key not in self.failed}
+        least = min((p.prediction.expected_seconds for p in able.values()), default=0.0)
+        hopes = {
+            key: plan.prediction.expected_seconds * exp(-_SIGMAS * self._spread(plan))
+            for key, plan in able.items()
+            if key not in self.runs and plan.prediction.expected_seconds <= REACH * least
+        }
+        return sorted((key for key in hopes if hopes[key] <= least), key=lambda key: hopes[key])
+
+    def _spread(self, plan: Plan) -> float:
+        """How uncertain the logarithm of the plan's seconds is."""
+        return correction(kind_of(plan), self.runs.values()).spread
+
+    def _close(self) -> list[str]:
         """Those so close to the fastest that a disturbance may have decided, for another turn."""
-        ordered = sorted(looked.values(), key=lambda made: made[0].prediction.expected_seconds)
-        limit = _CLOSE * ordered[0][0].prediction.expected_seconds if ordered else 0.0
-        near = [made for made in ordered if 0 < made[0].prediction.rehearsed_seconds <= limit]
-        known = [self._known(plan) for plan, _ in near]
-        turns = min((one.turns for one in known if one), default=_TURNS)
-        if len(near) < 2 or turns >= _TURNS:
+        able = {key: plan for key, (plan, _) in self.plans.items() if key not in self.failed}
+        seconds = {key: plan.prediction.expected_seconds for key, plan in able.items()}
+        limit = _CLOSE * min(seconds.values(), default=0.0)
+        near = [key for key in self.runs if key in seconds and seconds[key] <= limit]
+        turns = {key: self.runs[key].turns for key in near}
+        if len(near) < 2 or min(turns.values()) >= _TURNS:
             return []
-        return [made for made, one in zip(near, known, strict=True) if one and one.turns <= turns]
-
-    def _known(self, plan: Plan) -> Rehearsal | None:
-        """What the profile holds of the plan."""
-        model = self.asking.model()
-        return model.rehearsal(plan_key(plan)) if isinstance(model, Stages) else None
+        # All have their second turn before one has its third; then the fastest first.
+        return sorted(near, key=lambda key: (turns[key], seconds[key]))
 
 
-def _looked(asking: Asking) -> tuple[Plan, dict[str, tuple[Plan, Parts]]]:
-    """The best plan by the profile as it is, and all that were compared, by their decisions."""
+def _looked(asking: Asking, model: CostModel) -> dict[str, tuple[Plan, Parts]]:
+    """All plans that compiling with the profile compares, by their decisions."""
     found: dict[str, tuple[Plan, Parts]] = {}
 
     def look(plan: Plan, parts: Parts) -> None:
         found[plan_key(plan)] = (plan, parts)
 
     front = asking.front
-    front = replace(front, request=replace(front.request, cost_model=asking.model()))
+    front = replace(front, request=replace(front.request, cost_model=model))
     decided = decide(front, asking.microbatches, looked=look)
     found.setdefault(plan_key(decided.plan), (decided.plan, decided.parts))
-    return decided.plan, found
+    return found
 
 
-def _wanted(looked: dict[str, tuple[Plan, Parts]]) -> list[tuple[Plan, Parts]]:
-    """Those that may be the best and have not been run, the best first."""
-    ordered = sorted(looked.values(), key=lambda made: made[0].prediction.expected_seconds)
-    limit = REACH * ordered[0][0].prediction.expected_seconds
-    return [
-        (plan, parts)
-        for plan, parts in ordered
-        if not plan.prediction.rehearsed_seconds and plan.prediction.expected_seconds <= limit
-    ]
+def _known(plans: Mapping[str, tuple[Plan, Parts]], model: CostModel) -> dict[str, Rehearsal]:
+    """What the profile holds of these plans, and of others of their model."""
+    if not isinstance(model, Stages):
+        return {}
+    held = {key: model.rehearsal(key) for key in plans}
+    found = {key: one for key, one in held.items() if one is not None}
+    fingerprint = next(iter(plans.values()))[0].model.fingerprint
+    every = model.rehearsed(fingerprint) if isinstance(model, Runs) else ()
+    mine = {id(one) for one in found.values()}
+    others = [one for one in every if id(one) not in mine]
+    return {**found, **{f"other {n}": one for n, one in enumerate(others)}}
 
 
 def _steps(plan: Plan) -> int:
-    """So many that they take about a second and a half."""
+    """So many that they take about a second."""
     least, most = _STEPS
     seconds = max(1e-6, plan.prediction.expected_seconds)
     return int(min(most, max(least, _LENGTH / seconds)))

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from fxpart.errors import FxpartError, error
-from fxpart.exact import Parts, write
 from fxpart.measuring.outliers import timing
 from fxpart.measuring.processes import together
 from fxpart.measuring.rehearsing import TARGET, leave, save_batch
+from fxpart.parts import Parts, write
 from fxpart.plan import Plan
+from fxpart.planned.corrected import kind_of
 from fxpart.profile import Rehearsal
 
 _POLL = 0.02  # seconds between looks for answers
@@ -71,6 +72,7 @@ class Rehearsals:
             label=label,
             model=plan.model.fingerprint,
             predicted=plan.prediction.simulated_seconds,
+            kind=kind_of(plan),
             peaks=tuple(int(row["peak"]) for row in rows),
             baselines=tuple(int(row["baseline"]) for row in rows),
             cpu=tuple(row["cpu"] for row in rows),

@@ -17,13 +17,13 @@ from fxpart.capture import Captured
 from fxpart.cluster import Device
 from fxpart.cluster_io.detect import cores
 from fxpart.costmodels import HERE
-from fxpart.exact import Parts, make_parts
 from fxpart.front import Front, of_model
 from fxpart.measuring.candidates import Work
 from fxpart.measuring.contest import by_name
 from fxpart.measuring.crowding import MOST
 from fxpart.measuring.stages import StageWork
 from fxpart.optimizers import choose
+from fxpart.parts import Parts, make_parts
 from fxpart.planned.words import label
 from fxpart.price import price
 from fxpart.profile import Profile, Setting

@@ -17,7 +17,8 @@ def prediction(plan: Plan) -> Faults:
     if plan.prediction.bubble > 1:
         yield "prediction.bubble", f"{plan.prediction.bubble} is a share above 1"
     for index, entry in enumerate(plan.prediction.ranks):
-        own = plan.microbatches * entry.microbatch_seconds + entry.step_only_seconds
+        count = entry.taken(plan.microbatches)
+        own = count * entry.microbatch_seconds + entry.step_only_seconds
         if plan.prediction.step_seconds < own * (1 - 1e-6):
             yield "prediction.step_seconds", f"prediction.ranks[{index}] alone takes {own} seconds"
             break

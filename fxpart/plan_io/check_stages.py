@@ -27,6 +27,29 @@ def stages(plan: Plan) -> Faults:
         if degree > 0 and len(stage.ranks) != degree:
             yield f"{where}.ranks", f"{len(stage.ranks)} ranks, but {degree} replicas and shards"
     yield from _blocks(plan)
+    yield from _copies(plan)
+
+
+def _copies(plan: Plan) -> Faults:
+    """Groups are disjoint; a copy has its group's blocks, one rank, and no pieces."""
+    count, seen = len(plan.stages), set[int]()
+    for index, group in enumerate(plan.replicas):
+        where, copies = f"replicas[{index}]", set(group)
+        if len(copies) < 2 or group[0] != min(copies):
+            yield where, "a group is two stages or more, and begins with the first of them"
+        if not all(0 <= stage < count for stage in copies):
+            yield where, f"there are only {count} stages"
+            continue
+        if seen & copies:
+            yield where, f"stage {min(seen & copies)} is in another group too"
+        seen |= copies
+        spans = {plan.stages[stage].spans for stage in copies}
+        if len(spans) > 1:
+            yield where, "its stages hold different blocks"
+        if any(len(plan.stages[stage].ranks) != 1 for stage in copies):
+            yield where, "each of its stages is one rank"
+    if plan.replicas and plan.schedule not in ("gpipe", "1f1b"):
+        yield "replicas", f"the schedule {plan.schedule} is not made for copies of stages"
 
 
 def _degrees(stage: Stage) -> Iterator[str]:
@@ -49,6 +72,7 @@ _PIECES: dict[str, tuple[int, float]] = {
 def _blocks(plan: Plan) -> Faults:
     """Every block lies in one piece, and pieces follow each other in the schedule's order."""
     turns, first = plan.virtual, len(plan.stages[0].spans)
+    later = {copy for group in plan.replicas for copy in group if copy != group[0]}
     least, most = _PIECES.get(plan.schedule, (1, 1))
     if not least <= turns <= most:
         yield "stages", f"pieces do not fit the schedule {plan.schedule}; interleaved has several"
@@ -60,6 +84,8 @@ def _blocks(plan: Plan) -> Faults:
     expected = 0
     for position, (begin, last) in _pieces(plan):
         where = f"stages[{position}]"
+        if position in later:
+            continue
         if begin > expected:
             yield where, f"blocks {expected} to {begin - 1} are on no stage before it"
         elif begin < expected:
@@ -127,6 +153,9 @@ def mesh(plan: Plan) -> Faults:
         yield "mesh", "an axis has no ranks"
     elif len(degrees) > 1 and plan.mesh != {"pipeline": len(plan.stages)}:
         yield "mesh", "stages of different degrees have no axis but pipeline, their number"
+    elif plan.replicas:
+        if plan.mesh != {"pipeline": len(plan.firsts)}:
+            yield "mesh", "of stages with copies it says only how many groups follow each other"
     elif len(degrees) == 1 and size != expected:
         yield "mesh", f"it has {size} ranks, the stages have {expected}"
 

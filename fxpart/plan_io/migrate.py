@@ -56,6 +56,11 @@ def _five(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _six(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 7 can say that stages are copies of one another; in version 6 none is."""
+    return raw
+
+
 def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
     """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
     found: list[Any] = []
@@ -91,7 +96,7 @@ def _list(value: Any) -> list[Any]:
 
 
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four, 5: _five}
+MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six}
 
 
 def upgrade(

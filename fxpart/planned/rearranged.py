@@ -52,7 +52,7 @@ def predicted(
     """
     count, edges = plan.microbatches, edges_of(plan)
     alone = steps_in_time(schedule, edges, rows).timeline.step_seconds
-    own = max(count * row.microbatch_seconds + row.step_only_seconds for row in rows)
+    own = max(row.taken(count) * row.microbatch_seconds + row.step_only_seconds for row in rows)
     objective = max(alone, own)
     found = step_in_time(lambda: schedule, count, edges, rows, plan.prediction.hosts, objective)
     below = min(bound, objective)
@@ -69,6 +69,7 @@ def predicted(
             hosts=found.hosts,
             method=found.method,
             rehearsed_seconds=0.0,
+            corrected_seconds=0.0,
         ),
         certificate=Certificate(
             status=status,

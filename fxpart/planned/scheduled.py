@@ -40,7 +40,7 @@ def plan_schedule(plan: Plan, name: str | None = None, microbatches: int | None 
         fix = f"one of {', '.join(BUILDERS)}"
         raise error("FXP109", where="schedule", why=f"there is no {name!r}", fix=fix)
     given = as_given(plan) if name == plan.schedule else name
-    return make(given, stage_of(plan), count, edges_of(plan))
+    return make(given, stage_of(plan), count, edges_of(plan), replicas=plan.replicas)
 
 
 def as_given(plan: Plan) -> Schedule | str:

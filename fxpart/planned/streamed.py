@@ -66,6 +66,7 @@ def streamed(plan: Plan, weights: str, trained: Sequence[Trained]) -> Plan:
             hosts=found.hosts,
             method=found.method,
             rehearsed_seconds=0.0,
+            corrected_seconds=0.0,
             flushed_seconds=plan.prediction.simulated_seconds,
         ),
     )

@@ -56,4 +56,5 @@ def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int,
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:
     """Seconds of each edge in one direction."""
-    return StageTimes.of(plan.prediction.ranks, edges_of(plan), stage_of(plan)).transfer
+    rows, edges = plan.prediction.ranks, edges_of(plan)
+    return StageTimes.of(rows, edges, stage_of(plan), plan.replicas).transfer

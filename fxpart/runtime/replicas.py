@@ -1,16 +1,18 @@
 """Stages of several copies: microbatches in turn, one gradient for all.
 
-Where stages differ in how many ranks they have, a stage is copied onto each of its ranks, and
-microbatch m of a stage of n copies is done by copy m mod n (PipeDream's round robin, Narayanan et
-al., SOSP 2019). A copy is a stage of the program like any other; what makes it a copy is that it
-takes its own microbatches only, and that its gradients are summed with those of the others at the
-end of a step, in the order of the copies, so that all take the same step.
+Where stages differ in how many ranks they have, a stage is copied onto each of its ranks, which
+take microbatches in a round of turns: one after another (PipeDream's round robin, Narayanan et al.,
+SOSP 2019), or the faster ones more often. A copy is a stage of the program like any other; what
+makes it a copy is that it takes its own microbatches only, and that its gradients are summed with
+those of the others at the end of a step, in the order of the copies: all take the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -20,23 +22,31 @@ from fxpart.program import ProgramSpec, StageSpec
 from fxpart.runtime.held import Held
 from fxpart.runtime.state import Entry, ModelState
 from fxpart.runtime.transport import STATE
+from fxpart.schedule.action import members
+
+if TYPE_CHECKING:
+    from fxpart.plan import Plan
 
 
-def replicated(spec: ProgramSpec, counts: Sequence[int]) -> ProgramSpec:
-    """The program with so many copies of each stage, one after another.
+def replicated(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
+    """The program with copies of its stages, one after another.
 
-    counts: by stage, 1 or more. The stage modules of copies are those of the stage. Raises FXP109
-    for counts that do not fit, and for stages of several ranks, which share their work otherwise.
+    rounds: by stage, its copies from 0 on in the order of their turns: (0, 1) for two, (0, 0, 1)
+    where the first takes two microbatches of three, (0,) for none. The stage modules of copies are
+    those of the stage. Raises FXP109 for rounds that do not fit, and for stages of several ranks,
+    which share their work otherwise.
     """
-    if len(counts) != len(spec.stages) or min(counts, default=0) < 1:
-        why = f"{len(spec.stages)} stages need a number of copies each, 1 or more"
-        raise error("FXP109", where=f"replicas={tuple(counts)}", why=why, fix="")
+    counts = [1 + max(turns, default=-1) for turns in rounds]
+    whole = all(set(turns) == set(range(n)) for turns, n in zip(rounds, counts, strict=True))
+    if len(rounds) != len(spec.stages) or min(counts, default=0) < 1 or not whole:
+        why = f"{len(spec.stages)} stages need a round each, of copies from 0 on"
+        raise error("FXP109", where=f"replicas={tuple(rounds)}", why=why, fix="")
     if max(counts) == 1:
         return spec
     if spec.sharding is not None or spec.replicas:
         raise error(
             "FXP109",
-            where=f"replicas={tuple(counts)}",
+            where=f"replicas={tuple(rounds)}",
             why="the ranks of a stage share its work already",
             fix='copies of stages need mesh="none"',
         )
@@ -63,13 +73,27 @@ def replicated(spec: ProgramSpec, counts: Sequence[int]) -> ProgramSpec:
             name: tuple(copy for stage in stages for copy in groups[stage])
             for name, stages in spec.ties.items()
         },
-        replicas=tuple(group for group in groups if len(group) > 1),
+        replicas=tuple(
+            tuple(first + copy for copy in turns)
+            for first, turns, n in zip(firsts, rounds, counts, strict=True)
+            if n > 1
+        ),
     )
 
 
 def original(spec: ProgramSpec, stage: int) -> int:
     """The stage that a stage is a copy of, counted without copies."""
-    return stage - sum(sum(1 for copy in group[1:] if copy <= stage) for group in spec.replicas)
+    return stage - sum(
+        sum(1 for copy in members(group) if min(group) < copy <= stage) for group in spec.replicas
+    )
+
+
+def rounds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """By stage that is no copy the round of its copies, as :func:`replicated` takes them."""
+    groups = {group[0]: group for group in plan.replicas}
+    return tuple(
+        tuple(copy - first for copy in groups.get(first, (first,))) for first in plan.firsts
+    )
 
 
 def sum_copies(state: ModelState, held: Held) -> None:
@@ -82,15 +106,30 @@ def sum_copies(state: ModelState, held: Held) -> None:
     spec = state.lanes[0].spec
     if not spec.replicas:
         return
-    for (owner, holders), entries in _groups(state).items():
+    for (owner, holders), entries in _groups(state, held).items():
         _sum_group(state, held, owner, holders, entries)
 
 
-def _groups(state: ModelState) -> dict[tuple[int, tuple[int, ...]], list[Entry]]:
+@contextmanager
+def summed_meanwhile(state: ModelState, held: Held) -> Iterator[None]:
+    """What :func:`sum_copies` does, undone at the end: accumulation goes on."""
+    spec = state.lanes[0].spec
+    entries = [e for group in _groups(state, held).values() for e in group if spec.replicas]
+    mine = [held.of(copy) for entry in entries for copy in entry.copies.values()]
+    before = [None if p.grad is None else p.grad.clone() for p in mine]
+    sum_copies(state, held)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(mine, before, strict=True):
+            parameter.grad = gradient
+
+
+def _groups(state: ModelState, held: Held) -> dict[tuple[int, tuple[int, ...]], list[Entry]]:
     """Parameters by owner and holders, each in the model's order, the same on every rank."""
     found: dict[tuple[int, tuple[int, ...]], list[Entry]] = {}
-    for entry in state.entries.values():
-        if entry.trainable and len(entry.stages) > 1:
+    for name, entry in state.entries.items():
+        if entry.trainable and len(entry.stages) > 1 and name not in held.rows:
             found.setdefault((entry.spec.owner, entry.stages), []).append(entry)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.gradients import gather_gradients
 from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
 from fxpart.runtime.pretrained import save_pretrained
+from fxpart.runtime.replicas import summed_meanwhile
 from fxpart.runtime.sharded_state import has_parts
 
 
@@ -135,7 +137,8 @@ class Saving(Assembly):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them."""
         self._together("gradients")
-        with reporting(self._transport, "gathering gradients"):
+        whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
+        with reporting(self._transport, "gathering gradients"), whole:
             own = self._each_lane(partial(self._held.current, summed=self._stale))
             return gather_gradients(self._state, self._held, own)
 

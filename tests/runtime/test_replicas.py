@@ -56,10 +56,10 @@ def copied(
     compiled: fxpart.api.Program, counts: Sequence[int], transport: object, name: str, clip: float
 ) -> Trainer:
     """A trainer of so many copies of each stage, one a rank."""
-    spec = replicated(compiled.spec, counts)
+    spec = replicated(compiled.spec, [range(n) for n in counts])
     here = [k for k in range(len(spec.stages)) if k in transport.local]  # type: ignore[attr-defined]
     of = {k: original(spec, k) for k in here}
-    modules = {k: load_stage(compiled.sources[j], compiled.spec.stages[j]) for k, j in of.items()}
+    modules = {k: load_stage(compiled.sources[j], spec.stages[k]) for k, j in of.items()}
     for module in modules.values():
         materialise(module, spec, compiled.captured.state)
     return Trainer(
@@ -126,7 +126,7 @@ def test_over_gloo(pool: Pool, counts: tuple[int, ...]) -> None:
 
 
 def test_every_copy_is_fed_by_every_copy() -> None:
-    spec = replicated(program(2).spec, (2, 3))
+    spec = replicated(program(2).spec, ((0, 1), (0, 1, 2)))
     assert spec.replicas == ((0, 1), (2, 3, 4))
     pairs = {(e.source, e.target) for e in edges(spec)}
     assert pairs == {(a, b) for a in (0, 1) for b in (2, 3, 4)}
@@ -138,12 +138,12 @@ def test_every_copy_is_fed_by_every_copy() -> None:
 
 def test_one_copy_each_changes_nothing() -> None:
     spec = program(2).spec
-    assert replicated(spec, (1, 1)) is spec
+    assert replicated(spec, ((0,), (0,))) is spec
 
 
-@pytest.mark.parametrize("counts", [(2,), (0, 1), (1, 2, 3), ()])
-def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rounds", [[(0, 1)], [(), (0,)], [(0,), (0, 1), (0,)], [], [(0, 2), (0,)]])
+def test_rounds_that_do_not_fit_are_refused(rounds: list[tuple[int, ...]]) -> None:
     spec: ProgramSpec = program(2).spec
     with pytest.raises(FxpartError) as caught:
-        replicated(spec, counts)
+        replicated(spec, rounds)
     assert caught.value.code == "FXP109"
