@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 EXIT_DIFFERENCE = 1
 EXIT_INPUT = 2
@@ -80,14 +81,42 @@ CODES: dict[str, tuple[str, int]] = {
 }
 
 
+MOST_PROBLEMS = 256  # of one error
+LONGEST = 16_000  # characters of a text of a problem: a rank's whole traceback fits
+_MOST_TEXT = 100_000  # characters of all problems, after which no more are kept
+
+
+def short(text: str, most: int = 80) -> str:
+    """A text that a file or a person gave, cut short for a message."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """A value as :func:`short`, as Python writes it."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= most else f"{value[:most]!r}..."
+    try:
+        return short(repr(value), most)
+    except (RecursionError, ValueError):  # nested deep; more digits than Python converts
+        return f"a {type(value).__name__}"
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One cause: its code, the place, the reason and what to do about it (all plain text)."""
+    """One cause: its code, the place, the reason and what to do about it (all plain text).
+
+    A text that is too long loses its middle, and what no file could hold is written as an escape.
+    """
 
     code: str
     where: str
     why: str
     fix: str
+
+    def __post_init__(self) -> None:
+        """Texts that can be shown and sent, whatever they quote."""
+        for name in ("where", "why", "fix"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
 
     def __str__(self) -> str:
         title = CODES[self.code][0]
@@ -105,8 +134,11 @@ class FxpartError(Exception):
     """Every failure that fxpart reports on purpose: one or more :class:`Problem`, all at once."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
-        """Keep the problems; at least one, each with a known code."""
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        """Keep the problems; at least one, each with a known code.
+
+        Of very many the first are kept, and the last one then says how many more there were.
+        """
+        self.problems = (problems,) if isinstance(problems, Problem) else _first(tuple(problems))
         assert self.problems, "an FxpartError needs a problem"
         assert all(p.code in CODES for p in self.problems), "unknown error code"
         super().__init__("\n".join(str(p) for p in self.problems))
@@ -129,3 +161,26 @@ class FxpartError(Exception):
 def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
     """An :class:`FxpartError` with one problem, to be raised by the caller."""
     return FxpartError(Problem(code, where, why, fix))
+
+
+def _plain(text: str) -> str:
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        left_out = f"\n... {len(text) - 2 * half} characters left out ...\n"
+        text = text[:half] + left_out + text[-half:]
+    # Half a surrogate pair, as in a path that is no UTF-8, could be neither printed nor sent.
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _first(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    """The problems that are kept, and one about the rest."""
+    sizes = [len(problem.where) + len(problem.why) + len(problem.fix) for problem in problems]
+    if len(problems) <= MOST_PROBLEMS and sum(sizes) <= _MOST_TEXT:
+        return problems
+    # Room is left for the last one: what was cut once is not cut again.
+    room = accumulate(sizes[: MOST_PROBLEMS - 1])
+    kept = max(1, sum(size <= _MOST_TEXT - 200 for size in room))
+    if kept == len(problems):
+        return problems
+    why = f"there are {len(problems) - kept} more problems, which are not listed"
+    return (*problems[:kept], Problem(problems[kept].code, "", why, "correct these first"))

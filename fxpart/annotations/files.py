@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from fxpart.annotations.entries import (
     read_strategies,
     text_problems,
 )
-from fxpart.bounded import read_bytes, toml
+from fxpart.bounded import from_json, read_bytes, toml
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import Mesh
 
@@ -40,7 +39,7 @@ def load_annotations(path: str | Path) -> dict[str, str]:
 def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text") -> dict[str, str]:
     """As :func:`load_annotations`, from the text itself."""
     try:
-        held: Any = toml(data) if suffix == ".toml" else json.loads(data)
+        held: Any = toml(data) if suffix == ".toml" else from_json(data)
     except (ValueError, RecursionError) as cause:
         raise _unreadable(where, str(cause)) from cause
     entries = held.get("annotations") if isinstance(held, dict) else None

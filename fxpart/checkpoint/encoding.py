@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint import values
 from fxpart.checkpoint.manifest import FORMAT, VERSION, Manifest
 
@@ -63,7 +64,7 @@ def decode(data: bytes) -> Manifest:
         head = msgspec.json.decode(data, type=_Head)
         if (head.format, head.version) != (FORMAT, VERSION):
             raise DamagedError(f"it is of format {head.format[:40]!r}, version {head.version}")
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = from_json(data, Manifest)
         free = {name: values.restored(getattr(manifest, name)) for name in _FREE}
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as cause:
         why = str(cause)[:200] or type(cause).__name__

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fxpart.bounded import from_json
+
 LARGEST = 100_000_000  # bytes of a header, the format's own limit
 _METADATA = "__metadata__"
 _BITS = {
@@ -54,7 +56,7 @@ def decode(header: bytes, size: int) -> dict[str, Place]:
     ValueError where it is not as the format says: they fill the file, one after another.
     """
     try:
-        found = json.loads(header[8:])
+        found = from_json(header[8:])
     except RecursionError as cause:
         raise ValueError("its header is nested too deep") from cause
     if not isinstance(found, dict):

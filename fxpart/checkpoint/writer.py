@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint import dtypes, files, headers, values
 from fxpart.checkpoint.encoding import digest
 from fxpart.checkpoint.manifest import File, Part, Ranges, Tensor
@@ -123,7 +124,7 @@ def encode(written: Written) -> bytes:
 
 def decode(data: bytes) -> Written:
     """What :func:`encode` made; msgspec.MsgspecError or ValueError where it is not that."""
-    found = msgspec.json.decode(data, type=Written)
+    found = from_json(data, Written)
     held, more = values.restored(found.values), values.restored(found.more)
     return msgspec.structs.replace(found, values=held, more=more)
 

@@ -272,10 +272,11 @@ def _ranks(plan: str, cluster: Cluster) -> list[str]:
 
 def _text(path: str) -> str:
     """A file's text; FXP401."""
+    from fxpart.bounded import read_bytes
     from fxpart.errors import error
 
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except (OSError, ValueError) as why:
         raise error("FXP401", where=path, why=str(why), fix="give a readable file") from why
 

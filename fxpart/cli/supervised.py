@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from fxpart._version import __version__
+from fxpart.bounded import read_bytes
 from fxpart.cli import output
 from fxpart.cli.options import Request
 from fxpart.cluster import Cluster
@@ -251,7 +251,7 @@ def asked_of(request: Request) -> Asked:
 def _digest(cost_model: str) -> str:
     """A file by what is in it, a name as it is."""
     try:
-        return hashlib.sha256(Path(cost_model).read_bytes()).hexdigest()
+        return hashlib.sha256(read_bytes(cost_model)).hexdigest()
     except OSError:
         return cost_model
 

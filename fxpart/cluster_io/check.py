@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from fxpart.errors import Problem
+from fxpart.errors import Problem, quoted, short
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Device, Link
@@ -17,6 +17,7 @@ MAX_DEVICES = 16384
 MAX_LINKS = 1 << 18
 MAX_MEMORY = 1 << 60
 MAX_NAME = 256
+MAX_COUNT = 1 << 20  # of cores, threads, ranks
 ANY = "*"
 KINDS = ("cpu", "gpu")
 
@@ -45,7 +46,13 @@ def problems(cluster: Cluster) -> tuple[Problem, ...]:
     for (source, target), count in Counter((x.source, x.target) for x in cluster.links).items():
         if count > 1:
             why = f"it stands there {count} times, so it is unclear which one holds"
-            found.append(problem(f"link {source!r} -> {target!r}", why, "keep one of them"))
+            found.append(
+                problem(
+                    f"link {quoted(source, MAX_NAME)} -> {quoted(target, MAX_NAME)}",
+                    why,
+                    "keep one of them",
+                )
+            )
     found += check_parts.hosts(cluster)
     found += check_parts.collectives(cluster)
     found += check_parts.unknown_keys("the cluster", cluster)
@@ -64,28 +71,32 @@ def _names(cluster: Cluster) -> list[Problem]:
     for name, count in Counter(d.name for d in cluster.devices).items():
         if count > 1:
             why = f"{count} devices have this name"
-            found.append(problem(f"device {name!r}", why, "give each device its own name"))
+            found.append(
+                problem(f"device {quoted(name, MAX_NAME)}", why, "give each device its own name")
+            )
         if name in hosts:
             why = "a host has the same name, so a link that names it is unclear"
-            found.append(problem(f"device {name!r}", why, "rename one of them"))
+            found.append(problem(f"device {quoted(name, MAX_NAME)}", why, "rename one of them"))
     return found
 
 
 def _device(device: Device) -> list[Problem]:
-    where = f"device {device.name[:MAX_NAME]!r}"
+    where = f"device {quoted(device.name, MAX_NAME)}"
     found = []
     for label, name in (("name", device.name), ("host", device.host)):
         found += plain_name(where, label, name)
     if device.kind not in KINDS:
-        found.append(problem(where, f"kind {device.kind!r}", f"use one of {', '.join(KINDS)}"))
+        found.append(
+            problem(where, f"kind {quoted(device.kind)}", f"use one of {', '.join(KINDS)}")
+        )
     if not 0 < device.memory <= MAX_MEMORY:
-        why = f"memory is {device.memory} bytes"
+        why = f"memory is {quoted(device.memory)} bytes"
         found.append(problem(where, why, "give the bytes that the device has, above 0"))
     if not device.flops:
         why = "flops is empty: no rate for any dtype"
         found.append(problem(where, why, "give at least flops = { float32 = 1.0e12 }"))
     for dtype, rate in device.flops.items():
-        found += positive(where, f"flops of {dtype}", rate)
+        found += positive(where, f"flops of {short(dtype)}", rate)
     found += positive(where, "bandwidth", device.bandwidth)
     found += not_negative(where, "launch", device.launch)
     return found + _given(where, device)
@@ -96,26 +107,27 @@ def _given(where: str, device: Device) -> list[Problem]:
     from fxpart.cluster_io import check_parts
 
     found = []
-    if device.threads is not UNSET and device.threads < 1:
-        found.append(problem(where, f"threads is {device.threads}", "give 1 or more"))
+    if device.threads is not UNSET and not 1 <= device.threads <= MAX_COUNT:
+        found.append(problem(where, f"threads is {quoted(device.threads)}", "give 1 or more"))
     if device.price is not UNSET:
         found += not_negative(where, "price", device.price)
     if device.domain is not UNSET:
         found += plain_name(where, "domain", device.domain)
     if device.measured is not UNSET:
         for what, rate in device.measured.items():
-            found += positive(where, f"measured {what}", rate)
+            found += positive(where, f"measured {short(what)}", rate)
     return found + check_parts.unknown_keys(where, device)
 
 
 def _link(link: Link, known: set[str]) -> list[Problem]:
     from fxpart.cluster_io import check_parts
 
-    where = f"link {link.source[:MAX_NAME]!r} -> {link.target[:MAX_NAME]!r}"
+    where = f"link {quoted(link.source, MAX_NAME)} -> {quoted(link.target, MAX_NAME)}"
     found = []
     for label, name in (("source", link.source), ("target", link.target)):
         if name not in known:
-            why = f"its {label} {name[:MAX_NAME]!r} is neither a device nor a host of the cluster"
+            named = f"its {label} {quoted(name, MAX_NAME)}"
+            why = f"{named} is neither a device nor a host of the cluster"
             found.append(problem(where, why, "name a device, a host or '*'"))
     found += positive(where, "bandwidth", link.bandwidth)
     found += not_negative(where, "latency", link.latency)
@@ -130,7 +142,7 @@ def plain_name(where: str, label: str, name: str) -> list[Problem]:
     """What is wrong with a name that others refer to."""
     if name and name != ANY and len(name) <= MAX_NAME and name.isprintable():
         return []
-    why = f"the {label} {name[:MAX_NAME]!r} is empty, '*', too long or not printable"
+    why = f"the {label} {quoted(name, MAX_NAME)} is empty, '*', too long or not printable"
     return [problem(where, why, f"give it a plain {label}")]
 
 

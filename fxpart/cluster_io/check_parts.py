@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from fxpart.cluster_io.check import (
+    MAX_COUNT,
     MAX_DEVICES,
     MAX_NAME,
     not_negative,
@@ -20,7 +21,7 @@ from fxpart.cluster_io.check import (
     positive,
     problem,
 )
-from fxpart.errors import Problem
+from fxpart.errors import Problem, quoted
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Curve, Host
@@ -41,9 +42,9 @@ def hosts(cluster: Cluster) -> list[Problem]:
     for name, count in Counter(host.name for host in cluster.hosts).items():
         if count > 1:
             why = f"it stands there {count} times, so it is unclear which one holds"
-            found.append(problem(f"host {name[:MAX_NAME]!r}", why, "keep one of them"))
+            found.append(problem(f"host {quoted(name, MAX_NAME)}", why, "keep one of them"))
     for host in cluster.hosts:
-        where = f"host {host.name[:MAX_NAME]!r}"
+        where = f"host {quoted(host.name, MAX_NAME)}"
         if host.name not in used:
             why = "no device is on a host of this name"
             found.append(problem(where, why, "name it as the devices' `host` does"))
@@ -53,8 +54,10 @@ def hosts(cluster: Cluster) -> list[Problem]:
 
 def _host(where: str, host: Host) -> list[Problem]:
     found = plain_name(where, "name", host.name)
-    if host.cores < 0:
-        found.append(problem(where, f"cores is {host.cores}", "give 1 or more, 0 if not known"))
+    if not 0 <= host.cores <= MAX_COUNT:
+        found.append(
+            problem(where, f"cores is {quoted(host.cores)}", "give 1 or more, 0 if not known")
+        )
     if len(host.slowdown) > MAX_DEVICES:
         found.append(problem(where, f"slowdown has {len(host.slowdown)} entries"))
     for count, factor in enumerate(host.slowdown, 1):
@@ -76,7 +79,8 @@ def collectives(cluster: Cluster) -> list[Problem]:
     keys = Counter((curve.operation, curve.ranks, curve.hosts) for curve in cluster.collectives)
     for (operation, ranks, machines), count in keys.items():
         if count > 1:
-            where = f"collective {operation[:MAX_NAME]!r} over {ranks} ranks on {machines} hosts"
+            where = f"collective {quoted(operation)} over {quoted(ranks)} ranks"
+            where += f" on {quoted(machines)} hosts"
             why = f"it stands there {count} times, so it is unclear which one holds"
             found.append(problem(where, why, "keep one of them"))
     for curve in cluster.collectives:
@@ -85,15 +89,15 @@ def collectives(cluster: Cluster) -> list[Problem]:
 
 
 def _curve(curve: Curve) -> list[Problem]:
-    where = f"collective {curve.operation[:MAX_NAME]!r} over {curve.ranks} ranks"
+    where = f"collective {quoted(curve.operation)} over {quoted(curve.ranks)} ranks"
     found = []
     if curve.operation not in OPERATIONS:
-        why = f"operation {curve.operation[:MAX_NAME]!r}"
+        why = f"operation {quoted(curve.operation)}"
         found.append(problem(where, why, f"use one of {', '.join(OPERATIONS)}"))
-    if curve.ranks < 2:
-        found.append(problem(where, f"ranks is {curve.ranks}", "give 2 or more"))
+    if not 2 <= curve.ranks <= MAX_COUNT:
+        found.append(problem(where, f"ranks is {quoted(curve.ranks)}", "give 2 or more"))
     if not 1 <= curve.hosts <= max(1, curve.ranks):
-        why = f"hosts is {curve.hosts}"
+        why = f"hosts is {quoted(curve.hosts)}"
         found.append(problem(where, why, "give 1 or more, and no more than ranks"))
     found += points(where, "points", curve.points)
     found += not_negative(where, "latency", curve.latency)
@@ -125,7 +129,7 @@ def unknown_keys(where: str, item: msgspec.Struct) -> list[Problem]:
         return []
     known = set(item.__struct_fields__) - {"extra"}
     found = [
-        problem(where, f"extra has the key {key!r}, which is a field", "set the field")
+        problem(where, f"extra has the key {quoted(key)}, which is a field", "set the field")
         for key in extra
         if key in known
     ]

@@ -7,12 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError, error, quoted
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Link
 
 MAX_TEXT = 64 << 20
+_MOST = 1 << 62  # whole numbers below it
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What mpirun --tag-output and srun --label write before each line.
 _LABEL = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:? ?|\d+: )")
@@ -82,10 +83,18 @@ def number(value: Any, where: str) -> float:
             raise ValueError
         found = float(value)
     except (ValueError, OverflowError):
-        raise fault(where, f"{str(value)[:80]!r} is no number") from None
+        raise fault(where, f"{quoted(value)} is no number") from None
     if found - found != 0:
         raise fault(where, f"{found} is no finite number")
     return found
+
+
+def count(value: Any, where: str) -> int:
+    """A count or size: a number without a fraction, or a text of one; FXP407."""
+    found = number(value, where)
+    if not 0 <= found < _MOST or found != int(found):
+        raise fault(where, f"{quoted(value)} is no count")
+    return int(found)
 
 
 def scaled(value: Any, factor: float, where: str) -> float:

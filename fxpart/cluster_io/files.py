@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fxpart.bounded import read_bytes, toml
+from fxpart.bounded import from_json, read_bytes, toml
 from fxpart.errors import FxpartError, error
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
     """The checked cluster in the text ``data`` of the kind ".toml" or ".json"."""
     try:
         if suffix == ".json":
-            raw = msgspec.json.decode(data)
+            raw = from_json(data)
         else:
             raw = toml(data.decode("utf-8"))
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxpart.bounded import read_bytes
 from fxpart.cluster_io import nccl_tests, paddle, slurm, topology
 from fxpart.cluster_io.facts import MAX_TEXT, Facts, Found, fault
 
@@ -58,9 +59,7 @@ def load(path: Path, form: str, facts: Facts) -> Found:
     from fxpart.errors import error
 
     try:
-        if path.stat().st_size > MAX_TEXT:
-            raise fault(str(path), f"it has more than {MAX_TEXT} bytes")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_bytes(path, MAX_TEXT).decode("utf-8-sig")
     except OSError as why:
         fix = "give the path of a readable file"
         raise error("FXP401", where=str(path), why=why.strerror or str(why), fix=fix) from why

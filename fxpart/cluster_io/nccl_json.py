@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxpart.cluster_io.facts import fault, number, parse_json
+from fxpart.cluster_io.check import MAX_DEVICES
+from fxpart.cluster_io.facts import count, fault, number, parse_json
 from fxpart.cluster_io.nccl_runs import Run, told
 
 
@@ -22,12 +23,14 @@ def parse(text: str) -> list[Run]:
     if not devices:
         raise fault("config.devices", "there is none")
     group = min(
-        _count(d.get("group", 0), f"config.devices[{i}].group") for i, d in enumerate(devices)
+        count(d.get("group", 0), f"config.devices[{i}].group") for i, d in enumerate(devices)
     )
     ours = [d for d in devices if d.get("group", 0) == group]
     # Each process names its first device only.
-    each = _count(config.get("nthreads", 1), "config.nthreads")
-    each *= _count(config.get("ngpus", 1), "config.ngpus")
+    each = count(config.get("nthreads", 1), "config.nthreads")
+    each *= count(config.get("ngpus", 1), "config.ngpus")
+    if len(ours) * each > MAX_DEVICES:
+        raise fault("config", f"it says that more than {MAX_DEVICES} ranks took part")
     rows = _typed(whole.get("results"), list, "results")
     times, kinds = [], set()
     for i, row in enumerate(rows):
@@ -43,7 +46,7 @@ def parse(text: str) -> list[Run]:
     if not program and rows:
         program = str(rows[0].get("experiment_name") or "")
     places = tuple(
-        (str(d.get("hostname", "")), _count(d.get("device", 0), f"config.devices[{i}].device"))
+        (str(d.get("hostname", "")), count(d.get("device", 0), f"config.devices[{i}].device"))
         for i, d in enumerate(ours)
     )
     products = tuple(str(d.get("device_info", "")) for d in ours)
@@ -55,15 +58,15 @@ def parse(text: str) -> list[Run]:
             times=tuple(times),
             where="the text",
             source=told(program, products, kinds, _version(whole.get("nccl_version"))),
-            places=tuple((host, at + i) for host, at in places for i in range(min(each, 1 << 14))),
-            products=tuple(product for product in products for _ in range(min(each, 1 << 14))),
+            places=tuple((host, at + i) for host, at in places for i in range(each)),
+            products=tuple(product for product in products for _ in range(each)),
         )
     ]
 
 
 def _time(row: dict[str, Any], where: str) -> tuple[int, float] | None:
     """(size, seconds) of a row, None where nothing was sent."""
-    size = _count(row.get("size"), f"{where}.size")
+    size = count(row.get("size"), f"{where}.size")
     half = row.get("out_of_place") or row.get("in_place")
     half = _typed(half, dict, f"{where}.out_of_place")
     key = "time" if "time" in half else "cpu_time"
@@ -73,13 +76,6 @@ def _time(row: dict[str, Any], where: str) -> tuple[int, float] | None:
     if microseconds <= 0:
         raise fault(f"{where}.out_of_place.{key}", f"{size} bytes in {microseconds:g} us cannot be")
     return size, microseconds * 1e-6
-
-
-def _count(value: Any, where: str) -> int:
-    found = number(value, where)
-    if found != int(found) or not 0 <= found < 1 << 62:
-        raise fault(where, f"{value!r} is no count")
-    return int(found)
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:

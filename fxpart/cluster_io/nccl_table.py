@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from fxpart.cluster_io.facts import at, fault, lines, number
+from fxpart.cluster_io.facts import at, count, fault, lines, number
 from fxpart.cluster_io.nccl_runs import Run, told
 
 _RANK = re.compile(
@@ -87,12 +87,12 @@ def _row(now: _Open, place: int, line: str) -> None:
     if len(tail) < half or len(words) < 3 + half:
         why = f"the line has {len(words)} columns, the header {len(now.columns)}"
         raise fault(at(place, line), why, "give the whole table")
-    size, time = number(words[0], at(place, line)), number(tail[0], at(place, line))
-    if size != int(size) or size < 0 or time < 0 or (size and not time):
-        raise fault(at(place, line), f"{size:g} bytes in {time:g} us cannot be")
+    size, time = count(words[0], at(place, line)), number(tail[0], at(place, line))
+    if time < 0 or (size and not time):
+        raise fault(at(place, line), f"{size} bytes in {time:g} us cannot be")
     if not size:
         return  # less than one element for each rank: nothing was sent
-    now.times.append((int(size), time * 1e-6))
+    now.times.append((size, time * 1e-6))
     now.kinds.add(" ".join(word for word in words[2:4] if not re.match(r"[-\d]", word)))
 
 

@@ -144,7 +144,8 @@ def cpus(text: str, nodes: int) -> tuple[int, ...]:
         match = _REPEATED.fullmatch(part)
         if match is None or int(match[2] or 1) > MAX_DEVICES:
             raise fault(f"SLURM_JOB_CPUS_PER_NODE={text[:80]!r}", f"{part[:40]!r} is no number")
-        found += [int(match[1])] * int(match[2] or 1)
+        if len(found) <= nodes:  # of other nodes as soon as there are more
+            found += [int(match[1])] * int(match[2] or 1)
     return tuple(found) if len(found) == nodes else ()
 
 

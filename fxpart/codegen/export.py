@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from fxpart.bounded import from_json, read_bytes
 from fxpart.codegen.load import load_stage
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program import ProgramSpec
@@ -32,6 +33,7 @@ from fxpart.program import ProgramSpec
 MANIFEST = "manifest.json"
 _PLAIN = re.compile(r"[a-z0-9_]+\.(py|json|txt|safetensors)")
 _LARGEST = 1 << 24  # bytes of a manifest
+_LARGEST_FILE = 1 << 40  # of constants, too
 
 
 # What files raise whose digests are right and whose content is not.
@@ -65,7 +67,7 @@ class Exported:
         """The program of a lane, and the text of its stages; FXP505 where they are none."""
         own = self.files.get(name := f"program_lane{index}.json")
         try:
-            spec = self.spec if own is None else msgspec.json.decode(own, type=ProgramSpec)
+            spec = self.spec if own is None else from_json(own, ProgramSpec)
             stages = range(len(spec.stages))
             names = [(f"stage{i}_lane{index}.py", f"stage{i}.py") for i in stages]
             texts = [self.files.get(name, self.files[shared]) for name, shared in names]
@@ -192,7 +194,7 @@ def load_exported(
     folder = Path(directory)
     files = _verified(folder)
     try:
-        spec = msgspec.json.decode(files["program.json"], type=ProgramSpec)
+        spec = from_json(files["program.json"], ProgramSpec)
         constants = safetensors.torch.load(files.get("constants.safetensors", _EMPTY))
         wanted = range(len(spec.stages)) if stages is None else stages
         texts = {index: files[f"stage{index}.py"].decode() for index in wanted}
@@ -212,9 +214,7 @@ def _verified(folder: Path) -> dict[str, bytes]:
     """The bytes of every file of the manifest, each equal to its digest."""
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as file:
-            data = file.read(_LARGEST)
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = from_json(read_bytes(path, _LARGEST), Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
         raise _changed(folder, f"{MANIFEST} cannot be read: {cause}") from cause
     files: dict[str, bytes] = {}
@@ -224,7 +224,7 @@ def _verified(folder: Path) -> dict[str, bytes]:
             problems.extend(_changed(folder, f"{name!a} is no file of a program").problems)
             continue
         try:
-            files[name] = (folder / name).read_bytes()
+            files[name] = read_bytes(folder / name, _LARGEST_FILE)
         except OSError as cause:
             problems.extend(_changed(folder / name, cause.strerror or str(cause)).problems)
             continue

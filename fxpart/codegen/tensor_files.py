@@ -6,7 +6,6 @@ the file is open, and a rank that has read its part would hold it twice.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fxpart.bounded import read_bytes
-from fxpart.errors import FxpartError, Problem
+from fxpart.bounded import from_json, read_bytes, reading
+from fxpart.errors import FxpartError, Problem, quoted, short
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -84,11 +83,11 @@ class TensorFiles:
                 continue
             for name, entry in found.items():
                 if name in self._entries:
-                    problems.extend(_fault(file, f"{name} is in another file too").problems)
+                    problems.extend(_fault(file, f"{short(name)} is in another file too").problems)
                 self._entries[name] = entry
         lost = [name for name in index if name not in self._entries]
         if lost and not problems:
-            why = f"it lists {len(lost)} tensors that are in no file, {lost[0]} for one"
+            why = f"it lists {len(lost)} tensors that are in no file, {short(lost[0])} for one"
             problems.extend(_fault(path / INDEX, why).problems)
         if problems:
             raise FxpartError(problems)
@@ -161,38 +160,36 @@ def _index(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(read_bytes(path, _LARGEST))["weight_map"]
+        found: dict[str, Any] = from_json(read_bytes(path, _LARGEST))["weight_map"]
         wrong = [file for file in found.values() if Path(file).name != file]
     except _UNREADABLE as cause:
         raise _fault(path, f"it is no index of a checkpoint: {cause!r}") from cause
     if wrong:
-        raise _fault(path, f"{wrong[0]!r} is not the name of a file beside it")
+        raise _fault(path, f"{quoted(wrong[0])} is not the name of a file beside it")
     return found
 
 
 def _header(path: Path) -> dict[str, _Entry]:
     """The tensors of a file; ValueError where it is not as the format says."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a regular file")  # a pipe would block
-    with open(path, "rb") as file:
-        size = path.stat().st_size
+    with reading(path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_LARGEST, size - 8):
             raise ValueError("the file is shorter than its header says")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = from_json(file.read(length))
     found = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(f"{name} is of dtype {entry['dtype']}, which torch does not have")
+            kind = quoted(entry["dtype"])
+            raise ValueError(f"{short(name)} is of dtype {kind}, which torch does not have")
         shape = tuple(int(n) for n in entry["shape"])
         start, stop = (int(n) for n in entry["data_offsets"])
         if min((*shape, start), default=0) < 0 or stop > size - 8 - length:
-            raise ValueError(f"{name} lies outside of the file")
+            raise ValueError(f"{short(name)} lies outside of the file")
         if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} has {stop - start} bytes, not those of {list(shape)}")
+            raise ValueError(f"{short(name)} has not the bytes of {quoted(list(shape))}")
         found[name] = _Entry(path, dtype, shape, 8 + length + start)
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes
 from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Plan
@@ -165,7 +165,7 @@ def write(path: Path, data: bytes) -> None:
 def _asked_digest(path: Path) -> str:
     """What the folder's plans were asked for; "" where that is not known."""
     try:
-        return str(msgspec.json.decode(read_bytes(path, _MOST_BYTES)).get("digest", ""))
+        return str(from_json(read_bytes(path, _MOST_BYTES)).get("digest", ""))
     except (OSError, ValueError, RecursionError, AttributeError, msgspec.MsgspecError):
         return ""
 

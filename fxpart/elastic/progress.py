@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fxpart.bounded import from_json, reading
 from fxpart.rundir import RunDir
 
 _STEP = re.compile(r"step-(\d{10})")
@@ -87,15 +87,15 @@ class Pace:
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in the last lines of a file of JSON lines; what is none is left out."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        with reading(path) as (file, size):
+            file.seek(max(0, size - _TAIL))
             raw = file.read(_TAIL)
     except OSError:
         return []
     found = []
     for line in raw.split(b"\n"):
         try:
-            value = msgspec.json.decode(line)
+            value = from_json(line)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             continue  # cut by the tail, or by the end of who wrote it
         if isinstance(value, dict):

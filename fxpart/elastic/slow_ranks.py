@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes
 from fxpart.elastic.cache import write
 from fxpart.errors import error
 from fxpart.rundir import RunDir
@@ -40,7 +40,7 @@ def tell_slow(run: RunDir, found: SlowRanks) -> None:
 def told_slow(run: RunDir) -> SlowRanks | None:
     """What was told last; None where nothing was, or it is not what ranks write."""
     try:
-        found = msgspec.json.decode(read_bytes(run.path / _NAME, _MOST_BYTES), type=SlowRanks)
+        found = from_json(read_bytes(run.path / _NAME, _MOST_BYTES), SlowRanks)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
     return found if all(0 < s < float("inf") for s in _numbers(found)) else None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes, reading
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.cache import write
 from fxpart.errors import FxpartError, error
@@ -88,7 +88,7 @@ class Holder:
             at = (found.st_mtime_ns, found.st_ino)
             if at == self._seen:
                 return None
-            ranks = msgspec.json.decode(read_bytes(path, _MOST_BYTES), type=Wish).ranks
+            ranks = from_json(read_bytes(path, _MOST_BYTES), Wish).ranks
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             return None
         self._seen = at
@@ -127,7 +127,7 @@ def running(run: RunDir) -> Held | None:
     """Who runs it now; None where nobody does. FXP520 where the folder is no run's."""
     path = run.path / _HELD
     try:
-        with path.open("rb") as file:
+        with reading(path) as (file, _):
             if _lock(file.fileno(), shared=True):
                 return None
             data = file.read(_MOST_BYTES)
@@ -138,7 +138,7 @@ def running(run: RunDir) -> Held | None:
     except OSError as why:
         raise _unreadable(path, why.strerror or str(why)) from why
     try:
-        return msgspec.json.decode(data, type=Held)
+        return from_json(data, Held)
     except (ValueError, RecursionError, msgspec.MsgspecError) as why:
         raise _unreadable(path, str(why)) from why
 

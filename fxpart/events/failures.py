@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes
 from fxpart.errors import FxpartError, Problem
 from fxpart.events.ring import Ring, unreadable
 
@@ -105,7 +105,7 @@ def read_failure(path: str | Path) -> Failure:
     except OSError as cause:
         raise unreadable(path, cause.strerror or str(cause)) from cause
     try:
-        return msgspec.json.decode(content, type=Failure)
+        return from_json(content, Failure)
     except (ValueError, RecursionError) as cause:  # msgspec's errors and broken UTF-8 are such
         first = (str(cause).splitlines() or [""])[0]
         raise unreadable(path, f"it is no record of a failure: {first}") from cause

@@ -19,17 +19,20 @@ from fxpart.schedule.weight_modes import MODES
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
+_TOO_LARGE = "the number is too large"
 _FIX = "make the plan again with `fxpart plan`, or correct this place"
 
 
 def problems(plan: Plan) -> tuple[Problem, ...]:
-    """Every FXP303 of the plan, at most MAX_PROBLEMS."""
+    """Every FXP303 of the plan, at most MAX_PROBLEMS; of one with huge numbers only these."""
     found: list[Problem] = []
     for check in _CHECKS:
         for where, why in check(plan):
             found.append(Problem("FXP303", where, why, _FIX))
             if len(found) >= MAX_PROBLEMS:
                 return tuple(found)
+        if any(problem.why == _TOO_LARGE for problem in found):
+            return tuple(found)  # what follows computes with floats
     certificates = {"certificate": plan.certificate}
     if plan.degrees is not None:
         certificates["degrees"] = plan.degrees
@@ -50,7 +53,7 @@ def _numbers(plan: Plan) -> Faults:
             if isinstance(number, float) and not math.isfinite(number):
                 yield path, f"{number} is not a finite number"
             elif abs(number) >= _LARGEST and isinstance(number, int):
-                yield path, "the number is too large"
+                yield path, _TOO_LARGE
             elif number < 0 and name not in signed:
                 yield path, f"{number} is negative"
 

@@ -33,7 +33,7 @@ def text_of(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def numbers_of(text: str) -> list[int] | None:
+def numbers_of(text: str, most: int = MOST) -> list[int] | None:
     """The numbers that a text stands for; None where it is no such text, or names too many."""
     if not re.fullmatch(PATTERN, text):
         return None
@@ -41,7 +41,7 @@ def numbers_of(text: str) -> list[int] | None:
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         a, b = int(first), int(last or first)
-        if b < a or len(found) + b - a >= MOST:
+        if b < a or len(found) + b - a >= most:
             return None
         found += range(a, b + 1)
     return found
@@ -58,10 +58,16 @@ def shorten(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengthen(raw: dict[str, Any]) -> dict[str, Any]:
-    """A plan's plain data with lists for FIELDS, changed in place; other values are left."""
+    """A plan's plain data with lists for FIELDS, changed in place; other values are left.
+
+    Those that would be more than a plan can have, all together, are left too.
+    """
+    left = 2 * MOST
 
     def numbers(value: Any) -> Any:
-        found = numbers_of(value) if isinstance(value, str) else None
+        nonlocal left
+        found = numbers_of(value, min(MOST, left)) if isinstance(value, str) else None
+        left -= len(found or ())
         return value if found is None else found
 
     return _each(raw, numbers)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes
 from fxpart.errors import FxpartError, error
 from fxpart.plan import Plan
 from fxpart.planned.decided import decisions
@@ -45,7 +45,7 @@ def load(path: str | Path) -> Recording:
 def decode(data: bytes, where: str) -> Recording:
     """The recording in a trace's text; ``where`` names it in errors, which are those of load."""
     try:
-        trace = msgspec.json.decode(data, type=_Trace)
+        trace = from_json(data, _Trace)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
         raise _wrong(where, f"it is no Chrome trace: {why}") from why
     about = dict(trace.otherData)

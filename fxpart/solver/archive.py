@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fxpart.bounded import read_bytes
+from fxpart.bounded import from_json, read_bytes
 from fxpart.errors import error
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.validate import check_problem
@@ -27,7 +27,7 @@ def decode(data: bytes | str, kind: type[T], check: Callable[[T], None], where: 
     Raises FXP206 for text that is no problem of this kind, and what ``check`` raises.
     """
     try:
-        problem = msgspec.json.decode(data, type=kind)
+        problem = from_json(data, kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as failure:
         raise error(
             "FXP206", where=where, why=str(failure), fix="archive the problem again"

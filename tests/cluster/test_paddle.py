@@ -232,7 +232,7 @@ def test_through_toml() -> None:
         (("machines", 0, "links", 0, "bandwidth"), -1, "bandwidth is -1"),
         (("machines", 0, "links", 0, "latency"), "slow", "machines[0].links[0].latency"),
         (("machines", 0, "links", 0, "source_global_id"), -1, "no id"),
-        (("machines", 0, "links", 0, "source_global_id"), [], "'[]' is no number"),
+        (("machines", 0, "links", 0, "source_global_id"), [], "[] is no number"),
     ],
 )
 def test_faults_name_the_key(path: tuple[Any, ...], value: Any, words: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.exchange.source import (
     MODEL,
@@ -202,7 +203,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         try:
-            found: Any = json.loads(read_text(index))["weight_map"]
+            found: Any = from_json(read_text(index))["weight_map"]
             listed, names = list(found), sorted(set(found.values()))
             if any(Path(name).name != name for name in names):
                 raise ValueError("it names a file that is not beside it")
@@ -221,7 +222,7 @@ def _offsets(
     if SHARDING not in metadata:
         return {name: (0,) * len(place.outline.shape) for name, place in places.items()}
     try:
-        given: Any = json.loads(metadata[SHARDING])
+        given: Any = from_json(metadata[SHARDING])
         found = {name: tuple(given[name]["saved_offsets"]) for name in places}
         for name, place in places.items():
             right = len(found[name]) == len(place.outline.shape)

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint.exchange.npz import Arrays, holds, write_arrays
 from fxpart.checkpoint.exchange.paddle import Strategy, on_one, strategy_of
 from fxpart.checkpoint.exchange.source import (
@@ -146,7 +147,7 @@ def write_paddle(
 def read_strategies(path: Path) -> Strategies:
     """A JSON file of converter dictionaries by tensor name; FXP110."""
     try:
-        return msgspec.json.decode(read_text(path), type=Strategies)
+        return from_json(read_text(path), Strategies)
     except (msgspec.MsgspecError, RecursionError) as cause:
         raise foreign(
             str(path), f"it holds no converter dictionaries: {str(cause)[:200]}"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint import values
 from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.regions import Bytes
@@ -103,7 +104,7 @@ def parameter_and_slot(key: str) -> tuple[str, str]:
 def parse_rest(text: str | bytes, where: str) -> Rest:
     """What :func:`rest_text` made; FXP110."""
     try:
-        found = msgspec.json.decode(text, type=Rest)
+        found = from_json(text, Rest)
         free = {name: values.restored(getattr(found, name)) for name in _FREE}
     except (msgspec.MsgspecError, RecursionError, ValueError) as cause:
         why = f"it does not say what is no tensor: {str(cause)[:200]}"

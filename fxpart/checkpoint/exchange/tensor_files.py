@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint import dtypes, files, headers
 from fxpart.checkpoint.exchange.source import NAMES, Outline, as_view, foreign
 from fxpart.checkpoint.regions import Bytes
@@ -37,7 +37,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
                 raise ValueError("it is shorter than its header says")
             header = first + files.read(file, length)
         places = headers.decode(header, size)
-        given = json.loads(header[8:]).get("__metadata__") or {}
+        given = from_json(header[8:]).get("__metadata__") or {}
         metadata = {key: value for key, value in given.items() if isinstance(value, str)}
         found = {}
         for name, place in places.items():

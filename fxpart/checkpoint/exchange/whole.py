@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fxpart.bounded import from_json
 from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.exchange.source import (
     Held,
@@ -35,7 +36,7 @@ class WholeFile:
         self.rest = parse_rest(metadata[REST], str(path))
         self.tensors = {key: place.outline for key, place in self._places.items()}
         try:
-            stored: Any = json.loads(metadata.get(_BYTES, "{}"))
+            stored: Any = from_json(metadata.get(_BYTES, "{}"))
             for key, dtype in stored.items():
                 held = self.tensors[key]
                 outline = Outline(dtype, held.shape[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from fxpart.bounded import reading
 from fxpart.errors import FxpartError, error
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ def read_lines(path: Path, kind: Any) -> Iterator[Any]:
     """
     decoder = msgspec.json.Decoder(kind)
     try:
-        with path.open("rb") as file:
+        with reading(path) as (raw_file, _), io.BufferedReader(raw_file) as file:
             for number, raw in enumerate(_raw(file, path), start=1):
                 if raw.strip():
                     found = _decoded(decoder, raw, path, number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, Problem
 from fxpart.solver.maxload.formats.given import Given, useless
 from fxpart.solver.maxload.instance import Instance, Node
@@ -44,7 +45,7 @@ def parse(data: bytes, where: str, given: Given) -> Instance:
     """The instance; FXP206 for edges that name no node or disagree."""
     if given.bandwidth is not None:
         raise useless(where, "--bandwidth", "the file has the time of each transfer")
-    file = msgspec.json.decode(data, type=_File)
+    file = from_json(data, _File)
     place = {node.id: i for i, node in enumerate(file.nodes)}
     transfer: dict[int, float] = {}
     faults, edges = [], []

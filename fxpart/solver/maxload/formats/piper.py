@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, Problem
 from fxpart.solver.maxload.formats.given import Given, missing, useless
 from fxpart.solver.maxload.instance import Instance, Node
@@ -49,7 +50,7 @@ def parse(data: bytes, where: str, given: Given) -> Instance:
     """The instance; FXP206 for edges that name no node and nodes without a time, FXP109."""
     if given.cpus:
         raise useless(where, "--cpus", "the file has no times on a CPU core")
-    file = msgspec.json.decode(data, type=_File)
+    file = from_json(data, _File)
     accelerators = file.max_devices if given.accelerators is None else given.accelerators
     memory = file.max_memory_per_device if given.memory is None else given.memory
     bandwidth = file.bandwidth if given.bandwidth is None else given.bandwidth
