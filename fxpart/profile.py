@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, error
 
 FORMAT = 2
@@ -181,8 +182,9 @@ class Profile:
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
         """Open a profile; create: make it where there is none. Raises FXP405 otherwise."""
         self.path = Path(path)
-        if not create and not self.path.is_file():
-            raise _unreadable(self.path, "there is no such file", "fxpart profile TARGET -o FILE")
+        if not self.path.is_file() and (self.path.exists() or not create):
+            why = "it is not a regular file" if self.path.exists() else "there is no such file"
+            raise _unreadable(self.path, why, "fxpart profile TARGET -o FILE")
         with self._safely():
             self._base = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
             self._prepare(create)
@@ -235,7 +237,7 @@ class Profile:
             found = self._base.execute(
                 f"SELECT key, value FROM {kind} WHERE setting = ? ORDER BY key", (_text(setting),)
             )
-            return {str(key): msgspec.json.decode(value, type=of) for key, value in found}
+            return {str(key): from_json(value, of) for key, value in found}
 
     def settings(self) -> tuple[Setting, ...]:
         """Every setting that something was measured in, in order."""
@@ -243,7 +245,7 @@ class Profile:
         with self._safely():
             for kind in _TABLES:
                 for (text,) in self._base.execute(f"SELECT DISTINCT setting FROM {kind}"):
-                    found.add(msgspec.json.decode(text, type=Setting))
+                    found.add(from_json(text, Setting))
         return tuple(sorted(found))
 
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
