@@ -17,6 +17,7 @@ from fxpart.cluster import Cluster
 from fxpart.costmodels import Measured
 from fxpart.costs import CostModel
 from fxpart.errors import error
+from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan, PlanModel
@@ -95,6 +96,25 @@ def of_model(request: Request, info: PlanModel) -> Request:
     if not isinstance(request.cost_model, Measured):
         return request
     return replace(request, cost_model=request.cost_model.of(info.fingerprint))
+
+
+def asked_for(front: Front, microbatches: int | None) -> str:
+    """What a plan is asked for, as text: the same on ranks that were given the same.
+
+    Cluster and costs are left out: machines see other devices and measure other times, and one
+    plan goes to all of them.
+    """
+    request, captured = front.request, front.captured
+    rows = {
+        "model": front.info.fingerprint,
+        "batch size": captured.batch_size,
+        "microbatches": microbatches,
+        "optimizer": choose(request.optimizer).name,
+        "constraints": sorted(request.constraints.items()),
+        "annotations": sorted(front.annotations.items()),
+        "seed": request.seed,
+    }
+    return "\n".join(f"{name}: {value}" for name, value in rows.items())
 
 
 def _prepare(granularity: str) -> str:

@@ -66,6 +66,14 @@ def weigh(
     return _better(request, lambda: of(drained(request.constraints)), lambda: _stream(request, of))
 
 
+def request_of(request: Request, plan: Plan) -> Request:
+    """The request that a plan found for it answers: of the mode that was taken."""
+    if request.mode == "sync":
+        return request
+    of = undrained if plan.schedule == ASYNC else drained
+    return replace(request, constraints=of(request.constraints))
+
+
 def _stream(request: Request, of: Callable[[Found], Weighed]) -> Weighed:
     """The best asynchronous plan; FXP2xx or FXP109 where there is none."""
     _check(request)

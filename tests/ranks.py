@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -135,17 +135,26 @@ class Pool:
         return _Child(process, mine)
 
 
+C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+
+
 def torchrun(
-    script: Path | str, *args: str, ranks: int = 2, timeout: float = 90.0
+    script: Path | str,
+    *args: str,
+    ranks: int = 2,
+    timeout: float = 90.0,
+    rendezvous: Sequence[str] = C10D,
+    restarts: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on ``ranks`` processes under the real torchrun, on the loopback interface."""
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-        "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), *args,
+        "--nnodes=1", *rendezvous, f"--max-restarts={restarts}", str(script), *args,
     ]  # fmt: skip
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env={**_environment(), **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

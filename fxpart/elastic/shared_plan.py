@@ -12,18 +12,12 @@ import msgspec
 from fxpart.cluster import Cluster
 from fxpart.elastic.clusters import for_ranks
 from fxpart.environment import Launch
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import error
 from fxpart.plan import Plan
 from fxpart.runtime.generation import meet
+from fxpart.runtime.one_plan import Answer, by_itself
 
 _PLAN = "fxpart/plan"
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """What rank 0 says: the plan's text, or why there is none."""
-
-    plan: str = ""
-    problems: tuple[tuple[str, str, str, str], ...] = ()
 
 
 def shared_plan(
@@ -44,7 +38,7 @@ def shared_plan(
             store.wait(names, limit)
             return _made(store, make, [raw.decode() for raw in store.multi_get(names)])
         store.wait([_PLAN], limit)
-        answer = msgspec.json.decode(store.get(_PLAN), type=_Answer)
+        answer = Answer.read(store.get(_PLAN))
     except RuntimeError as cause:
         raise error(
             "FXP516",
@@ -52,26 +46,18 @@ def shared_plan(
             why=f"rank 0 has given no plan within {10 * timeout:g} s",
             fix="see what rank 0 says",
         ) from cause
-    if answer.problems:
-        raise FxpartError([Problem(*each) for each in answer.problems])
-    return Plan.loads(answer.plan, "the plan of rank 0")
+    return answer.taken()
 
 
 def _made(store: Any, make: Callable[[Sequence[str]], Plan], hosts: Sequence[str]) -> Plan:
     """Make the plan, and tell the others whatever comes of it."""
     try:
-        plan = make(hosts)
-        answer = _Answer(plan=plan.dumps())
-    except FxpartError as fault:
-        rows = tuple((p.code, p.where, p.why, p.fix) for p in fault.problems)
-        store.set(_PLAN, msgspec.json.encode(_Answer(problems=rows)))
-        raise
+        with by_itself():
+            plan = make(hosts)
     except BaseException as fault:
-        why = f"{type(fault).__name__}: {fault}"
-        row = ("FXP507", "rank 0", why, "see what rank 0 says")
-        store.set(_PLAN, msgspec.json.encode(_Answer(problems=(row,))))
+        store.set(_PLAN, Answer.refusing(fault).written())
         raise
-    store.set(_PLAN, msgspec.json.encode(answer))
+    store.set(_PLAN, Answer(plan=plan.dumps()).written())
     return plan
 
 

@@ -57,7 +57,7 @@ def meet(found: Launch, timeout: float, *, after: int = 0) -> Meeting:
     every rank that waits in vain, naming the ranks that rank 0 has not seen.
     """
     limit = time.monotonic() + timeout
-    store = _open(found, timeout)
+    store = open_store(found, timeout)
     waiting = _Waiting(found, store, limit, timeout)
     try:
         number = waiting.lead(after) if found.rank == 0 else waiting.follow()
@@ -163,8 +163,11 @@ class _Waiting:
             pause = min(1.5 * pause, self._pause)
 
 
-def _open(found: Launch, timeout: float) -> Any:
-    """A client of the job's store; where no launcher keeps one, rank 0 is its owner, too."""
+def open_store(found: Launch, timeout: float) -> Any:
+    """A client of the job's store; where no launcher keeps one, rank 0 is its owner, too.
+
+    timeout: seconds to reach it in. Raises FXP516.
+    """
     limit = timedelta(seconds=timeout)
     try:
         if found.rank == 0 and not found.keeps_store:
@@ -178,13 +181,26 @@ def _open(found: Launch, timeout: float) -> Any:
         ) from cause
 
 
+# The stores that this process owns, by address: a port is listened on once, and for as long as
+# the process runs, as others may still ask. Made so that torch's own "env://" finds them, too.
+_owned: dict[tuple[str, int], TCPStore] = {}
+
+
 def _own(found: Launch, limit: timedelta) -> Any:
     """The job's store in this process: on one machine by loopback only, if the address is that."""
+    at = found.address, found.port
+    if at not in _owned:
+        _owned[at] = _made(found, limit)
+    return _owned[at]
+
+
+def _made(found: Launch, limit: timedelta) -> TCPStore:
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(found.address, None)}
     if not found.one_machine or not all(a.startswith("127.") or a == "::1" for a in addresses):
         return TCPStore(
-            found.address, found.port, is_master=True, timeout=limit, wait_for_workers=False
-        )
+            found.address, found.port, is_master=True, timeout=limit, wait_for_workers=False,
+            multi_tenant=True,
+        )  # fmt: skip
     host = next((a for a in sorted(addresses) if a.startswith("127.")), "::1")
     family = socket.AF_INET6 if host == "::1" else socket.AF_INET
     until = time.monotonic() + _PORT_FREE
@@ -198,7 +214,7 @@ def _own(found: Launch, limit: timedelta) -> Any:
             time.sleep(_LONGEST)
     return TCPStore(
         host, found.port, is_master=True, timeout=limit, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener.detach(), multi_tenant=True,
     )  # fmt: skip
 
 
