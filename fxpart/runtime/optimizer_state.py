@@ -165,7 +165,7 @@ def _report(
                 elif first:
                     slots.append(_Slot(name, key, value=value))
     options = tuple(
-        {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        {k: _told(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.state_dict()["param_groups"]
     )
     return _Report(tuple(slots), options, tuple(names)), tensors
@@ -188,7 +188,7 @@ def _groups(reports: list[_Report], state: ModelState) -> list[dict[str, Any]]:
     for report in reports:
         for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
             if index == len(merged):
-                merged.append({**options, "params": []})
+                merged.append({k: _heard(v) for k, v in options.items()} | {"params": []})
             known = [*merged[index]["params"], *names]
             merged[index]["params"] = list(dict.fromkeys(known))
     for group in merged:
@@ -203,6 +203,32 @@ def _mine(pieces: Pieces, lane: int, value: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
+_TENSOR = "tensor"  # in a message: an option that is one, or holds some
+
+
+def _told(value: Any) -> Any:
+    """An option as plain data: a learning rate may be a tensor, and betas a tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: [str(value.dtype)[6:], value.detach().cpu().tolist()]}
+    return [_told(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _heard(value: Any) -> Any:
+    """The option again; a tensor is of the CPU, as torch's checkpoints have it."""
+    if isinstance(value, dict) and set(value) == {_TENSOR}:
+        dtype, numbers = value[_TENSOR]
+        return torch.tensor(numbers, dtype=torch_dtype(dtype))
+    return [_heard(each) for each in value] if isinstance(value, list) else value
+
+
 def option(current: Any, value: Any) -> Any:
     """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
-    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+    if isinstance(current, torch.Tensor):
+        # A copy: several groups, or what the state was taken from, would share it.
+        made = torch.as_tensor(value, dtype=current.dtype, device=current.device)
+        return made.detach().clone()
+    if isinstance(current, tuple) and isinstance(value, (list, tuple)):
+        if len(current) == len(value):
+            return tuple(option(mine, each) for mine, each in zip(current, value, strict=True))
+        return tuple(value)
+    return value

@@ -213,7 +213,7 @@ class _Loading:
                     if name == "params":
                         continue
                     if isinstance(current, torch.Tensor):
-                        current.fill_(value)
+                        current.copy_(torch.as_tensor(value))
                     else:
                         group[name] = option(current, value)
 

@@ -184,12 +184,19 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group that are plain data; others come with the optimizer itself."""
     found: dict[str, Any] = {}
     for name, value in group.items():
-        if isinstance(value, torch.Tensor):
-            value = value.item() if value.numel() == 1 else value.tolist()
-        plain = (bool, int, float, str, tuple, list, type(None))
-        if name not in ("params", "param_names") and isinstance(value, plain):
+        if name in ("params", "param_names"):
+            continue
+        value = _numbers(value)
+        if isinstance(value, (bool, int, float, str, tuple, list, type(None))):
             found[name] = value
     return found
+
+
+def _numbers(value: Any) -> Any:
+    """An option without tensors: those of one number, as learning rates are, as that number."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return tuple(_numbers(each) for each in value) if isinstance(value, (tuple, list)) else value
 
 
 def _refused(key: str, why: str) -> FxpartError:
