@@ -35,7 +35,9 @@ from fxpart.reranking import (
     refined,
     rehearsed,
     rerank,
+    widened,
 )
+from fxpart.schedule.crowd import factor
 from fxpart.seating import Seats
 from fxpart.sharded.decide import Expected, shard
 from fxpart.sharded.graphs import Sharded
@@ -111,14 +113,14 @@ def solve_exactly(
     if request.mode == ASYNC:
         plan, parts = answer.streamed(problem)
         return with_live_tensors(plan, problem, local, captured, sharing), parts
-    chain, made = _stages(problem, places, request)
+    made = _stages(problem, places, request)
     if is_measured(request.cost_model):
-        plan, parts = answer.compared(chain, made)
+        made, plan, parts = answer.compared(made)
     else:
         plan, parts = answer.plan(made, made.solution)
     if set(wished(request)) - set(PLAIN):
         plan, parts = answer.arranged(problem, plan, parts)
-    if plan.order or plan.virtual > 1:  # stages are no runs of blocks
+    if made.over or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
@@ -199,8 +201,35 @@ class _Answer:
             return None
         return hosts_of(cluster, sorted(self.devices(stages)), model.crowding)
 
+    def compared(self, made: Staged) -> tuple[Staged, Plan, Parts]:
+        """The best chain by what is expected of it, or the graph of stages where that is better."""
+        if not made.over:
+            return (made, *self.reranked(made))
+        plan, parts = self.plan(made, made.solution)
+        self.tell(plan, parts)
+        chain = None if made.chain is None else Staged(*made.chain)
+        if chain is None or chain.solution.choice is None:
+            return made, plan, parts
+        other = self.reranked(chain)
+        if other[0].prediction.expected_seconds < plan.prediction.expected_seconds:
+            return (chain, *other)
+        return made, plan, parts
+
+    def tell(self, plan: Plan, parts: Parts) -> None:
+        """That this plan is compared with others."""
+        if self.looked is not None:
+            self.looked(plan, parts)
+
+    def pace(self, busy: float) -> float:
+        """What the problem's seconds are worth while so many stages compute, of all on one host."""
+        hosts = self.hosts(self.request.stages[1]) or ()
+        if len(hosts) != 1 or not hosts[0].full:
+            return 1.0
+        curve, lanes = hosts[0].slowdown, self.request.mesh.size
+        return factor(curve, max(1.0, busy * lanes)) / factor(curve, hosts[0].full)
+
     def reranked(self, made: Staged) -> tuple[Plan, Parts]:
-        """Of the solver's answers the one with the shortest simulated step."""
+        """Of the solver's answers the one with the shortest expected step."""
 
         def look(choice: Choice, evaluation: Evaluation) -> Looked:
             known = self.refined(made.problem, choice, evaluation)
@@ -208,11 +237,11 @@ class _Answer:
             plan, parts = self.plan(made, answer, known.evaluation)
             told = proven(plan.certificate, answer)
             plan = msgspec.structs.replace(plan, certificate=told)
-            if self.looked is not None:
-                self.looked(plan, parts)
+            self.tell(plan, parts)
             return Looked(plan, known)
 
-        found = rerank(made.problem, made.solution, look)
+        given = widened(made.problem, made.solution, self.pace, seed=self.request.seed)
+        found = rerank(made.problem, given, look)
         choice = found.solution.choice
         assert choice is not None, "one of them"
         plan, parts = self.plan(made, found.solution, found.found[choice].refined.evaluation)

@@ -9,7 +9,7 @@ rehearsed takes what it took. Nothing is measured here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -19,17 +19,21 @@ import msgspec
 from fxpart.codegen.alike import FIRST, stage_key, symbol_sizes
 from fxpart.optimizers import choose
 from fxpart.plan import Certificate, Plan
+from fxpart.planned.corrected import correction, kind_of
 from fxpart.planned.decided import plan_key
 from fxpart.pricing.own import Calibrated, Own
 from fxpart.profile import Crowding, Rehearsal, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
-from fxpart.solver.portfolio import status_of
+from fxpart.solver.portfolio import solve, status_of
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
     from fxpart.cluster import Device
+
+_COMPARED = 12  # answers that are simulated, beside the best of each number of stages
+_SOLVING = 2.0  # seconds for each number of stages
 
 
 @runtime_checkable
@@ -46,6 +50,14 @@ class Stages(Calibrated, Protocol):
         """A plan that was run, by its decisions."""
 
 
+@runtime_checkable
+class Runs(Protocol):
+    """A cost model that knows all plans of a model that were run."""
+
+    def rehearsed(self, model: str) -> tuple[Rehearsal, ...]:
+        """Those of the model with this fingerprint."""
+
+
 def is_measured(model: object) -> bool:
     """Whether answers are compared by simulation: the cost model comes from a profile."""
     return isinstance(model, Stages)
@@ -58,11 +70,22 @@ def plan_seconds(plan: Plan, model: object) -> float:
 
 
 def rehearsed(plan: Plan, model: object) -> Plan:
-    """The plan with what its steps took where the profile has rehearsed it."""
+    """The plan with what its steps took where the profile has rehearsed it, or plans like it."""
     known = model.rehearsal(plan_key(plan)) if isinstance(model, Stages) else None
-    if known is None:
+    runs = model.rehearsed(plan.model.fingerprint) if isinstance(model, Runs) else ()
+    return with_runs(plan, known, runs)
+
+
+def with_runs(plan: Plan, own: Rehearsal | None, runs: Collection[Rehearsal]) -> Plan:
+    """The plan with its own run, or else corrected by runs of other plans of its model."""
+    if own is not None:
+        told = msgspec.structs.replace(plan.prediction, rehearsed_seconds=own.seconds.seconds)
+        return msgspec.structs.replace(plan, prediction=told)
+    if not runs:
         return plan
-    told = msgspec.structs.replace(plan.prediction, rehearsed_seconds=known.seconds.seconds)
+    times = correction(kind_of(plan), runs).times
+    seconds = times * plan.prediction.simulated_seconds
+    told = msgspec.structs.replace(plan.prediction, corrected_seconds=seconds)
     return msgspec.structs.replace(plan, prediction=told)
 
 
@@ -167,6 +190,41 @@ class Reranked:
         if len(self.found) == 1:
             return f"the only answer, simulated; {stages}"
         return f"the best of {len(self.found)} answers by simulated step; {stages}"
+
+
+def widened(
+    problem: PartitionProblem, solution: Solution, pace: Callable[[float], float], *, seed: int = 0
+) -> Solution:
+    """The solution with more to compare: the best answers of every number of stages.
+
+    The closed form takes all ranks of a host to compute all the time, so of numbers of stages it
+    prefers the largest. pace: what its seconds are worth while so many stages compute; with as many
+    as do on average the best are kept, and the best of each number of stages.
+    """
+    assert solution.choice is not None, "there is something to choose from"
+    found = {choice: evaluate(problem, choice).seconds for choice in solution.candidates}
+    for stages in range(problem.min_stages, problem.max_stages + 1):
+        alone = msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
+        more = solve(alone, time_limit=_SOLVING, seed=seed)
+        found |= {choice: evaluate(problem, choice).seconds for choice in more.candidates}
+
+    def busy(choice: Choice) -> float:
+        stages, count = len(choice.starts), problem.variants[choice.variant].microbatches
+        return stages * count / (stages + count - 1)
+
+    own = {choice: seconds * pace(busy(choice)) for choice, seconds in found.items()}
+    ordered = sorted(own, key=lambda choice: own[choice])
+    first = {len(choice.starts): choice for choice in reversed(ordered)}
+    kept: dict[tuple[int, int, str], Choice] = {}
+    for choice in (*first.values(), *ordered[:_COMPARED]):
+        kept.setdefault(_kind(choice), choice)
+    kept.pop(_kind(solution.choice), None)
+    rest = sorted(kept.values(), key=lambda choice: own[choice])
+    return msgspec.structs.replace(solution, candidates=(solution.choice, *rest))
+
+
+def _kind(choice: Choice) -> tuple[int, int, str]:
+    return len(choice.starts), choice.variant, choice.schedule
 
 
 def rerank(

@@ -41,6 +41,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "step": {
             "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
             "rehearsed_seconds": prediction["rehearsed_seconds"],
+            "corrected_seconds": prediction["corrected_seconds"],
             "method": prediction["method"],
             "samples_per_second": raw["batch_size"] / (prediction["rehearsed_seconds"] or step),
             "bubble": prediction["bubble"] if prediction["hosts"]  # then by simulation

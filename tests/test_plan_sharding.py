@@ -125,7 +125,7 @@ def test_a_plan_of_version_3_minds_no_hosts() -> None:
         for name in ("overhead_seconds", "peak", "top", "pieces", *LATER):
             del entry[name]
         del entry["memory"]["copies"]
-    for name in ("hosts", "rehearsed_seconds", "flushed_seconds"):
+    for name in ("hosts", "rehearsed_seconds", "corrected_seconds", "flushed_seconds"):
         del again["prediction"][name]
     for name in ("actions", "precision", "transfer_dtype"):
         del again[name]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 # Shares of the budget that are used when ops, and stages, are done: with rehearsals, and without.
-_OPS, _STAGES = (0.4, 0.5), (0.6, 0.8)
+_OPS, _STAGES = (0.3, 0.4), (0.6, 0.8)
 _SOLVING = 5.0  # seconds for each search
 
 

@@ -59,8 +59,11 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
 
 
 def _rehearsed(step: StepFigures) -> str:
-    """What it took, where it was run."""
-    return f", {units.seconds(step.rehearsed_seconds)} when run" if step.rehearsed_seconds else ""
+    """What it took, where it was run, or else what runs of other plans make of the simulation."""
+    if step.rehearsed_seconds:
+        return f", {units.seconds(step.rehearsed_seconds)} when run"
+    known = step.corrected_seconds
+    return f", {units.seconds(known)} as other plans' runs correct it" if known else ""
 
 
 def crowded_words(found: Explanation) -> list[str]:

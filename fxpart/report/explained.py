@@ -16,6 +16,7 @@ class StepFigures(_Struct, frozen=True, kw_only=True):
     """The step: its seconds, what they are made of (together all of them), and each part's share.
 
     rehearsed_seconds: what it took when the profile ran this very plan, 0 where it did not.
+    corrected_seconds: simulated, as runs of other plans correct it; 0 where there were none.
     samples_per_second: by that, or else by what is predicted; None for a step without time, as each
     share then is 0.
     """
@@ -28,6 +29,7 @@ class StepFigures(_Struct, frozen=True, kw_only=True):
     parts: StepParts
     shares: dict[str, float]
     rehearsed_seconds: float = 0.0
+    corrected_seconds: float = 0.0
 
 
 class Pace(_Struct, frozen=True, kw_only=True):

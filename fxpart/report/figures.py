@@ -93,6 +93,7 @@ def _step(plan: Plan) -> StepFigures:
         simulated_seconds=given.simulated_seconds,
         method=given.method,
         rehearsed_seconds=given.rehearsed_seconds,
+        corrected_seconds=given.corrected_seconds,
         samples_per_second=plan.batch_size / known if known else None,
         bubble=given.bubble,
         parts=parts,

@@ -20,7 +20,8 @@ class Staged:
     problem: with blocks in the order of the stages; solution: its choice, bound and status. order:
     block i of ``problem`` is the model's block order[i]; empty where that is its own order.
     evaluation: of the choice, by the objective that was solved for; None without a choice. over:
-    what the bound is over, in words; "" for a chain, where others say it.
+    what the bound is over, in words; "" for a chain, where others say it. chain: the problem with
+    its own order, and its best chain, where the stages are a graph.
     """
 
     problem: PartitionProblem
@@ -28,6 +29,7 @@ class Staged:
     order: tuple[int, ...] = ()
     evaluation: Evaluation | None = None
     over: str = ""
+    chain: tuple[PartitionProblem, Solution] | None = None
 
 
 def staged(
@@ -50,6 +52,7 @@ def staged(
         order=() if own else found.order,
         evaluation=evaluate(problem, found.choice),
         over=found.over,
+        chain=(problem, chain),
     )
 
 
