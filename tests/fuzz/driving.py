@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from fuzz.mutations import Sample, mutated
 from fxpart.errors import FxpartError
 
 SECONDS = 1.0  # of the processor, for one file
 MEMORY = 512 << 20  # address space beyond what the process has, for one file
+LONGEST = 150_000  # characters of what is said of a file, however long it is
 _SHRINKING = 300  # tries to make a failing file smaller
 
 
@@ -63,16 +66,27 @@ def fault(read: Callable[[bytes], object], data: bytes) -> tuple[str, str]:
         read(data)
         return "read", ""
     except FxpartError as refused:
-        codes = {problem.code for problem in refused.problems}
-        if "FXP900" in codes:
-            return "", f"it calls it a fault of its own:\n{refused}"
-        if len(str(refused)) > 200_000 + 20 * len(data):
-            return "", f"its message has {len(str(refused))} characters"
-        return refused.code, ""
+        wrong = unsaid(refused)
+        return "" if wrong else refused.code, wrong
     except (Exception, TooLong):
         return "", traceback.format_exc(limit=-6)[-3000:]
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def unsaid(refused: FxpartError) -> str:
+    """What is wrong with how a file is refused; "" where nothing is."""
+    message = str(refused)
+    if "FXP900" in {problem.code for problem in refused.problems}:
+        return f"it calls it a fault of its own:\n{message}"
+    if len(message) > LONGEST:
+        return f"its message has {len(message)} characters"
+    try:
+        message.encode()
+        msgspec.json.encode([str(problem) for problem in refused.problems])
+    except UnicodeEncodeError as why:
+        return f"its message can be neither printed nor sent: {why}"
+    return ""
 
 
 def fuzz(

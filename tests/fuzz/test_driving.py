@@ -10,7 +10,7 @@ import pytest
 
 from fuzz.driving import MEMORY, bounded, fault, fuzz, repro
 from fuzz.mutations import Sample, mutated
-from fxpart.errors import error
+from fxpart.errors import FxpartError, Problem, error
 
 SAMPLES = [Sample(b'{"a":[1,2,{"b":"x"}],"c":null}', "json"), Sample(b"a = 1\n", "toml")]
 
@@ -34,6 +34,13 @@ def test_a_traceback_is_told_with_the_smallest_file() -> None:
     assert made and b"NaN" in mutated(SAMPLES, made[1])
 
 
+class Chatty(FxpartError):
+    """Says far too much."""
+
+    def __str__(self) -> str:
+        return "x" * 150_001
+
+
 @pytest.mark.slow
 def test_what_takes_too_long_or_too_much() -> None:
     def endless(_: bytes) -> None:
@@ -46,10 +53,14 @@ def test_what_takes_too_long_or_too_much() -> None:
     def ours(_: bytes) -> None:
         raise error("FXP900", where="", why="")
 
+    def chatty(_: bytes) -> None:
+        raise Chatty(Problem("FXP109", "", "x", ""))
+
     with bounded():
         assert "TooLong" in fault(endless, b"")[1]
         assert "MemoryError" in fault(greedy, b"")[1]
         assert "fault of its own" in fault(ours, b"")[1]
+        assert "its message has 150001 characters" in fault(chatty, b"")[1]
         assert fault(lambda _: None, b"") == ("read", "")
     assert bytes(MEMORY + 1)
 
