@@ -1,29 +1,31 @@
 """Is the chosen plan the fastest? All plans of 2 and of 4 local ranks, the best and some others.
 
-    python tests/benchmarks/choice.py            (--models gpt2 for some; --dry for a try)
+    python tests/benchmarks/choice.py            (--models gpt2 --ranks 2 for some; --dry for a try)
 
 Links are measured (``fxpart cluster bench``), and each model is profiled (``fxpart profile``, which
 runs the plans that may be best). Then every mesh, number of stages, number of microbatches and
 schedule that fits is predicted; the ten that are predicted best and ten others, drawn at random,
 run over gloo on this machine, in two turns, and the five fastest and the chosen one in two more, so
-that a disturbance does not decide. regret: how much longer the plan that ``fxpart.compile`` chooses
-takes than the fastest of all that ran. correlation: Spearman's, of what was expected and measured;
-simulated: the same without what the profile had run.
+that a disturbance does not decide. With one microbatch GPipe and 1F1B are the same order, and one
+of them is left out. regret: how much longer the plan that ``fxpart.compile`` chooses takes than the
+fastest of all that ran. correlation: Spearman's, of what was expected and measured; simulated: the
+same without what the profile had run. With --keep, links and profiles stay in a folder for the next
+run, and with --go-on the models and numbers of ranks that earlier runs have kept are not repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from record import parser, write
+from record import parser, read, write
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -43,10 +45,19 @@ _LINKS = 20.0  # seconds in which the links of a cluster are measured
 _NEAR = 5  # plans that run again
 
 
-def of_model(
-    name: str, cluster: Cluster, options: argparse.Namespace, bench: Rehearsals, path: Path
-) -> dict[str, Any]:
-    """One model on so many ranks: what was chosen, what was fastest, and all that ran."""
+@dataclass
+class Case:
+    """A model on so many ranks. every: all plans by their words; labels: those that run."""
+
+    name: str
+    ranks: int
+    chosen: str
+    every: dict[str, Program]
+    labels: list[str]
+
+
+def predicted(name: str, cluster: Cluster, path: Path, each: int) -> Case:
+    """What compiling chooses with the profile, and all plans; nothing of it has run here."""
     import cpu_models
 
     import fxpart
@@ -55,25 +66,37 @@ def of_model(
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     example: Any = {given: work.example}
     ranks = len(cluster.devices)
-    chosen = fxpart.compile(work.model, cluster, loss=work.loss, cost_model=path, **example)
-    every = plans(chosen, ranks, path)
-    say(f"{name}, {ranks} ranks: {len(every)} plans; chosen {words(chosen)}")
+    program = fxpart.compile(work.model, cluster, loss=work.loss, cost_model=path, **example)
+    every = plans(program, ranks, path)
+    chosen = words(program)
+    say(f"{name}, {ranks} ranks: {len(every)} plans; chosen {chosen}")
     order = sorted(every, key=lambda w: seconds(every[w]))
-    draw = random.Random(0)
-    rest = order[options.each :]
-    taken = [*order[: options.each], *draw.sample(rest, min(options.each, len(rest)))]
-    every[words(chosen)] = chosen
-    labels = list(dict.fromkeys([words(chosen), *taken]))
-    found: dict[str, list[float]] = {label: [] for label in labels}
-    for turn in range(_TURNS):
-        run(bench, every, labels[:: 1 if turn % 2 else -1], found, options.steps)
-    best = sorted(labels, key=lambda label: statistics.median(found[label]))[:_NEAR]
-    for turn in range(_TURNS):
-        again = list(dict.fromkeys([labels[0], *best]))
-        run(bench, every, again[:: 1 if turn % 2 else -1], found, options.steps)
+    rest = order[each:]
+    taken = [*order[:each], *random.Random(0).sample(rest, min(each, len(rest)))]
+    every[chosen] = program
+    return Case(name, ranks, chosen, every, list(dict.fromkeys([chosen, *taken])))
+
+
+def measured(case: Case, steps: int) -> dict[str, list[float]]:
+    """By plan the median step of each of its turns."""
+    from fxpart.measuring.rehearsals import Rehearsals
+
+    found: dict[str, list[float]] = {label: [] for label in case.labels}
+    with Rehearsals(case.ranks) as bench:
+        for turn in range(_TURNS):
+            run(bench, case.every, case.labels[:: 1 if turn % 2 else -1], found, steps)
+        best = sorted(case.labels, key=lambda label: statistics.median(found[label]))[:_NEAR]
+        again = list(dict.fromkeys([case.chosen, *best]))
+        for turn in range(_TURNS):
+            run(bench, case.every, again[:: 1 if turn % 2 else -1], found, steps)
+    return found
+
+
+def figures_of(case: Case, found: dict[str, list[float]]) -> dict[str, Any]:
+    """What was chosen, what was fastest, and all that ran."""
     rows = []
-    for label in labels:
-        prediction = every[label].plan.prediction
+    for label in case.labels:
+        prediction = case.every[label].plan.prediction
         rows.append(
             {
                 "plan": label,
@@ -81,15 +104,16 @@ def of_model(
                 "simulated": prediction.simulated_seconds,
                 "rehearsed": bool(prediction.rehearsed_seconds),
                 "measured": statistics.median(found[label]),
+                "turns": found[label],
             }
         )
-        say(f"  {label}: {seconds(every[label]):.4f} s, {rows[-1]['measured']:.4f} s")
+        say(f"  {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
     fastest = min(rows, key=lambda row: float(row["measured"]))
     return {
-        "model": name,
-        "ranks": ranks,
-        "plans": len(every),
-        "chosen": rows[0]["plan"],
+        "model": case.name,
+        "ranks": case.ranks,
+        "plans": len(case.every),
+        "chosen": case.chosen,
         "fastest": fastest["plan"],
         "regret": float(rows[0]["measured"]) / float(fastest["measured"]) - 1,
         "correlation": spearman(column(rows, "predicted"), column(rows, "measured")),
@@ -126,8 +150,8 @@ def plans(program: Program, ranks: int, path: Path) -> dict[str, Program]:
     for mesh, count, schedule in product(MESHES[ranks], COUNTS, SCHEDULES):
         lanes = 1 if mesh == "none" else Mesh.parse(mesh).size
         for stages in range(1, ranks // lanes + 1):
-            if stages == 1 and schedule != SCHEDULES[0]:
-                continue  # one stage has one schedule
+            if 1 in (stages, count) and schedule != SCHEDULES[0]:
+                continue  # one stage has one schedule, and one microbatch one order
             wish: dict[str, int | float | str | bool] = {
                 "mesh": mesh, "stages": stages, "schedule": schedule,
             }  # fmt: skip
@@ -157,19 +181,44 @@ def seconds(program: Program) -> float:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The correlation of ranks (of values that are all different)."""
-    n = len(first)
-    if n < 2:
+    """The correlation of ranks; equal values share the mean of theirs."""
+    ranks = [_ranks(row) for row in (first, second)]
+    if any(len(set(row)) < 2 for row in ranks):
         return 1.0
-    places = [sorted(range(n), key=lambda i, row=row: row[i]) for row in (first, second)]
-    at = [{index: place for place, index in enumerate(order)} for order in places]
-    apart = sum((at[0][i] - at[1][i]) ** 2 for i in range(n))
-    return 1 - 6 * apart / (n * (n * n - 1))
+    return statistics.correlation(*ranks)
+
+
+def _ranks(row: Sequence[float]) -> list[float]:
+    return [sum(b < a for b in row) + (sum(b == a for b in row) - 1) / 2 for a in row]
 
 
 def say(text: str) -> None:
     """How far it is."""
     sys.stderr.write(text + "\n")
+
+
+def links(ranks: int, folder: Path) -> Cluster:
+    """So many ranks of this host with their links as measured, now or before."""
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.bench import bench
+
+    path = folder / f"links-{ranks}.json"
+    if path.exists():
+        return Cluster.load(path)
+    found = bench(Cluster.parse(f"local:{ranks}"), budget=_LINKS).cluster
+    found.dump(path)
+    return found
+
+
+def profiled(name: str, cluster: Cluster, path: Path, budget: float) -> None:
+    """Profile a model; what is there already is not measured again."""
+    import cpu_models
+
+    from fxpart.measuring.session import profile
+
+    found = profile(cpu_models.build(name), cluster, path, budget=budget)
+    ranks = len(cluster.devices)
+    say(f"{name}, {ranks} ranks: {found.rehearsals} plans run in {found.seconds:.0f} s")
 
 
 def main() -> None:
@@ -180,28 +229,28 @@ def main() -> None:
     made.add_argument("--each", type=int, default=10, help="best predicted, and random")
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
+    made.add_argument("--keep", default="", help="folder for links and profiles")
+    made.add_argument("--go-on", action="store_true")
     options = made.parse_args()
 
-    import cpu_models
     import torch
 
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.bench import bench as measure_links
-    from fxpart.measuring.rehearsals import Rehearsals
-    from fxpart.measuring.session import profile
-
     torch.set_num_threads(1)
-    figures = []
+    figures = read("choice")["figures"] if options.go_on else []
+    had = {(row["model"], row["ranks"]) for row in figures}
     counts = sorted(map(int, options.ranks.split(",")), reverse=True)
-    local = [Cluster.parse(f"local:{ranks}") for ranks in counts]
-    clusters = [measure_links(found, budget=_LINKS).cluster for found in local]
-    with Rehearsals(counts[0]) as bench, tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh:
+        folder = Path(options.keep or fresh)
+        clusters = {ranks: links(ranks, folder) for ranks in counts}
         for name in options.models.split(","):
-            path = Path(folder) / f"{name}.profile"
-            for cluster in clusters:
+            path = folder / f"{name}.profile"
+            for ranks in counts:
+                if (name, ranks) in had:
+                    continue
                 # The larger number first: how ranks slow each other down then serves both.
-                profile(cpu_models.build(name), cluster, path, budget=options.budget)
-                figures.append(of_model(name, cluster, options, bench, path))
+                profiled(name, clusters[ranks], path, options.budget)
+                case = predicted(name, clusters[ranks], path, options.each)
+                figures.append(figures_of(case, measured(case, options.steps)))
                 write("choice", figures, options)  # it takes long, and may be stopped
 
 
