@@ -1,0 +1,243 @@
+"""Exact groups of copies: dynamic programming over blocks and devices, for falling thresholds.
+
+With least(u, c) the least sum of t of groups that hold the units from u on with exactly the devices
+c (by kind), while no group's load M - t + beta is above a threshold G,
+
+    least(u, c) = min over mixes k <= c and ends e of t(k, u, e) + least(e + 1, c - k)
+
+The objective is that sum plus the largest load. Choices whose largest load lies in (a, b] take at
+least least(b) + a: intervals of thresholds are halved until that proves them no better than the
+best that is known (as for chains on homogeneous devices, Bokhari 1988 has one threshold).
+
+Memory depends on what is in flight, which is estimated here and counted when a choice is
+evaluated; what is proven is proven for one microbatch in flight, which every schedule has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, prod
+
+import numpy as np
+
+from fxpart.solver.mixed.objective import MixedScorer
+from fxpart.solver.mixed.problem import MixedChoice, MixedProblem, MixedSolution
+from fxpart.solver.mixed.tables import GroupTable, Mask, MixedTables
+from fxpart.solver.portfolio import status_of
+from fxpart.solver.tables import Floats, Ints
+from fxpart.solver.validate import check_problem
+
+_EXACT = 1e-9  # of the objective: intervals of thresholds that may hold no more are left
+_MOST = 4_000_000  # pairs of a state and a mix, times intervals, of one pass
+_KEPT = 12  # candidates
+
+
+def solve_mixed(problem: MixedProblem, *, time_limit: float = 30.0) -> MixedSolution:
+    """The groups that take least, a proven bound, and the best of other kinds.
+
+    "infeasible" where nothing fits; "unknown" where the time was over before. Raises FXP206 for a
+    problem that is not valid.
+    """
+    check_problem(problem.by_kind)
+    return _Search(problem, time.monotonic() + time_limit).solve()
+
+
+def size_of(problem: MixedProblem) -> int:
+    """How much work one pass of the dynamic programme is: states x mixes x intervals."""
+    states = prod(kind.devices + 1 for kind in problem.kinds)
+    return states * states * len(problem.base.blocks) ** 2 // 4
+
+
+@dataclass
+class _Search:
+    problem: MixedProblem
+    deadline: float
+    best: float = inf
+    found: dict[MixedChoice, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tables = MixedTables(self.problem)
+        self.scorer = MixedScorer(self.problem)
+        self.once = self.problem.base.once
+
+    def solve(self) -> MixedSolution:
+        base = self.problem.base
+        bound = inf
+        for variant in range(len(base.variants)):
+            for schedule in base.schedules:
+                bound = min(bound, self._variant(variant, schedule))
+        ranked = sorted(self.found, key=lambda choice: (self.found[choice], choice.starts))
+        best = self.found[ranked[0]] if ranked else inf
+        return MixedSolution(
+            status=status_of(best, min(bound, best)),
+            choice=ranked[0] if ranked else None,
+            objective=best,
+            bound=min(bound, best),
+            solver="dp",
+            candidates=tuple(_distinct(ranked)[:_KEPT]),
+        )
+
+    def _variant(self, variant: int, schedule: str) -> float:
+        """Look for better choices of one microbatch size; what none of them is below."""
+        if time.monotonic() > self.deadline:
+            return 0.0
+        tight = _Pass(self, variant, lambda table, behind: table.fits(behind, schedule))
+        bound = self._thresholds(tight, schedule)
+        loose = _Pass(self, variant, lambda table, behind: table.may_fit())
+        if loose.same_as(tight):
+            return bound
+        return self._thresholds(loose, schedule)
+
+    def _thresholds(self, one: _Pass, schedule: str) -> float:
+        """Search all thresholds; the least that a choice may take, as far as that is proven."""
+        top = one.below(inf)
+        proven, open_ = inf, [] if top is None else [(0.0, top)]
+        while open_:
+            low, high = open_.pop()  # the least sum for largest loads above low
+            self._keep(one, high, schedule)
+            low = max(low, one.floor)
+            # Largest loads from high's own on take no less than it, those below at least its sum.
+            proven = min(proven, high.sum + high.largest + self.once)
+            if high.largest <= low:
+                continue
+            least = high.sum + low + self.once
+            if least >= self.best * (1 - _EXACT) or time.monotonic() > self.deadline:
+                proven = min(proven, least)
+                continue
+            upper = one.below(float(np.nextafter(high.largest, 0.0)))
+            if upper is None:
+                continue
+            middle = (low + high.largest) / 2
+            lower = one.below(middle) if upper.largest > middle else None
+            if upper.largest <= middle:
+                open_.append((low, upper))
+                continue
+            open_.append((middle, upper))
+            if lower is not None:
+                open_.append((low, lower))
+        return proven
+
+    def _keep(self, one: _Pass, found: _Found, schedule: str) -> None:
+        """Count a choice that the programme has found, if it fits in truth."""
+        choice = MixedChoice(
+            variant=one.variant,
+            schedule=schedule,  # type: ignore[arg-type]
+            starts=tuple(int(self.tables.tables.firsts[u]) for u in found.units),
+            counts=found.mixes,
+        )
+        if choice in self.found:
+            return
+        evaluation = self.scorer.evaluate(choice)
+        if evaluation.feasible:
+            self.found[choice] = evaluation.seconds
+            self.best = min(self.best, evaluation.seconds)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The groups of one threshold: their sum of t, largest load, first units and devices."""
+
+    sum: float
+    largest: float
+    units: tuple[int, ...]
+    mixes: tuple[tuple[int, ...], ...]
+
+
+class _Pass:
+    """The dynamic programme of one microbatch size and rule of memory."""
+
+    def __init__(
+        self, search: _Search, variant: int, fits: Callable[[GroupTable, int], Mask]
+    ) -> None:
+        self.variant = variant
+        problem, tables = search.problem, search.tables
+        self.units, self.mixes = tables.tables.units, tables.mixes
+        self.limits = tuple(kind.devices for kind in problem.kinds)
+        self.groups = (problem.base.min_stages, problem.base.max_stages)
+        self._tables = [tables.group(variant, mix) for mix in self.mixes]
+        self._fits = fits
+        self._masks: dict[tuple[int, int], Mask] = {}
+        self._after = np.minimum(
+            np.arange(self.units)[:, None] + np.arange(self.units)[None, :] + 1, self.units
+        )
+        single = min(float(t.load.min()) for t in self._tables)
+        self.floor = max(0.0, single)  # no group's load is below
+
+    def same_as(self, other: _Pass) -> bool:
+        """Whether both let the same groups through."""
+        total = sum(self.limits)
+        for number, mix in enumerate(self.mixes):
+            for behind in range(total - sum(mix) + 1):
+                if not np.array_equal(self._mask(number, behind), other._mask(number, behind)):
+                    return False
+        return True
+
+    def _mask(self, number: int, behind: int) -> Mask:
+        key = number, behind
+        if key not in self._masks:
+            self._masks[key] = self._fits(self._tables[number], behind)
+        return self._masks[key]
+
+    def below(self, threshold: float) -> _Found | None:
+        """The groups with the least sum of t whose loads are at most the threshold."""
+        cost = [np.where(t.load <= threshold, t.slowest, np.inf) for t in self._tables]
+        least: dict[tuple[int, ...], Floats] = {}
+        chosen: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+        empty = np.full(self.units + 1, np.inf)
+        empty[self.units] = 0.0
+        zero = (0,) * len(self.limits)
+        least[zero] = empty
+        for state in (zero, *self.mixes):
+            if state == zero:
+                continue
+            row = np.full(self.units + 1, np.inf)
+            which = np.zeros(self.units, dtype=np.int64)
+            width = np.zeros(self.units, dtype=np.int64)
+            for number, mix in enumerate(self.mixes):
+                rest = tuple(a - b for a, b in zip(state, mix, strict=True))
+                if min(rest) < 0 or rest not in least:
+                    continue
+                behind = least[rest]
+                if not np.isfinite(behind).any():
+                    continue
+                total = cost[number] + behind[self._after]
+                total = np.where(self._mask(number, sum(rest)), total, np.inf)
+                at = total.argmin(axis=1)
+                value = total[np.arange(self.units), at]
+                better = value < row[:-1]
+                row[:-1] = np.where(better, value, row[:-1])
+                which = np.where(better, number, which)
+                width = np.where(better, at, width)
+            least[state], chosen[state] = row, (which, width)
+        state = min(chosen, key=lambda s: (least[s][0], sum(s), s))
+        if not np.isfinite(least[state][0]):
+            return None
+        return self._followed(float(least[state][0]), state, chosen)
+
+    def _followed(
+        self,
+        total: float,
+        state: tuple[int, ...],
+        chosen: dict[tuple[int, ...], tuple[Ints, Ints]],
+    ) -> _Found:
+        """The groups that give this sum."""
+        units, mixes, largest, at = [], [], 0.0, 0
+        while at < self.units:
+            which, width = chosen[state]
+            number, wide = int(which[at]), int(width[at])
+            units.append(at)
+            mixes.append(self.mixes[number])
+            largest = max(largest, float(self._tables[number].load[at, wide]))
+            state = tuple(a - b for a, b in zip(state, self.mixes[number], strict=True))
+            at += wide + 1
+        return _Found(total, largest, tuple(units), tuple(mixes))
+
+
+def _distinct(ranked: list[MixedChoice]) -> list[MixedChoice]:
+    """The best of each number of groups, of microbatches and of devices."""
+    kept: dict[tuple[int, tuple[tuple[int, ...], ...]], MixedChoice] = {}
+    for choice in ranked:
+        kept.setdefault((choice.variant, choice.counts), choice)
+    return list(kept.values())

@@ -1,0 +1,117 @@
+"""What every interval of blocks costs as a group of copies, for each mix of devices, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpart.solver.mixed.problem import MixedProblem
+from fxpart.solver.mixed.turns import makespans
+from fxpart.solver.tables import Floats, Ints, Tables, interval_sums, touching
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """Bands over (first unit, units less one) of one mix of devices at one microbatch size.
+
+    slowest: t; load: M - t + beta, both in seconds and infinite where the interval does not exist,
+    where a copy would take no microbatch, or where nothing fits. fits(behind): where memory
+    suffices with so many devices behind the group.
+    """
+
+    slowest: Floats
+    load: Floats
+    most: tuple[Ints, ...]
+    least: Ints
+    flights: tuple[Ints, ...]
+    microbatches: int
+
+    def fits(self, behind: int, schedule: str) -> Mask:
+        """Where each copy can hold what it has in flight.
+
+        Under 1F1B about what passes it while a microbatch goes to the end and back: the copies'
+        own round and one microbatch for each device behind, by its share (Little's law, as
+        :mod:`fxpart.schedule.builders.copies_ahead` has it for equal copies).
+        """
+        m, found = self.microbatches, np.ones(self.slowest.shape, dtype=bool)
+        for taken, allowed in zip(self.most, self.flights, strict=True):
+            flying = taken
+            if schedule == "1f1b":
+                around = m + behind * self.least
+                flying = np.minimum(taken, -(-taken * around // (m * np.maximum(self.least, 1))))
+            found &= flying <= allowed
+        return found
+
+    def may_fit(self) -> Mask:
+        """Where memory suffices for one microbatch in flight: no schedule needs less."""
+        return np.all([allowed >= 1 for allowed in self.flights], axis=0)
+
+
+class MixedTables:
+    """The interval tables of one problem."""
+
+    def __init__(self, problem: MixedProblem) -> None:
+        """Sum what does not depend on the microbatch size."""
+        self.problem = problem
+        base = problem.by_kind
+        self.tables = Tables(base)
+        n = len(base.blocks)
+        held = [
+            (rectangle, w.gradient)
+            for w in base.weights
+            if w.gradient
+            for rectangle in touching(w.blocks, -1, n)
+        ]
+        amounts = np.array([size for _, size in held], dtype=np.int64)
+        self._gradient = self.tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        self._kept: dict[tuple[int, tuple[int, ...]], GroupTable] = {}
+
+    def group(self, variant: int, counts: tuple[int, ...]) -> GroupTable:
+        """The table of groups with these devices."""
+        key = variant, counts
+        if key not in self._kept:
+            self._kept[key] = self._make(variant, counts)
+        return self._kept[key]
+
+    def _make(self, variant: int, counts: tuple[int, ...]) -> GroupTable:
+        tables = self.tables.variant(variant)
+        m, valid = tables.variant.microbatches, self.tables.valid
+        used = [kind for kind, n in enumerate(counts) if n]
+        stages = [tables.stage(kind + 1) for kind in used]
+        each = [np.where(valid, s.seconds, 1.0) for s in stages]
+        each = [np.maximum(seconds, 1e-12) for seconds in each]
+        longest, most, least = makespans(each, [counts[kind] for kind in used], m)
+        slowest = np.max(each, axis=0)
+        loads = [np.where(valid, s.load, 0.0) for s in stages]
+        once = np.max([a - (m - 1) * b for a, b in zip(loads, each, strict=True)], axis=0)
+        there = valid & (least >= 1)
+        load = longest - slowest + once + self._sums(counts, used)
+        return GroupTable(
+            slowest=np.where(there, slowest, np.inf),
+            load=np.where(there, load, np.inf),
+            most=tuple(most),
+            least=least,
+            flights=tuple(s.flights for s in stages),
+            microbatches=m,
+        )
+
+    def _sums(self, counts: Sequence[int], used: Sequence[int]) -> Floats:
+        """Seconds in which the copies' gradients are summed and given back."""
+        kinds = [self.problem.kinds[kind] for kind in used]
+        line = max(k.latency for k in kinds) + self._gradient * max(
+            k.inverse_bandwidth for k in kinds
+        )
+        return np.where(self._gradient > 0, 2 * (sum(counts) - 1) * line, 0.0)
+
+    @cached_property
+    def mixes(self) -> tuple[tuple[int, ...], ...]:
+        """Every number of devices of each kind that a group may have, none left out."""
+        sizes = [range(kind.devices + 1) for kind in self.problem.kinds]
+        grid = np.array(np.meshgrid(*sizes, indexing="ij")).reshape(len(sizes), -1).T
+        return tuple(tuple(int(x) for x in row) for row in grid if row.any())
