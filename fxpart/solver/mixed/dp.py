@@ -145,6 +145,9 @@ class _Found:
     mixes: tuple[tuple[int, ...], ...]
 
 
+_State = tuple[tuple[int, ...], int]  # devices by kind, and groups where they are counted
+
+
 class _Pass:
     """The dynamic programme of one microbatch size and rule of memory."""
 
@@ -156,6 +159,8 @@ class _Pass:
         self.units, self.mixes = tables.tables.units, tables.mixes
         self.limits = tuple(kind.devices for kind in problem.kinds)
         self.groups = (problem.base.min_stages, problem.base.max_stages)
+        most = min(self.units, sum(self.limits))
+        self._bound = self.groups[0] > 1 or self.groups[1] < most
         self._tables = [tables.group(variant, mix) for mix in self.mixes]
         self._fits = fits
         self._masks: dict[tuple[int, int], Mask] = {}
@@ -183,54 +188,73 @@ class _Pass:
     def below(self, threshold: float) -> _Found | None:
         """The groups with the least sum of t whose loads are at most the threshold."""
         cost = [np.where(t.load <= threshold, t.slowest, np.inf) for t in self._tables]
-        least: dict[tuple[int, ...], Floats] = {}
-        chosen: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
-        empty = np.full(self.units + 1, np.inf)
+        zero, empty = (0,) * len(self.limits), np.full(self.units + 1, np.inf)
         empty[self.units] = 0.0
-        zero = (0,) * len(self.limits)
-        least[zero] = empty
-        for state in (zero, *self.mixes):
-            if state == zero:
-                continue
-            row = np.full(self.units + 1, np.inf)
-            which = np.zeros(self.units, dtype=np.int64)
-            width = np.zeros(self.units, dtype=np.int64)
-            for number, mix in enumerate(self.mixes):
-                rest = tuple(a - b for a, b in zip(state, mix, strict=True))
-                if min(rest) < 0 or rest not in least:
-                    continue
-                behind = least[rest]
-                if not np.isfinite(behind).any():
-                    continue
-                total = cost[number] + behind[self._after]
-                total = np.where(self._mask(number, sum(rest)), total, np.inf)
-                at = total.argmin(axis=1)
-                value = total[np.arange(self.units), at]
-                better = value < row[:-1]
-                row[:-1] = np.where(better, value, row[:-1])
-                which = np.where(better, number, which)
-                width = np.where(better, at, width)
-            least[state], chosen[state] = row, (which, width)
-        state = min(chosen, key=lambda s: (least[s][0], sum(s), s))
-        if not np.isfinite(least[state][0]):
+        least: dict[_State, Floats] = {(zero, 0): empty}
+        chosen: dict[_State, tuple[Ints, Ints]] = {}
+        for devices in self.mixes:
+            for groups in range(1, self._counted(sum(devices)) + 1):
+                row, *widest = self._row(cost, least, devices, groups)
+                if np.isfinite(row).any():
+                    least[devices, groups] = row
+                    chosen[devices, groups] = (widest[0], widest[1])
+        ends = [s for s in chosen if np.isfinite(least[s][0]) and self._allowed(s[1])]
+        if not ends:
             return None
+        state = min(ends, key=lambda s: (least[s][0], sum(s[0]), s))
         return self._followed(float(least[state][0]), state, chosen)
 
-    def _followed(
+    def _counted(self, devices: int) -> int:
+        """The numbers of groups that are told apart: 1 where any number may be had."""
+        return min(devices, self.groups[1]) if self._bound else 1
+
+    def _allowed(self, groups: int) -> bool:
+        return not self._bound or self.groups[0] <= groups <= self.groups[1]
+
+    def _before(self, groups: int, rest: tuple[int, ...]) -> int:
+        """The number of groups behind one: none where there are no devices."""
+        return groups - 1 if self._bound else int(any(rest))
+
+    def _row(
         self,
-        total: float,
-        state: tuple[int, ...],
-        chosen: dict[tuple[int, ...], tuple[Ints, Ints]],
+        cost: list[Floats],
+        least: dict[_State, Floats],
+        devices: tuple[int, ...],
+        groups: int,
+    ) -> tuple[Floats, Ints, Ints]:
+        """By first unit the least sum, and of which mix and width the first group is."""
+        row = np.full(self.units + 1, np.inf)
+        which, width = np.zeros((2, self.units), dtype=np.int64)
+        span = np.arange(self.units)
+        for number, mix in enumerate(self.mixes):
+            rest = tuple(a - b for a, b in zip(devices, mix, strict=True))
+            behind = least.get((rest, self._before(groups, rest)))
+            if behind is None:
+                continue
+            total = cost[number] + behind[self._after]
+            total = np.where(self._mask(number, sum(rest)), total, np.inf)
+            at = total.argmin(axis=1)
+            value = total[span, at]
+            better = value < row[:-1]
+            row[:-1] = np.where(better, value, row[:-1])
+            which = np.where(better, number, which)
+            width = np.where(better, at, width)
+        return row, which, width
+
+    def _followed(
+        self, total: float, state: _State, chosen: dict[_State, tuple[Ints, Ints]]
     ) -> _Found:
         """The groups that give this sum."""
         units, mixes, largest, at = [], [], 0.0, 0
         while at < self.units:
+            devices, groups = state
             which, width = chosen[state]
             number, wide = int(which[at]), int(width[at])
             units.append(at)
             mixes.append(self.mixes[number])
             largest = max(largest, float(self._tables[number].load[at, wide]))
-            state = tuple(a - b for a, b in zip(state, self.mixes[number], strict=True))
+            rest = tuple(a - b for a, b in zip(devices, self.mixes[number], strict=True))
+            state = rest, self._before(groups, rest)
             at += wide + 1
         return _Found(total, largest, tuple(units), tuple(mixes))
 

@@ -37,7 +37,9 @@ def small(seed: int) -> MixedProblem:
     )  # fmt: skip
     devices = sum(kind.devices for kind in kinds)
     most = min(len(base.blocks), devices)
-    base = msgspec.structs.replace(base, min_stages=1, max_stages=most)
+    least = draw.choice([1, 1, 1, most])
+    most = draw.choice([most, most, draw.randint(least, most)])
+    base = msgspec.structs.replace(base, min_stages=least, max_stages=most)
     return MixedProblem(base=base, kinds=kinds)
 
 
