@@ -21,6 +21,7 @@ from fxpart.choosing import (
 from fxpart.errors import FxpartError, Problem
 from fxpart.exact import Look, solve_exactly
 from fxpart.front import Front
+from fxpart.mixing import better, mixes
 from fxpart.parts import Parts
 from fxpart.plan import Plan
 from fxpart.requests import with_mesh
@@ -57,10 +58,31 @@ def decide(
 ) -> Decided:
     """The plan with the least step time, on the given mesh or on the best of those proposed.
 
-    With a measured cost model meshes are compared by simulated seconds, which know that ranks of
-    a host are not always busy together; otherwise by what was minimised. looked: see
-    :func:`fxpart.exact.solve_exactly`. Raises FXP2xx where nothing fits.
+    Where devices differ, plans whose stages have copies are looked for too, and such that use the
+    devices of one kind alone (:mod:`fxpart.mixing`). With a measured cost model meshes are compared
+    by simulated seconds, which know that ranks of a host are not always busy together; otherwise by
+    what was minimised. looked: see :func:`fxpart.exact.solve_exactly`. Raises FXP2xx where nothing
+    fits.
     """
+    if not mixes(front.request):
+        return _alike(front, microbatches, progress, looked)
+    made: list[Decided] = []
+
+    def alike(part: Front) -> tuple[Plan, Parts]:
+        made.append(_alike(part, microbatches, progress, looked))
+        return made[-1].plan, made[-1].parts
+
+    plan, parts, same = better(front, microbatches, alike)
+    return Decided(plan, parts, made[0].problem if same else None)
+
+
+def _alike(
+    front: Front,
+    microbatches: int | None,
+    progress: Callable[[Progress], None] | None,
+    looked: Look | None,
+) -> Decided:
+    """The best plan whose stages have equal degrees."""
     request, captured, graph = front.request, front.captured, front.graph
     info, annotations = front.info, front.annotations
     if not request.open:

@@ -282,8 +282,13 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
-        """``edges``, or where there are none the chain in which each stage feeds the next."""
-        return self.edges or tuple((i, i + 1, True) for i in range(len(self.program_stages) - 1))
+        """``edges``, or where there are none the chain in which each stage feeds the next.
+
+        Of stages with copies all edges are told, none of a single group.
+        """
+        if self.edges or self.replicas:
+            return self.edges
+        return tuple((i, i + 1, True) for i in range(len(self.program_stages) - 1))
 
     @property
     def firsts(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "stages": (int, ()),
     "granularity": (str, ("block", "op")),
+    "copies": (str, ("auto", "none", "always")),
     "solver": (str, ("auto", "dp", "cp-sat", "brute")),
     "time_limit": (float, ()),
     "mesh": (str, ()),

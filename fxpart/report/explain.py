@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fxpart.plan import Certificate, Plan, PlanInput
 from fxpart.plan_io.runs import text_of
 from fxpart.report import sharding, units
+from fxpart.report.copies import copies_lines
 from fxpart.report.explained import Asynchrony, Explanation, Rejected, StepFigures
 from fxpart.report.figures import explanation
 from fxpart.report.stages import memory_table, stage_table, stream_table
@@ -20,6 +21,7 @@ def explain(plan: Plan) -> str:
     parts = [
         _summary(plan, found),
         _stages(found),
+        copies_lines(plan),
         _step(found),
         _memory(found),
         _stream(found),
@@ -175,6 +177,12 @@ def memory_words(found: Explanation) -> list[str]:
         f"Fullest is stage {given.stage} (rank {shortened(given.ranks, 24)}): "
         f"{units.size(given.free)} of {units.size(given.limit)} are free."
     ]
+    if given.resident:
+        words.append(
+            f"A process of it takes {units.size(given.resident)} at its peak: "
+            f"{units.size(given.total)} of tensors, {units.size(given.process)} beside them, and "
+            f"{units.size(given.allocator)} that the allocator loses, as measured here."
+        )
     if found.binding:
         best = min(found.binding, key=lambda r: r.unfit_slower or 0.0)
         words.append(

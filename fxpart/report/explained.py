@@ -55,7 +55,11 @@ class Pace(_Struct, frozen=True, kw_only=True):
 
 
 class Fullest(_Struct, frozen=True, kw_only=True):
-    """The ranks with the least of their memory left, in shares of the limit. Bytes."""
+    """The ranks with the least of their memory left, in shares of the limit. Bytes.
+
+    process, allocator: what the process takes beside its tensors; resident: with them, at its peak.
+    0 where that was not measured. The limit has room for both.
+    """
 
     stage: int
     ranks: str
@@ -66,6 +70,9 @@ class Fullest(_Struct, frozen=True, kw_only=True):
     parts: Memory
     workspace: int
     in_flight: int
+    process: int = 0
+    allocator: int = 0
+    resident: int = 0
 
 
 class Rejected(_Struct, frozen=True, kw_only=True):
@@ -116,6 +123,9 @@ class StageFigures(_Struct, frozen=True, kw_only=True):
     limit: int
     free: int
     in_flight: int
+    process: int = 0
+    allocator: int = 0
+    resident: int = 0
 
 
 class Crowded(_Struct, frozen=True, kw_only=True):

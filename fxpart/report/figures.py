@@ -140,6 +140,9 @@ def _fullest(plan: Plan) -> Fullest:
         parts=entry.memory,
         workspace=entry.workspace,
         in_flight=entry.in_flight,
+        process=entry.process,
+        allocator=entry.allocator,
+        resident=entry.resident,
     )
 
 
@@ -168,6 +171,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         "forward_seconds", "backward_seconds", "collective_seconds", "gather_seconds",
         "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds", "overhead_seconds",
         "predict_seconds", "microbatch_seconds", "step_only_seconds", "in_flight",
+        "process", "allocator", "resident",
     )  # fmt: skip
     decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute",
                  "label", "parameters")  # fmt: skip

@@ -20,7 +20,7 @@ from fxpart.report.explain import (
 from fxpart.report.explained import Explanation, Rejected
 from fxpart.report.figures import explanation
 from fxpart.report.overlay import drawn, overlay_svg
-from fxpart.report.stages import copied, degrees, stream_rows
+from fxpart.report.stages import copied, degrees, stream_rows, summed
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
@@ -156,7 +156,8 @@ def _step(found: Explanation) -> str:
 
 
 def _memory(plan: Plan, found: Explanation) -> str:
-    held = [i for i, name in enumerate(PARTS) if name != "copies" or copied(found)]
+    left_out = {"copies": not copied(found), "sums": not summed(found)}
+    held = [i for i, name in enumerate(PARTS) if not left_out.get(name)]
     key = _key([(f"m{i}", PARTS[i]) for i in held])
     caption = "The line is the limit of the rank."
     words = "".join(f"<p>{escape(line)}</p>" for line in memory_words(found))

@@ -158,5 +158,6 @@ def _crowding(found: Crowding) -> list[str]:
         later = ", ".join(seconds(value) for value in found.meet)
         lines.append(f"2 to {len(found.meet) + 1} ranks meet in a collective {later} later")
     if found.baseline:
-        lines.append(f"a process without a model: {size(found.baseline)}")
+        lost = percent(found.overhead)
+        lines.append(f"a process beside its tensors: {size(found.baseline)}, and {lost} of them")
     return lines

@@ -39,15 +39,15 @@ def stage_table(found: Explanation) -> list[str]:
 
 def memory_table(found: Explanation) -> list[str]:
     """Peak memory by cause, against the limit."""
-    extra = copied(found)
+    extra = [name for name, there in (("copies", copied), ("sums", summed)) if there(found)]
     heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
-             "transfers", *(("copies",) if extra else ()), "in flight")  # fmt: skip
+             "transfers", *extra, "in flight")  # fmt: skip
 
     def cells(one: StageFigures) -> tuple[str, ...]:
         memory = one.memory
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations,
                  memory.buffers, memory.transfers]  # fmt: skip
-        parts += [memory.copies] if extra else []
+        parts += [getattr(memory, name) for name in extra]
         share = one.total / one.limit if one.limit else 0.0
         sizes = (units.size(one.total), units.size(one.limit), units.percent(share))
         return (*sizes, *map(units.size, parts), str(one.in_flight))
@@ -59,6 +59,11 @@ def memory_table(found: Explanation) -> list[str]:
 def copied(found: Explanation) -> bool:
     """Whether any stage holds copies of weights."""
     return any(one.memory.copies for one in found.by_stage)
+
+
+def summed(found: Explanation) -> bool:
+    """Whether any stage packs gradients to sum them."""
+    return any(one.memory.sums for one in found.by_stage)
 
 
 def stream_table(found: Asynchrony) -> list[str]:

@@ -7,11 +7,12 @@ CSS = """
   --card: #f4f6fa; --line: #d5dae4; --f0: #2f6fde; --f1: #5a8fe8; --b0: #d9822b; --b1: #e6a45f;
   --t: #7a869c; --idle: #eceff5; --good: #1a7f4b; --bad: #b3261e; --in: #ffffff;
   --m0: #2f6fde; --m1: #d9822b; --m2: #8a5bd1; --m3: #2a9d8f; --m4: #8d99ae; --m5: #c2528b;
-  --m6: #b8a13a; }
+  --m6: #b8a13a; --m7: #6b7f2a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9f0; --soft: #a2abbd; --paper: #14171f;
   --card: #1d212c; --line: #343b4b; --idle: #222735; --t: #8894ab; --good: #5cc68d; --bad: #ff8a80;
   --in: #0f1218; --f0: #6ea0f5; --f1: #8fb6f8; --b0: #eda45c; --b1: #f3bd86; --m0: #6ea0f5;
-  --m1: #eda45c; --m2: #b08cf0; --m3: #55c2b4; --m4: #98a3b7; --m5: #e07fb0; --m6: #d6c25e; } }
+  --m1: #eda45c; --m2: #b08cf0; --m3: #55c2b4; --m4: #98a3b7; --m5: #e07fb0; --m6: #d6c25e;
+  --m7: #a9bd62; } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
@@ -41,6 +42,7 @@ svg { display: block; width: 100%; min-width: 640px; height: auto }
 .limit { stroke: var(--bad); stroke-width: 2; fill: none }
 .m0 { fill: var(--m0) } .m1 { fill: var(--m1) } .m2 { fill: var(--m2) } .m3 { fill: var(--m3) }
 .m4 { fill: var(--m4) } .m5 { fill: var(--m5) } .m6 { fill: var(--m6) }
+.m7 { fill: var(--m7) }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100%; font-size: 14px;
   font-variant-numeric: tabular-nums }

@@ -17,7 +17,9 @@ LEFT = 76
 # Above this many spans each gets no tooltip of its own: the file has to stay below a megabyte.
 DETAILED = 2500
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies")
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies", "sums",
+)  # fmt: skip
 
 
 def timeline_svg(timeline: Timeline) -> str:

@@ -159,6 +159,7 @@ class _Pass:
         self.units, self.mixes = tables.tables.units, tables.mixes
         self.limits = tuple(kind.devices for kind in problem.kinds)
         self.groups = (problem.base.min_stages, problem.base.max_stages)
+        self.ranks = problem.ranks
         most = min(self.units, sum(self.limits))
         self._bound = self.groups[0] > 1 or self.groups[1] < most
         self._tables = [tables.group(variant, mix) for mix in self.mixes]
@@ -198,7 +199,7 @@ class _Pass:
                 if np.isfinite(row).any():
                     least[devices, groups] = row
                     chosen[devices, groups] = (widest[0], widest[1])
-        ends = [s for s in chosen if np.isfinite(least[s][0]) and self._allowed(s[1])]
+        ends = [s for s in chosen if np.isfinite(least[s][0]) and self._allowed(s)]
         if not ends:
             return None
         state = min(ends, key=lambda s: (least[s][0], sum(s[0]), s))
@@ -208,8 +209,11 @@ class _Pass:
         """The numbers of groups that are told apart: 1 where any number may be had."""
         return min(devices, self.groups[1]) if self._bound else 1
 
-    def _allowed(self, groups: int) -> bool:
-        return not self._bound or self.groups[0] <= groups <= self.groups[1]
+    def _allowed(self, state: _State) -> bool:
+        """Whether all groups together may be these."""
+        devices, groups = state
+        counted = not self._bound or self.groups[0] <= groups <= self.groups[1]
+        return counted and sum(devices) == (self.ranks or sum(devices))
 
     def _before(self, groups: int, rest: tuple[int, ...]) -> int:
         """The number of groups behind one: none where there are no devices."""

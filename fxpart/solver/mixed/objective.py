@@ -142,6 +142,9 @@ class MixedScorer:
         for kind, counts in zip(problem.kinds, zip(*choice.counts, strict=True), strict=True):
             if sum(counts) > kind.devices:
                 faults.append(f"{sum(counts)} of {kind.devices} {kind.name}")
+        count = sum(map(sum, choice.counts))
+        if problem.ranks and count != problem.ranks:
+            faults.append(f"{count} devices instead of {problem.ranks}")
         for number, group in enumerate(groups):
             if len(set(group.turns)) < len(group.copies):
                 faults.append(f"group {number} has a copy without a microbatch")

@@ -36,11 +36,13 @@ class Kind(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class MixedProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """base: costs of the blocks by type of device; its own devices are not looked at.
 
-    ``base.min_stages`` and ``max_stages`` bound the number of groups; schedules as there.
+    ``base.min_stages`` and ``max_stages`` bound the number of groups; schedules as there. ranks:
+    how many devices all groups have together, 0 where any number will do.
     """
 
     base: PartitionProblem
     kinds: tuple[Kind, ...]
+    ranks: int = 0
 
     @property
     def by_kind(self) -> PartitionProblem:

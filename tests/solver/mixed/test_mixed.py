@@ -40,7 +40,8 @@ def small(seed: int) -> MixedProblem:
     least = draw.choice([1, 1, 1, most])
     most = draw.choice([most, most, draw.randint(least, most)])
     base = msgspec.structs.replace(base, min_stages=least, max_stages=most)
-    return MixedProblem(base=base, kinds=kinds)
+    ranks = draw.choice([0, 0, 0, devices])
+    return MixedProblem(base=base, kinds=kinds, ranks=ranks)
 
 
 @pytest.mark.parametrize("seed", range(120))

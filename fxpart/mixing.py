@@ -1,0 +1,262 @@
+"""Plans whose stages have copies on devices of any kind: n slow ranks that feed m fast ones.
+
+Where devices differ, the split of the model and the number of devices of each kind for each part
+are chosen together (:mod:`fxpart.solver.mixed`), and compared by simulation with what else is
+known: the best plan with equal stages, and the best that uses devices of one kind only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.arranging import plain, wished
+from fxpart.errors import FxpartError
+from fxpart.exact import limited
+from fxpart.optimizers import choose
+from fxpart.parts import Parts, copied, make_parts, make_schedule
+from fxpart.plan import Certificate, Plan
+from fxpart.planned.copied import Copied, with_copies
+from fxpart.planned.rearranged import overfull
+from fxpart.planning import make_plan, rank_prediction
+from fxpart.price import price
+from fxpart.pricing.mixed import mixed_problem, unlike
+from fxpart.pricing.places import kinds
+from fxpart.report import units
+from fxpart.runtime.replicas import rounds_of
+from fxpart.solver.mixed.dp import size_of, solve_mixed
+from fxpart.solver.mixed.objective import GroupCost, MixedEvaluation, evaluate
+from fxpart.solver.mixed.problem import MixedChoice, MixedProblem, MixedSolution
+from fxpart.solver.mixed.turns import shortest_round
+from fxpart.solver.portfolio import status_of
+from fxpart.solver.problem import Choice, Solution
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster
+    from fxpart.front import Front
+    from fxpart.requests import Request
+
+_ALIKE = "equal stages"
+_LOOKED = 8  # answers that are simulated
+_MOST = 40_000_000  # of the dynamic programme's size: larger ones are left to equal stages
+
+Found = tuple[Plan, Parts]
+
+
+def mixes(request: Request) -> bool:
+    """Whether copies are considered: where devices differ, or where they are asked for."""
+    wish = str(request.constraints.get("copies", "auto"))
+    free = request.open or (request.mesh.size == 1 and request.zero == 0)
+    if wish == "none" or not free or request.mode != "sync" or len(request.cluster.devices) < 2:
+        return False
+    return wish == "always" or unlike(request.cluster)
+
+
+def best_mixed(front: Front, microbatches: int | None) -> Found | None:
+    """The plan with copies that is fastest by simulation; None where none fits, or none is asked
+    for that could be better than equal stages."""
+    request = front.request
+    if not set(plain(wished(request))) & {"1f1b", "gpipe"}:
+        return None
+    problem, provenance = price(
+        front.graph,
+        front.captured,
+        request.cluster,
+        cost_model=request.cost_model,
+        batch_size=front.captured.batch_size,
+        microbatches=microbatches,
+        optimizer=request.optimizer,
+        schedules=plain(wished(request)),
+        min_stages=request.stages[0] if "stages" in request.constraints else 1,
+        max_stages=request.stages[1],
+        transfer_dtype=request.transfer_dtype,
+    )
+    base = limited(problem, request, None)
+    given, places = mixed_problem(base, request.cluster, request.cost_model, request.ranks)
+    if size_of(given) > _MOST:
+        return None
+    limit = float(request.constraints.get("time_limit", 30.0)) / 2
+    answer = solve_mixed(given, time_limit=limit)
+    mine = _Mixing(front, given, places, answer, provenance)
+    found = [mine.plan(choice) for choice in answer.candidates[:_LOOKED]]
+    fitting = [one for one in found if not overfull(one[0])]
+    return min(fitting, key=_seconds, default=None)
+
+
+def better(
+    front: Front, microbatches: int | None, alike: Callable[[Front], Found]
+) -> tuple[Plan, Parts, bool]:
+    """The fastest by simulation of plans of equal stages, with copies, and on one kind alone.
+
+    alike: the best plan of equal stages of a request; raises FXP2xx where there is none, as this
+    does where there is none of any sort. Returned is also whether it is the first of these.
+    """
+    request = front.request
+    candidates: list[tuple[str, Found]] = []
+    fault: FxpartError | None = None
+    try:
+        candidates.append((_ALIKE, alike(front)))
+    except FxpartError as caught:
+        fault = caught
+    try:
+        mixed = best_mixed(front, microbatches)
+    except FxpartError:
+        mixed = None  # told by the others
+    if mixed is not None:
+        candidates.append((_words(mixed[0]), mixed))
+    for name, indices, part in _of_one_kind(request):
+        try:
+            made = alike(replace(front, request=part))
+        except FxpartError:
+            continue
+        candidates.append((f"{name} only", (_lifted(made[0], request, indices), made[1])))
+    if not candidates:
+        assert fault is not None, "one of them said why"
+        raise fault
+    ranked = sorted(candidates, key=lambda one: _seconds(one[1]))
+    (name, (plan, parts)), *others = ranked
+    rest = "; ".join(f"{other}: {units.seconds(_seconds(one))}" for other, one in others)
+    words = f"{name}: {units.seconds(_seconds((plan, parts)))} simulated; {rest}"
+    told = msgspec.structs.replace(
+        plan,
+        provenance={**plan.provenance, "kinds": words},
+        constraints=dict(request.constraints),
+    )
+    return told, parts, name == _ALIKE
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """What the plans of one answer have in common. places: by kind the cluster's devices."""
+
+    front: Front
+    problem: MixedProblem
+    places: tuple[tuple[int, ...], ...]
+    answer: MixedSolution
+    provenance: dict[str, str]
+
+    def plan(self, choice: MixedChoice) -> Found:
+        """The plan and program of one choice."""
+        front, request, base = self.front, self.front.request, self.problem.base
+        found = evaluate(self.problem, choice)
+        chain = Choice(variant=choice.variant, schedule=choice.schedule, starts=choice.starts)
+        parts = make_parts(
+            front.captured, front.graph, None, choice.starts, request.seed, (),
+            request.transfer_dtype,
+        )  # fmt: skip
+        count = base.variants[choice.variant].microbatches
+        plan = make_plan(
+            front.info,
+            request.cluster,
+            parts.spec,
+            make_schedule(parts.spec, choice.schedule, count),
+            base,
+            Solution(
+                status="best found", choice=chain, objective=found.seconds,
+                bound=self.answer.bound, solver=self.answer.solver,
+            ),
+            batch_size=front.captured.batch_size,
+            optimizer=choose(request.optimizer).name,
+            provenance=self.provenance,
+            constraints=request.constraints,
+        )  # fmt: skip
+        made = with_copies(plan, list(self._groups(choice, found)), self.answer.bound)
+        return self._proven(made, found), copied(parts, rounds_of(made))
+
+    def _groups(self, choice: MixedChoice, found: MixedEvaluation) -> Iterator[Copied]:
+        """Each group's devices, in the cluster's order within a kind, and what copies cost."""
+        left = [list(devices) for devices in self.places]
+        for number, group in enumerate(found.groups):
+            devices = tuple(left[kind].pop(0) for kind in group.kinds)
+            rows = []
+            for cost in group.copies:
+                row = rank_prediction(number, (), cost, None, self.problem.by_kind)
+                rows.append(msgspec.structs.replace(row, sync_seconds=group.sums))
+            yield Copied(devices, shortest_round(group.turns), tuple(rows))
+
+    def _proven(self, plan: Plan, found: MixedEvaluation) -> Plan:
+        """The plan with the objective that was minimised, and what is proven of it."""
+        bound = min(self.answer.bound, found.seconds)
+        status = status_of(found.seconds, bound)
+        assert status in ("optimal", "within gap", "best found"), "there is a choice"
+        kinds_ = ", ".join(f"{kind.devices} {kind.name}" for kind in self.problem.kinds)
+        gap = (found.seconds - bound) / found.seconds if found.seconds > 0 else 0.0
+        return msgspec.structs.replace(
+            plan,
+            prediction=msgspec.structs.replace(plan.prediction, step_seconds=found.seconds),
+            certificate=Certificate(
+                status=status,
+                objective=found.seconds,
+                lower_bound=bound,
+                gap=gap,
+                solver=self.answer.solver,
+                over=f"contiguous groups of these {len(self.problem.base.blocks)} blocks, each "
+                f"with copies on any of {kinds_}, microbatches of "
+                f"{', '.join(str(v.microbatches) for v in self.problem.base.variants)}, schedules "
+                f"{', '.join(self.problem.base.schedules)}, costs by "
+                f"{self.provenance.get('compute', 'the cost model')}",
+            ),
+            provenance={**plan.provenance, "copies": _terms(self.problem, found.groups)},
+        )
+
+
+def _terms(problem: MixedProblem, groups: Sequence[GroupCost]) -> str:
+    """The terms of the longest stage: c / n_c, g / n_g, as they were weighed."""
+    words = []
+    for group in groups:
+        each = []
+        for kind in dict.fromkeys(group.kinds):
+            one = group.copies[group.kinds.index(kind)]
+            count = group.kinds.count(kind)
+            each.append(f"{units.seconds(one.seconds)} / {count} {problem.kinds[kind].name}")
+        words.append(f"{' with '.join(each)} = {units.seconds(group.pace)}")
+    return "seconds of a microbatch over copies: " + ", ".join(words)
+
+
+def _of_one_kind(request: Request) -> Iterator[tuple[str, tuple[int, ...], Request]]:
+    """Requests for the devices of each kind alone."""
+    cluster = request.cluster
+    types = kinds(cluster)[1]
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, (type_, device) in enumerate(zip(types, cluster.devices, strict=True)):
+        members.setdefault((type_, device.memory), []).append(index)
+    for devices in members.values() if len(members) > 1 else ():
+        if request.ranks is not None and len(devices) < request.ranks:
+            continue
+        part = _part(cluster, devices)
+        wish = "stages" in request.constraints
+        stages = request.stages if wish else (1, len(devices))
+        name = f"{len(devices)} {cluster.devices[devices[0]].model}"
+        yield name, tuple(devices), replace(request, cluster=part, stages=stages)
+
+
+def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """The cluster with these of its devices."""
+    return msgspec.structs.replace(
+        cluster, devices=tuple(cluster.devices[index] for index in devices)
+    )
+
+
+def _lifted(plan: Plan, request: Request, indices: Sequence[int]) -> Plan:
+    """A plan for some of the cluster's devices as one for all of it."""
+    taken = tuple(indices[place] for place in (plan.devices or range(plan.world)))
+    return msgspec.structs.replace(
+        plan,
+        cluster=request.cluster,
+        cluster_hash=request.cluster.hash,
+        devices=() if taken[-1] < len(taken) else taken,
+    )
+
+
+def _seconds(found: Found) -> float:
+    return found[0].prediction.expected_seconds
+
+
+def _words(plan: Plan) -> str:
+    """A plan with copies in a few words: "3 + 1 copies"."""
+    groups = {group[0]: len(set(group)) for group in plan.replicas}
+    counts = [groups.get(first, 1) for first in plan.firsts]
+    return f"{' + '.join(map(str, counts))} copies" if plan.replicas else "a chain of single ranks"

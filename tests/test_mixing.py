@@ -1,0 +1,132 @@
+"""Plans for clusters of unlike devices: copies where they pay, and never worse than one kind."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import fxpart
+from fxpart.cluster import Cluster
+from fxpart.plan import Plan
+
+
+class Recommender(nn.Module):
+    """A table that is large, and a tower that is work: what the two kinds are made for."""
+
+    def __init__(self, rows: int = 40_000) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, 32, mode="sum")
+        self.tower = nn.Sequential(
+            nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tower(self.table(ids)).squeeze(1)
+
+
+def cluster(*kinds: tuple[str, int, float, float, float]) -> Cluster:
+    """Kinds as (name, devices, GFLOP/s, GB/s, MB of memory), each device a host of its own."""
+    one = Cluster.local(1).devices[0]
+    devices = [
+        msgspec.structs.replace(
+            one, name=f"{name}-{k}", model=name, host=f"host-{name}-{k}", memory=int(memory * 1e6),
+            flops={"float32": flops * 1e9}, bandwidth=speed * 1e9, launch=1e-6,
+        )
+        for name, count, flops, speed, memory in kinds
+        for k in range(count)
+    ]  # fmt: skip
+    link = fxpart.cluster.Link(source="*", target="*", latency=1e-5, bandwidth=1e10, kind="net")
+    return Cluster(name="mixed", devices=tuple(devices), links=(link,)).validate()
+
+
+def batch(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(40_000, (rows, 4), generator=draw), torch.rand(rows, generator=draw)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Recommender()
+
+
+def program(given: Cluster, **constraints: object) -> fxpart.Program:
+    return fxpart.compile(
+        model(), given, example_inputs=batch(), optimizer="adam",
+        loss=nn.functional.binary_cross_entropy_with_logits, constraints=constraints,
+    )  # fmt: skip
+
+
+@cache
+def fed() -> fxpart.Program:
+    """The table needs 20 MB with Adam and its gradient: it does not fit the fast device."""
+    return program(cluster(("cpu", 3, 0.02, 4.0, 60.0), ("gpu", 1, 0.2, 40.0, 12.0)))
+
+
+def test_slow_ones_with_memory_feed_a_fast_one() -> None:
+    plan = fed().plan
+    assert plan.problems() == ()
+    assert plan.replicas == ((0, 1, 2),)
+    assert [stage.device for stage in plan.stages] == ["cpu", "cpu", "cpu", "gpu"]
+    assert plan.stages[0].first == 0 and plan.stages[3].first > 0  # the table is not on the GPU
+    assert plan.provenance["kinds"].startswith("3 + 1 copies: ")
+    assert " / 3 cpu = " in plan.provenance["copies"]
+    assert plan.certificate.status == "optimal"
+    alone = plan.provenance["kinds"]
+    assert "equal stages: " in alone and "3 cpu only: " in alone
+
+
+def test_it_trains_as_one_process() -> None:
+    made = fed()
+    trainer = made.trainer(lambda p: torch.optim.Adam(p, lr=1e-2))
+    losses = [trainer.step(batch()).item() for _ in range(3)]
+    trainer.close()
+    alone = model()
+    optimizer = torch.optim.Adam(alone.parameters(), lr=1e-2)
+    wanted = []
+    for _ in range(3):
+        ids, clicks = batch()
+        loss = nn.functional.binary_cross_entropy_with_logits(alone(ids), clicks)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+MIXES = [
+    (("fast", 2, 8.0, 20.0, 400.0), ("slow", 1, 4.0, 10.0, 400.0)),
+    (("fast", 1, 8.0, 20.0, 400.0), ("slow", 3, 2.0, 5.0, 400.0)),
+    (("whole", 2, 8.0, 20.0, 400.0), ("half", 2, 8.0, 20.0, 30.0)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", MIXES)
+def test_never_slower_than_one_kind(
+    kinds: tuple[tuple[str, int, float, float, float], ...],
+) -> None:
+    plan = program(cluster(*kinds)).plan
+    assert Plan.loads(plan.dumps()) == plan
+    for kind in kinds:
+        alone = program(cluster(kind)).plan
+        assert plan.prediction.simulated_seconds <= alone.prediction.simulated_seconds * (1 + 1e-9)
+
+
+def test_copies_are_left_alone_where_that_is_asked() -> None:
+    given = cluster(*MIXES[0])
+    assert "kinds" not in program(given, copies="none").plan.provenance
+    assert program(given, copies="none").plan.replicas == ()
+
+
+def test_copies_on_equal_devices_where_that_is_asked() -> None:
+    """Three equal devices, two stages: the longer one gets two."""
+    given = cluster(("only", 3, 0.02, 5.0, 400.0))
+    plain = program(given, stages=2).plan
+    assert "kinds" not in plain.provenance and not plain.replicas
+    plan = program(given, copies="always", stages=2).plan
+    assert plan.replicas == ((1, 2),)
+    assert plan.prediction.simulated_seconds < 0.6 * plain.prediction.simulated_seconds
