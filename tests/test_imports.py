@@ -23,10 +23,11 @@ LAYERS = (
     ("measuring",),
     ("weighing",),
     ("deciding",),
+    ("mixing",),
     ("verify", "running", "interop", "front", "exact", "choosing", "whatif"),
-    ("streaming",),
+    ("streaming", "evaluating"),
     ("reranking", "arranging"),
-    ("folding",),
+    ("folding", "parts"),
     ("sharded", "rounding"),
     ("double",),
     ("planning", "price", "seating"),
@@ -38,12 +39,12 @@ LAYERS = (
     ("annotations",),
     ("pipeline", "plan", "program", "costs", "profile"),
     ("collectives",),
+    ("launching",),
     ("compat", "rng", "solver"),
     ("schedule",),
     ("sharding",),
     ("cluster",),
     ("checkpoint", "events"),
-    ("launching",),
     ("rundir",),
     ("environment",),
     ("bounded",),
@@ -52,7 +53,7 @@ LAYERS = (
 # Beside that: the manager reads the table of passes, and these build on the captured graph.
 ALSO = {
     ("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture"),
-    ("planning_joint", "report"),  # how numbers are written in words
+    ("planning_joint", "report"), ("mixing", "report"),  # how numbers are written in words
 }  # fmt: skip
 # A part and the package that holds its reading, writing and checking.
 SAME = {
