@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from fxpart.measuring.setting import setting
 from fxpart.parts import make_schedule
 from fxpart.plan import Certificate, Plan
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming, Timing
-from fxpart.reranking import FIRST, Looked, Refined, keys_of, proven, refined, rerank
+from fxpart.reranking import FIRST, Looked, Refined, keys_of, proven, refined, rerank, widened
 from fxpart.runtime.links import edges
 from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.simulate import simulate
@@ -55,6 +56,27 @@ def test_the_shortest_simulated_step_wins_whatever_the_closed_form_says() -> Non
         if best != solution.choice:
             tight = found.solution.bound >= found.solution.objective * (1 - 1e-6)
             assert (found.solution.status == "optimal") == tight
+        tried += 1
+    assert tried > 10
+
+
+def test_the_best_of_every_number_of_stages_is_compared() -> None:
+    """Also where the closed form prefers the most stages; no kind of answer stands there twice."""
+    tried = 0
+    for seed in range(60):
+        given = solved(seed)
+        if given is None or given[0].min_stages == given[0].max_stages:
+            continue
+        problem, solution = given
+        found = widened(problem, solution, lambda busy: busy)
+        kinds = [(len(c.starts), c.variant, c.schedule) for c in found.candidates]
+        assert found.candidates[0] == found.choice == solution.choice
+        assert len(set(kinds)) == len(kinds) and found.bound == solution.bound
+        for stages in range(problem.min_stages, problem.max_stages + 1):
+            alone = msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
+            best = solve(alone)
+            mine = [c for c in found.candidates if len(c.starts) == stages]
+            assert bool(mine) == (best.choice is not None)
         tried += 1
     assert tried > 10
 
