@@ -144,14 +144,22 @@ def heap_is_set() -> bool:
     return any(name in os.environ for name in _HEAP)
 
 
+_THREADS = "OMP_NUM_THREADS"
+_limited: str | None = None  # the number of threads that stands there by us, not by the user
+
+
 def limit_threads(processes: int) -> None:
     """Share this machine's cores among ``processes`` children, unless the user set a number.
 
-    torch reads OMP_NUM_THREADS when it is loaded, so it has to stand in the children's environment.
+    Called again for another number of them. torch reads OMP_NUM_THREADS when it is loaded, so it
+    has to stand in the children's environment.
     """
+    global _limited
+    if os.environ.get(_THREADS) != _limited:
+        return
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    _limited = os.environ[_THREADS] = str(max(1, cores // processes))
 
 
 # What a launcher may have left for its own processes, and must not reach others.
@@ -191,6 +199,7 @@ def for_rank(
 
 _LAUNCHER = "FXPART_LAUNCHER"
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # those that torch's agent takes for itself
+_launched = False
 
 
 def launcher() -> int | None:
@@ -198,8 +207,16 @@ def launcher() -> int | None:
 
     Told once: what this process starts is not the launcher's.
     """
+    global _launched
     text = os.environ.pop(_LAUNCHER, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    found = int(text) if text.isascii() and text.isdigit() else None
+    _launched = _launched or found is not None
+    return found
+
+
+def launched() -> bool:
+    """Whether a launcher of fxpart's own started this process: it says what comes after its end."""
+    return _launched
 
 
 @contextmanager

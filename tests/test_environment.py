@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from fxpart import environment
 from fxpart.environment import launch
 from fxpart.errors import FxpartError
 
@@ -61,3 +64,35 @@ def test_a_rank_beyond_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, RANK="4")
     with pytest.raises(FxpartError, match="not below WORLD_SIZE=4"):
         launch()
+
+
+def test_threads_of_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared anew whenever ranks are started, unless the user has said how many."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "_limited", None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    found = []
+    for ranks in (4, 3, 1, 24, 4):
+        environment.limit_threads(ranks)
+        found.append(os.environ["OMP_NUM_THREADS"])
+    assert found == ["3", "4", "12", "1", "3"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    environment.limit_threads(2)
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+
+
+def test_threads_that_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(environment, "_limited", None)
+    for ranks in (1, 2, 1):
+        environment.limit_threads(ranks)
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+def test_who_was_started_by_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, and remembered: its own children are not the launcher's."""
+    monkeypatch.setattr(environment, "_launched", False)
+    assert environment.launcher() is None and not environment.launched()
+    monkeypatch.setenv("FXPART_LAUNCHER", "17")
+    assert environment.launcher() == 17 and environment.launched()
+    assert environment.launcher() is None and environment.launched()

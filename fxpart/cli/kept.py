@@ -14,7 +14,7 @@ from fxpart.cli import output
 from fxpart.cli.options import Command, Request
 from fxpart.elastic.bounds import Bounds
 from fxpart.elastic.slow_ranks import SlowRanks, tell_slow
-from fxpart.environment import Launch
+from fxpart.environment import Launch, launched
 from fxpart.errors import error
 from fxpart.rundir import RunDir
 
@@ -171,10 +171,8 @@ def fit(trainer: Any, data: Any, kept: Kept, steps: int, *, first: bool, as_json
         ended = "" if fitted.why == "steps" else "the data ended: "
         output.note(f"{ended}{fitted.steps} steps are done and saved in {kept.folder}")
     elif first:
-        output.note(
-            f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}; the same command "
-            "goes on"
-        )
+        after = "" if launched() else "; the same command goes on"
+        output.note(f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}{after}")
     return done
 
 

@@ -58,8 +58,8 @@ def supervise(job: Job) -> int:
     A rank that ends otherwise than by a mistake of the user is replaced: all ranks start again
     from the newest checkpoint. Where its device loses it again without a step more, the policy
     decides whether the run goes on with fewer, down to the bounds' least; it is tried with all
-    again later. ``fxpart scale`` changes the number at the next step. Where a device has become
-    slow and another plan is faster, all start again by it, saved before.
+    again later. ``fxpart scale`` changes the number at the next step, if there is a plan for it.
+    Where a device has become slow and another plan is faster, all start again by it, saved before.
 
     Raises FXP517 after three restarts without a step more, FXP519 where fewer ranks are left than
     the least, FXP109 where another launcher runs the run, and what planning raises.
@@ -167,18 +167,29 @@ class _Supervisor:
         assert self.plan is not None and self.pace is not None
         self.pace.look()
         world, asked = self.plan.world, self.holder.wish()
-        if asked is not None:
+        if asked is None and time.monotonic() >= self.back:
+            asked, self.back = self.job.bounds.most, inf
+        if asked is not None and (asked == world or self._possible(asked)):
             self.lost, self.back = frozenset(), inf
-        elif time.monotonic() >= self.back:
-            self.lost, self.back = frozenset(), inf
-            asked = self.job.bounds.most
-        if asked is not None and asked != world and asked != self.wish:
-            self.job.tell(f"{asked} ranks are asked for in place of {world}: saving first")
-            self._change(running, asked)
+            if asked not in (world, self.wish):
+                self.job.tell(f"{asked} ranks are asked for in place of {world}: saving first")
+                self._change(running, asked)
         elif self.wish is None and (found := self.job.slower(self.plan)) is not None:
             self.better, words = found
             self.job.tell(f"{words}: saving first")
             self._change(running, world)
+
+    def _possible(self, ranks: int) -> bool:
+        """Whether there is a plan for so many; where there is none, nobody has to stop for it."""
+        assert self.plan is not None
+        try:
+            self.job.plan(ranks, frozenset())
+        except FxpartError as fault:
+            why = fault.problems[0].why
+            now = self.plan.world
+            self.job.tell(f"no plan for {ranks} ranks ({why}): going on with {now}")
+            return False
+        return True
 
     def _change(self, running: Running, ranks: int) -> None:
         self.wish = ranks
@@ -189,6 +200,7 @@ class _Supervisor:
     def _judge(self, ended: Ended, plan: Plan, further: bool) -> int | None:
         """The exit status, or None to go on. further: whether a step more was done."""
         if ended.asked is not None:
+            self._leave(signal.Signals(ended.asked).name)
             return ended.code
         failed = ended.first
         stopped = failed is None or failed.status == -signal.SIGUSR1  # hit before it could listen
@@ -196,6 +208,7 @@ class _Supervisor:
             self.wanted, self.failures = self.wish, 0
             return 0 if finished(self.job.run) else None
         if failed is None:
+            self._leave("stopped")
             return 0
         if failed.told and failed.status != EXIT_RUN:
             self.job.tell(f"rank {failed.rank} failed; its message stands above")
@@ -209,6 +222,12 @@ class _Supervisor:
             self.wanted = self.wish
         self._lost(failed, plan)
         return None
+
+    def _leave(self, why: str) -> None:
+        """Say how to go on, where something is left to do."""
+        if not finished(self.job.run):
+            done = saved(self.job.run)
+            self.job.tell(f"{why}: {done} steps are saved; the same command goes on")
 
     def _lost(self, failed: Failed, plan: Plan) -> None:
         """Replace the rank, or go on without its device."""

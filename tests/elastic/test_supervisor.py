@@ -231,12 +231,53 @@ def test_asked_to_end(tmp_path: Path) -> None:
     assert saved(world.run) == 40
 
 
-def test_a_number_without_a_plan_is_left_out(tmp_path: Path) -> None:
-    world = World(tmp_path, "2:4", [scaled(2, 10), scaled(3, 20), ends(100)])
+def test_a_number_without_a_plan_stops_nobody(tmp_path: Path) -> None:
+    """Whoever asked for it is told, once, and the ranks train on; another number is taken then."""
+
+    def undisturbed(world: World, tick: Callable[[], None]) -> Ended:
+        before = list(world.sent)
+        ask(world.run, 3)
+        for _ in range(3):
+            tick()
+        assert world.sent == before
+        world.save(20)
+        ask(world.run, 4)
+        tick()
+        assert world.sent == [*before, signal.SIGUSR1]
+        return Ended()
+
+    world = World(tmp_path, "2:4", [scaled(2, 10), undisturbed, ends(100)])
     world.refused = {3}
     assert world.supervise() == 0
-    assert world.worlds == [4, 2, 2]
-    assert any("no plan for 3 ranks (it does not fit): going on with 2" in x for x in world.lines)
+    assert world.worlds == [4, 2, 4]
+    words = "no plan for 3 ranks (it does not fit): going on with 2"
+    assert [words in line for line in world.lines].count(True) == 1
+
+
+def test_a_lost_number_without_a_plan_is_left_out(tmp_path: Path) -> None:
+    """At the start there is nobody to disturb: the next number that has a plan."""
+    world = World(tmp_path, "2:4", [ends(100)])
+    world.refused = {4}
+    assert world.supervise() == 0
+    assert world.worlds == [3]
+    assert any("no plan for 4 ranks (it does not fit): going on with 3" in x for x in world.lines)
+
+
+def test_the_words_at_an_end(tmp_path: Path) -> None:
+    """That the same command goes on is said where the job ends, and is not done."""
+
+    def stopped(world: World, tick: Callable[[], None]) -> Ended:
+        world.save(40)
+        return Ended(asked=int(signal.SIGTERM))
+
+    world = World(tmp_path, "2:4", [scaled(3, 10), scaled(4, 20), stopped])
+    assert world.supervise() == 0
+    told = [line for line in world.lines if "the same command" in line]
+    assert told == ["SIGTERM: 40 steps are saved; the same command goes on"]
+    assert world.lines[-1] == told[0]
+    done = World(tmp_path / "done", "2:4", [scaled(3, 100, how="steps")])
+    assert done.supervise() == 0
+    assert not any("the same command" in line for line in done.lines)
 
 
 def test_no_plan_at_all(tmp_path: Path) -> None:
