@@ -41,6 +41,38 @@ def test_make_targets_exist(page: str) -> None:
     }
 
 
+def torchrun_commands() -> list[str]:
+    """Those that start something, of README and all pages and of what the code says."""
+    text = "\n".join(read(page) for page in PAGES)
+    found = re.findall(r"(?m)^ {4}torchrun ([^#\n]+)", text)
+    found += re.findall(r"`torchrun\s([^`]+)`", text)
+    words = [" ".join(command.replace("...", " ").split()) for command in found]
+    return sorted({command for command in words if "fxpart" in command or ".py" in command})
+
+
+@pytest.mark.parametrize("command", torchrun_commands())
+def test_torchrun_takes_what_the_pages_say(command: str) -> None:
+    """Its own options end where the program begins, and none of the program's is taken for one."""
+    from torch.distributed.run import parse_args
+
+    found = parse_args(command.split())
+    assert found.training_script in ("fxpart", "script.py", "train.py")
+    place = command.split().index(found.training_script)
+    assert found.training_script_args == command.split()[place + 1 :]
+    if found.module:
+        assert "--run" not in found.training_script_args
+
+
+def test_torchrun_takes_run_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Why the pages say --run-dir; a torchrun that no longer does needs no such word."""
+    from torch.distributed.run import parse_args
+
+    assert any("-m fxpart train" in c and "--run-dir" in c for c in torchrun_commands())
+    with pytest.raises(SystemExit):
+        parse_args(["-m", "fxpart", "train", "net.py:net", "--run", "runs/a"])
+    assert "ambiguous option: --run" in capsys.readouterr().err
+
+
 def test_paths_in_contributing_exist() -> None:
     paths = re.findall(r"`((?:fxpart|passes|costmodels|tests)/[\w./]*)`", read("CONTRIBUTING.md"))
     assert len(paths) > 15
