@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -185,3 +188,53 @@ def test_saved_tensors_are_released() -> None:
     with pytest.raises(RuntimeError, match="between the halves"):
         y.sum().backward()
     assert compat.saved_slots(object()) == ()
+
+
+def test_agents_tell_of_failures() -> None:
+    """Whenever they have looked; an agent that cannot be asked is as it was."""
+    told: list[object] = []
+
+    class Failure:
+        pid, exitcode = 17, -9
+
+    class Result:
+        failures: ClassVar = {1: Failure()}
+
+    class Asked:
+        def _monitor_workers(self, worker_group: str) -> Result:
+            assert worker_group == "all"
+            return Result()
+
+    assert isinstance(compat.telling(Asked, told.append)()._monitor_workers("all"), Result)
+    assert told == [{1: (17, -9)}]
+    assert compat.telling(Result, told.append) is Result
+    Asked._monitor_workers = lambda self, worker_group: None  # type: ignore[assignment,return-value,misc]
+    compat.telling(Asked, told.append)()._monitor_workers("all")
+    assert told[1:] == [{}]
+
+
+def test_torchs_agent_can_be_asked() -> None:
+    """Where this fails, a launcher knows of failures by the kernel's word only."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    kind = compat.telling(LocalElasticAgent, lambda failures: None)
+    assert issubclass(kind, LocalElasticAgent) and kind is not LocalElasticAgent
+
+
+def test_the_store_of_a_process_group(tmp_path: Path) -> None:
+    """None without a group, and of a torch that does not say."""
+    import torch.distributed as dist
+
+    assert compat.default_store() is None
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
+    )
+    try:
+        store = compat.default_store()
+        store.set("word", b"yes")
+        assert store is compat.default_store() and store.get("word") == b"yes"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.delattr(dist.distributed_c10d, "_get_default_store")
+            assert compat.default_store() is None
+    finally:
+        dist.destroy_process_group()

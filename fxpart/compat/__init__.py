@@ -2,6 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpart.compat.agents import telling
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
 from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled
 from fxpart.compat.foreach import (
@@ -18,6 +19,7 @@ from fxpart.compat.foreach import (
     foreach_sqrt,
     foreach_zero_,
 )
+from fxpart.compat.groups import default_store
 from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
     has_kernel,
@@ -72,6 +74,7 @@ __all__ = [
     "active_tracer",
     "compile_counters",
     "compiler_fault",
+    "default_store",
     "deferred_code",
     "fake_mode",
     "floor_division",
@@ -116,6 +119,7 @@ __all__ = [
     "storage_identity",
     "symbol_names",
     "symbolic_input",
+    "telling",
     "tensor_slots",
     "trace_as",
     "traced_node",

@@ -64,6 +64,10 @@ class Running:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 
+    def failed(self, found: Mapping[int, tuple[int, int]]) -> None:
+        """torch's agent has looked: by rank the process id and exit status of those that failed."""
+        self.failures = {rank: Failed(rank, *each) for rank, each in found.items()}
+
     def close(self) -> None:
         """Watch no longer."""
         self._closed.set()

@@ -39,9 +39,10 @@ def start(
     thread. The ranks die with this process (Linux).
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-    from fxpart.launching.agent import Agent
+    from fxpart.compat import telling
     from fxpart.launching.rendezvous import Loopback
 
     limit_threads(processes)
@@ -73,7 +74,7 @@ def start(
         entrypoint=sys.executable, args=("-u", "-m", module, *arguments),
         max_restarts=restarts, monitor_interval=0.1,
     )  # fmt: skip
-    agent = Agent(running, spec=spec, logs_specs=DefaultLogsSpecs())
+    agent = telling(LocalElasticAgent, running.failed)(spec=spec, logs_specs=DefaultLogsSpecs())
     with for_ranks(_LEFT_TO_TORCH), _handled(running) as install:
         try:
             agent.run()

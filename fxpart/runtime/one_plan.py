@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from fxpart.compat.groups import default_store
+from fxpart.compat import default_store
 from fxpart.environment import Launch, launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import Plan

@@ -21,11 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 
 @contextmanager
-def launcher(kind: str, folder: Path, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+def launcher(
+    kind: str, folder: Path, restarts: int = 0, *untold: str
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher of two ranks; killed at the end, if it still runs."""
     root = HERE.parent.parent
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "launcher.py"), kind, str(folder), str(restarts)],
+        [sys.executable, str(HERE / "launcher.py"), kind, str(folder), str(restarts), *untold],
         env={**os.environ, "PYTHONPATH": f"{root}:{HERE}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -97,6 +99,14 @@ def test_all_well(tmp_path: Path) -> None:
 
 def test_the_first_that_failed_is_named(tmp_path: Path) -> None:
     with launcher("second", tmp_path) as process:
+        found = answer(process, 60)
+    pid = int(ranks(tmp_path)[1][0])
+    assert (found["code"], found["first"]) == (3, [1, pid, 3])
+
+
+def test_the_first_that_failed_by_the_kernels_word_alone(tmp_path: Path) -> None:
+    """As where torch's agent no longer has the method by which it tells of failures."""
+    with launcher("second", tmp_path, 0, "untold") as process:
         found = answer(process, 60)
     pid = int(ranks(tmp_path)[1][0])
     assert (found["code"], found["first"]) == (3, [1, pid, 3])
