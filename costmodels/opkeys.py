@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from fractions import Fraction
 
+from fxpart.bounded import from_json
 from fxpart.costs import OpSpec, TensorSpec
 
 # Where the op runs is said by the profile's setting, not by its key.
@@ -53,7 +54,7 @@ def is_form(spec: OpSpec) -> bool:
 
 def parse_key(key: str) -> OpSpec:
     """The op that a key describes; ValueError, TypeError or KeyError where it is none."""
-    name, inputs, outputs, attributes, gradients = json.loads(key)
+    name, inputs, outputs, attributes, gradients = from_json(key)
     return OpSpec(
         name=str(name),
         inputs=tuple(map(_read, inputs)),

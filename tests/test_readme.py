@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import sys
@@ -98,6 +99,28 @@ def test_tables_are_the_results(name: str, benchmark: Any) -> None:
     written = readme.blocks(README)[name]
     assert written.strip() == readme.TABLES[name]().strip()
     assert written.count("\n|") > 5
+
+
+def test_a_row_for_each_result_about_surviving_that_there_is(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, page = benchmark("record"), benchmark("readme_surviving")
+    reader = {"files": 1000, "slowest_seconds": 0.1, "process_peak_bytes": 40_000_000}
+    larger = {"files": 200, "slowest_seconds": 0.25, "process_peak_bytes": 280_000_000}
+    figures = {
+        "fuzz": {"readers": {"plan": reader, "ring": larger}, "failed": []},
+        "saving_killed": {"newest_loaded": 100, "kills": 100, "killed_within_a_save": 60},
+    }
+    for module in (page, sys.modules["record"], record):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert page.surviving().count("\n|") == 1  # the heading alone
+    options = argparse.Namespace(date="2026-01-01", dry=False)
+    for made, (name, found) in enumerate(figures.items(), 2):
+        sys.modules["record"].write(name, found, options)
+        assert page.surviving().count("\n|") == made
+    assert "1,200 files; readers that failed: none; the slowest file 0.25 s" in page.surviving()
+    assert "2 readers" in page.surviving() and "280 MB" in page.surviving()
+    assert "100 of 100 times the newest checkpoint is whole" in page.surviving()
 
 
 def test_the_table_of_choices_is_the_result(benchmark: Any) -> None:

@@ -37,7 +37,9 @@ _LARGEST_FILE = 1 << 40  # of constants, too
 
 
 # What files raise whose digests are right and whose content is not.
-_UNFIT = (KeyError, msgspec.MsgspecError, SafetensorError, UnicodeDecodeError, RecursionError)
+# Tensors: torch and safetensors have several for a header that fits no bytes.
+_UNFIT = (KeyError, msgspec.MsgspecError, SafetensorError, ValueError, TypeError, ArithmeticError,
+          RuntimeError)  # fmt: skip
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

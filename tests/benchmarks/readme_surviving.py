@@ -92,10 +92,14 @@ def _events(figures: Mapping[str, Any]) -> Row:
 
 def _fuzz(figures: Mapping[str, Any]) -> Row:
     rows = figures["readers"].values()
-    files = sum(row["files"] for row in rows)
+    files, failed = sum(row["files"] for row in rows), figures["failed"]
+    slowest = max(row["slowest_seconds"] for row in rows)
+    most = max(row["process_peak_bytes"] for row in rows)
     return (
-        f"changed files of {len(rows)} kinds: plans, clusters, manifests, rings, profiles",
-        f"{files:,} files, {len(figures['failed']) or 'no'} tracebacks",
+        "files changed by accident and on purpose: plans, clusters, schedules, others' tables,"
+        f" profiles, checkpoints, rings; {len(rows)} readers",
+        f"{files:,} files; readers that failed: {', '.join(failed) or 'none'}; the slowest file"
+        f" {slowest:.2f} s, the largest process {most / 1e6:.0f} MB",
     )
 
 

@@ -106,6 +106,15 @@ def programs(name: str) -> Callable[[], list[Sample]]:
     )
 
 
+def constants() -> list[Sample]:
+    """Tensors that go with a program, which fill their file."""
+
+    def sealed(header: bytes) -> bytes:
+        return struct.pack("<Q", len(header)) + header + bytes(26)
+
+    return [Sample(HEADER, "json", sealed), *plain("binary", sealed(HEADER))]
+
+
 @cache
 def reproducer() -> dict[str, bytes]:
     """The files that a failing pass leaves."""

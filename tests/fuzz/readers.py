@@ -6,7 +6,7 @@ what a verb would do with them: read, check, and where that is cheap show.
 
 from __future__ import annotations
 
-from fuzz import inputs, programs, runs
+from fuzz import deeper, inputs, programs, runs
 from fuzz.reading import Reader, in_file
 
 READERS: dict[str, Reader] = {
@@ -43,6 +43,7 @@ READERS: dict[str, Reader] = {
         ("schedule.files.contents",),
     ),
     "recording": Reader(inputs.read_recording, inputs.recordings, ("report.measured.load",)),
+    "recording-compared": Reader(deeper.read_compared, inputs.recordings, (), 0.05),
     "partition-problem": Reader(
         inputs.read_problem("partition"), inputs.problems("partition"), ("solver.archive.read",)
     ),
@@ -68,6 +69,8 @@ READERS: dict[str, Reader] = {
     "profile": Reader(
         in_file("some.profile", inputs.read_profile), inputs.profiles, ("profile.Profile.__init__",)
     ),
+    "profile-rows": Reader(deeper.read_row, deeper.rows, (), 0.2),
+    "paddle-mapping": Reader(deeper.read_mapping, deeper.mappings, ("cli.cluster._text",)),
     "weights": Reader(
         in_file("some.safetensors", programs.read_weights),
         programs.weights,
@@ -88,6 +91,9 @@ READERS: dict[str, Reader] = {
         programs.read_program("manifest.json"),
         programs.programs("manifest.json"),
         ("codegen.export._verified",),
+    ),
+    "program-constants": Reader(
+        programs.read_program("constants.safetensors"), programs.constants, (), 0.2
     ),
     "reproducer": Reader(
         programs.read_reproducer("graph.json"),
@@ -135,6 +141,22 @@ READERS: dict[str, Reader] = {
         ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.text.read_text"),
         0.2,
     ),
+    "hf-offsets": Reader(
+        runs.beside(
+            "model-00001-of-00001.safetensors",
+            lambda: runs.converted("dcp"),
+            runs.read_foreign("dcp"),
+        ),
+        deeper.in_header(lambda: runs.converted("dcp"), "model-00001-of-00001.safetensors"),
+        (),
+        0.2,
+    ),
+    "whole": Reader(
+        in_file("whole.safetensors", deeper.read_whole),
+        deeper.in_header(lambda: runs.converted("whole"), "as-whole.safetensors"),
+        (),
+        0.2,
+    ),
     "hf-rest": Reader(
         runs.beside("fxpart.json", lambda: runs.converted("dcp"), runs.read_foreign("dcp")),
         runs.of(lambda: runs.converted("dcp"), "fxpart.json", "json"),
@@ -172,6 +194,7 @@ READERS: dict[str, Reader] = {
         runs.failures,
         ("events.failures.read_failure",),
     ),
+    "end": Reader(deeper.read_end, deeper.ends, (), 0.2),
     "ledger": Reader(
         in_file("steps.jsonl", runs.read_ledger), runs.ledgers, ("runtime.run.lines.read_lines",)
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,15 @@ from pages import Page
 
 from fuzz.hostile import words
 from fuzz.readers import READERS
+from fxpart.errors import FxpartError
 from fxpart.plan import Plan
 from fxpart.report.html import report_html
 
+# Readers that the tests give bytes, or a database or a locked file of their own making.
+IN_MEMORY = {
+    "plan", "cluster-json", "cluster-toml", "recording", "recording-compared", "launcher",
+    "partition-problem", "placement-problem", "joint-problem", "instance", "profile-rows",
+}  # fmt: skip
 CHILD = Path(__file__).parent / "hostile.py"
 
 
@@ -66,6 +73,46 @@ print(sorted({line.split()[0] for line in watch.seen}))
     assert {"os.system", "pickle.find_class", "compile", "exec", "open"} <= set(
         ast.literal_eval(done.stdout)
     )
+
+
+MARK = b"the file that is none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_and_a_device_in_place_of_the_file(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody writes into the pipe, and the device never ends."""
+    reader, write, placed = READERS[name], Path.write_bytes, list[Path]()
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        path.unlink(missing_ok=True)
+        if data != MARK:
+            return write(path, data)
+        placed.append(path)
+        if len(placed) == 1:
+            os.mkfifo(path)
+        else:
+            os.symlink("/dev/zero", path)
+        return len(data)
+
+    for sample in reader.samples():  # loads what is only loaded when it is needed
+        reader.read(sample.seal(sample.data) if sample.seal else sample.data)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    signal.alarm(20)
+    try:
+        for _ in range(2):
+            if reader.lenient:
+                reader.read(MARK)
+            else:
+                with pytest.raises(FxpartError):
+                    reader.read(MARK)
+    finally:
+        signal.alarm(0)
+        for path in placed:
+            path.unlink(missing_ok=True)
+    assert len(placed) >= 2 or name in IN_MEMORY
 
 
 def strings(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:

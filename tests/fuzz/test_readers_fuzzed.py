@@ -52,8 +52,9 @@ def opened(path: Path) -> Iterator[str]:
 def _opens(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     owner, _, last = name.rpartition(".")
-    if name not in OPENING and (last not in OPENING or owner[:1].isupper()):
-        return False  # Checkpoint.open is our own
+    ours = owner[:1].isupper() and not owner.startswith("Path(")  # Checkpoint.open is our own
+    if name not in OPENING and (last not in OPENING or ours):
+        return False
     words = ast.unparse(ast.Tuple([*call.args, *(k.value for k in call.keywords)], ast.Load()))
     writing = ("'w", "'a'", "'ab'", "'x", "O_WRONLY", "O_CREAT", "O_DIRECTORY", "os.devnull")
     return not any(mode in words for mode in writing)

@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from fuzz import inputs, programs
+from fuzz.driving import LONGEST, bounded
 from fuzz.readers import READERS
 from fxpart import cli
 from fxpart.bounded import toml
+from fxpart.cluster import Cluster
+from fxpart.cluster_io.files import to_json
 from fxpart.errors import FxpartError
+from fxpart.plan import Plan
 from fxpart.profile import Profile
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.archive import from_json, to_json
+from fxpart.solver.joint.archive import from_json
+from fxpart.solver.joint.archive import to_json as problem_to_json
 
 
 def refused(read: Callable[[bytes], object], data: bytes) -> str:
@@ -30,7 +35,7 @@ def refused(read: Callable[[bytes], object], data: bytes) -> str:
 def test_a_joint_problem_without_a_workspace() -> None:
     import joint_problems
 
-    document = json.loads(to_json(joint_problems.rich_problem(0)))
+    document = json.loads(problem_to_json(joint_problems.rich_problem(0)))
     document["works"][0]["workspace"] = []
     assert refused(from_json, json.dumps(document).encode()) == "FXP206"
 
@@ -156,6 +161,97 @@ def test_a_program_whose_lane_is_none() -> None:
         assert refused(READERS["program-lane"].read, data) == "FXP505"
 
 
+HUGE = int("9" * 400)  # beyond a float
+
+
+@pytest.mark.parametrize("number", [HUGE, -HUGE, 1 << 63])
+def test_a_plan_with_a_number_beyond_a_float(number: int) -> None:
+    """What came after the check of numbers computed with it."""
+    plan = json.loads(READERS["plan"].samples()[0].data)
+    named = 0
+    for key, value in plan.items():
+        if type(value) is int and key != "version":
+            changed = json.dumps({**plan, key: number}).encode()
+            with pytest.raises(FxpartError) as caught:
+                READERS["plan"].read(changed)
+            assert [p.where for p in caught.value.problems] == [key]
+            named += 1
+    assert named >= 3
+
+
+def test_a_plan_that_names_ranks_without_end() -> None:
+    """Each of its texts stands for no more than a plan can have; together they filled memory."""
+    plan = json.loads(READERS["plan"].samples()[0].data)
+    plan["stages"] = [{**plan["stages"][0], "ranks": "0-1048570"}] * 1000
+    with bounded():
+        assert refused(READERS["plan"].read, json.dumps(plan).encode()) == "FXP303"
+
+
+def test_a_cluster_with_counts_beyond_a_float() -> None:
+    """Cores, threads and ranks were not bounded, and are divided by."""
+    cluster = json.loads(to_json(Cluster.parse("2x2xh100")))
+    cluster["hosts"] = [{"name": d["host"], "cores": HUGE} for d in cluster["devices"][::2]]
+    given = json.dumps(cluster).encode()
+    assert refused(READERS["cluster-json"].read, given) == "FXP401"
+    cluster["hosts"][0]["cores"] = cluster["hosts"][1]["cores"] = cluster["devices"][0][
+        "threads"
+    ] = 1 << 60
+    with pytest.raises(FxpartError) as caught:
+        READERS["cluster-json"].read(json.dumps(cluster).encode())
+    assert [problem.code for problem in caught.value.problems] == ["FXP402"] * 3
+
+
+def test_a_cluster_of_thousands_of_faults_is_refused_in_few_words() -> None:
+    cluster = json.loads(to_json(Cluster.parse("local:2")))
+    cluster["hosts"] = [{"name": "local", "slowdown": [0] * 16_000}]
+    with pytest.raises(FxpartError) as caught:
+        READERS["cluster-json"].read(json.dumps(cluster).encode())
+    assert len(caught.value.problems) == 256 and len(str(caught.value)) < LONGEST
+    assert caught.value.problems[-1].why == "there are 15745 more problems, which are not listed"
+
+
+NCCL = """# Rank 0 Group 0 Pid 1 on a device 0 [0x1] NVIDIA A100
+# Rank 1 Group 0 Pid 2 on a device 1 [0x2] NVIDIA A100
+size count time
+{} 1 4 1
+"""
+
+
+@pytest.mark.parametrize("size", ["1e308", "9" * 400, "1e19", "1.5", "nan", "-1"])
+def test_nccl_tests_of_sizes_that_cannot_be(size: str) -> None:
+    for name in ("nccl", "recognised"):
+        assert refused(READERS[name].read, NCCL.replace("{}", size).encode()) == "FXP407"
+
+
+def test_nccl_tests_of_more_ranks_than_can_be() -> None:
+    devices = [{"hostname": f"h{n}", "device": 0, "device_info": "A100"} for n in range(10_000)]
+    text = {"config": {"devices": devices, "nthreads": 10_000}, "results": [{"size": 1}]}
+    with bounded():
+        assert refused(READERS["nccl"].read, json.dumps(text).encode()) == "FXP407"
+
+
+def test_slurm_cores_of_more_nodes_than_can_be() -> None:
+    """Each part stood for 16384 nodes, however many there were already."""
+    text = "SLURM_JOB_NODELIST=n[1-2]\nSLURM_GPUS_ON_NODE=1\nSLURM_JOB_CPUS_PER_NODE="
+    with bounded():
+        READERS["slurm"].read((text + ",".join(["1(x16384)"] * 9_000)).encode())
+
+
+def test_ops_of_a_profile_with_sizes_beyond_a_float() -> None:
+    """And with sizes that are nested deep."""
+    for sizes in (HUGE, "[" * 90_000):
+        key = f'["aten.relu.default",[["float32",[{sizes},3]]],[["float32",[2,3]]],[],[0]]'
+        READERS["profile-rows"].read(f"ops.key\0\0{key} forward".encode())
+
+
+def test_a_path_that_is_no_text() -> None:
+    """What is said of it can be printed, and sent as JSON."""
+    with pytest.raises(FxpartError) as caught:
+        Plan.load(os.fsdecode(b"/none/\xff.json"))
+    assert "/none/\\udcff.json" in str(caught.value)
+    assert cli.run(["explain", os.fsdecode(b"/none/\xff.json"), "--json"]) == 2
+
+
 def test_weights_whose_header_is_nested_deep_or_endless() -> None:
     read = READERS["weights"].read
     wrong = (b"[" * 100_000, b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}')
@@ -170,6 +266,15 @@ def test_weights_whose_header_is_nested_deep_or_endless() -> None:
         ["explain", "{}.json"],
         ["cluster", "show", "{}.json"],
         ["schedule", "validate", "{}.json"],
+        ["cluster", "import", "{}.json"],
+        ["cluster", "import", "{}.json", "--format", "topo"],
+        ["profile", "--show", "{}.json"],
+        ["ckpt", "convert", "{}.json", "to", "--to", "hf"],
+        ["ckpt", "verify", "{}.json"],
+        ["postmortem", "{}.json"],
+        ["whatif", "{}.json"],
+        ["diff", "{}.json", "{}.json"],
+        ["validate", "{}.json"],
         ["solve", "{}.json"],
         ["report", "{}.json", "--trace", "{}.json"],
     ],

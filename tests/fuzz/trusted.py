@@ -4,11 +4,15 @@ By module, or function below it. Everything else that opens a file has a line in
 """
 
 TRUSTED = {
-    "bounded.read_bytes": "reads for its callers, which are the readers",
+    "bounded": "reads for its callers, which are the readers",
     "checkpoint.files": "reads for the modules beside it",
     "cli.explain._page": "a page of the package",
+    "cli.supervised._digest": "only its digest is taken",
+    "cluster_io.detect": "the kernel's",
     "cluster_io.presets._all": "a data file of the package",
+    "launching.proc": "the kernel's",
     "measuring": "files of its own child processes, in a temporary folder",
+    "profile.chip": "the kernel's",
     "runtime.callbacks.JsonLines._open": "writes",
     "runtime.checkpoint.copies": "a run's own, in memory that only its user may look into",
     "runtime.checkpoint.couriers.send": "the same",
