@@ -26,6 +26,10 @@ OpClass = Literal[
     "other",
 ]
 CLASSES: tuple[OpClass, ...] = get_args(OpClass)
+# Beside the classes: what a call takes longer within a stage than alone, however little it computes
+# (autograd's records, the interpreter). Counted as CALL seconds before calibration.
+CALLS = "calls"
+CALL = 3e-6
 
 _NAMES: dict[OpClass, str] = {
     "normalisation": """batch_norm layer_norm group_norm instance_norm rms_norm native_batch_norm

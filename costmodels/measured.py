@@ -1,8 +1,8 @@
 """Costs from a profile: what was measured on the devices at hand, and by formula what was not.
 
-Seconds of an op are those measured alone x the calibration's factor of its class and direction x
-how much longer computations take while all ranks of the device's host compute. All of them come
-from the profile; nothing is known beside it.
+Seconds of an op are those measured alone x the calibration's factor of its class and direction,
+and what any call takes more within a stage, all x how much longer computations take while all ranks
+of the device's host compute. All of them come from the profile; nothing is known beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxpart.profile import (
 from fxpart.schedule.crowd import factor
 
 from .alphabeta import machines
-from .classes import op_class
+from .classes import CALL, CALLS, op_class
 from .estimates import Estimates
 from .opkeys import op_key
 
@@ -148,6 +148,13 @@ class Measured:
         tables = (m.rehearsals for m in self.measurements.values())
         return next((table[key] for table in tables if key in table), None)
 
+    def rehearsed(self, model: str) -> tuple[Rehearsal, ...]:
+        """All plans of the model with this fingerprint that were run, as :meth:`rehearsal` is."""
+        if any(device.host != HERE for device in self._devices()):
+            return ()
+        tables = (m.rehearsals for m in self.measurements.values())
+        return tuple(one for table in tables for one in table.values() if one.model == model)
+
     @property
     def origin(self) -> str:
         """Where the numbers come from, in words, for plans."""
@@ -166,7 +173,9 @@ class Measured:
             return Cost(0.0, source=SOURCE)
         setting = self.setting_of(device)
         direction = "backward" if backward else "forward"
-        calibrated = self.calibration_of(setting).factors.get(f"{op_class(op)} {direction}", 1.0)
+        factors = self.calibration_of(setting).factors
+        calibrated = factors.get(f"{op_class(op)} {direction}", 1.0)
+        call = CALL * factors.get(f"{CALLS} {direction}", 0.0)
         timing = self.measurements[setting].ops.get(f"{op_key(op)} {direction}")
         if timing is not None:
             alone, source = timing.seconds, SOURCE
@@ -177,9 +186,10 @@ class Measured:
                 rate = estimates.rate(op, backward, self.base, device)
                 # The formula's rates are those of a device while all ranks compute.
                 times = calibrated if rate is None else calibrated * rate * self.full(device)
-                return replace(formula, seconds=formula.seconds * times)
+                return replace(formula, seconds=formula.seconds * times + call * self.full(device))
             alone, source = found
-        return replace(formula, seconds=alone * calibrated * self.full(device), source=source)
+        seconds = (alone * calibrated + call) * self.full(device)
+        return replace(formula, seconds=seconds, source=source)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
         """As the base, by what the cluster knows of its links, and what it takes to meet."""

@@ -25,6 +25,7 @@ from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.requests import CUTS
+from fxpart.reranking import Stages
 from fxpart.seating import Seats, order_of, seat
 from fxpart.solver.joint.choices import Translation
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
@@ -314,7 +315,7 @@ def best_of_all(
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
         raise FxpartError(explain_joint_infeasible(wished, wider=problem, wishes=wishes))
-    placement = seat(request.cluster, wished, solution.choice)
+    placement, costs = seat(request.cluster, wished, solution.choice), request.cost_model
     optimizer = choose(request.optimizer)
     elements = [0] * len(problem.blocks)
     for weight in weights(graph.graph, captured, trained_names(captured), optimizer):
@@ -331,4 +332,5 @@ def best_of_all(
         constraints=request.constraints,
         placed=None if placement is None else placement.ranks,
         parameters=elements,
+        crowding=costs.crowding if isinstance(costs, Stages) else None,
     )

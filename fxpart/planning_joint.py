@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fxpart.cluster import Cluster
 from fxpart.errors import error
 from fxpart.plan import Certificate, Plan, PlanModel, Stage, Tie
 from fxpart.plan_io.precision import precision_of, transfer_dtype_of
-from fxpart.planned.hosts import hosts_of
+from fxpart.planned.hosts import Measured, hosts_of
 from fxpart.planned.predicted import edges, predict
 from fxpart.planned.rejected import Comparison
 from fxpart.planned.streamed import as_weights
@@ -32,11 +32,13 @@ def make_joint_plan(
     constraints: Mapping[str, int | float | str | bool],
     placed: Sequence[Sequence[int]] | None = None,
     parameters: Sequence[int] = (),
+    crowding: Callable[[str], Measured] | None = None,
 ) -> Plan:
     """The plan for ``solution.choice``.
 
     placed: of each stage the devices of its lanes, as indices into the cluster's; None takes each
-    stage's next devices of its pool. parameters: elements by block, where they are known.
+    stage's next devices of its pool. parameters: elements by block, where they are known. crowding:
+    as for :func:`fxpart.planned.hosts.hosts_of`.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -65,7 +67,7 @@ def make_joint_plan(
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=seed,
-        prediction=predict(choice, found, lanes, pairs, hosts_of(cluster, used)),
+        prediction=predict(choice, found, lanes, pairs, hosts_of(cluster, used, crowding)),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, found, provenance),
         alternatives=comparison.candidates(solution),

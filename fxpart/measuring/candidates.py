@@ -42,14 +42,51 @@ def sizes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[int]:
     return list(dict.fromkeys([*found, every[0], every[-1]]))[:SIZES]
 
 
-def with_wholes(choices: Sequence[Choice]) -> list[Choice]:
-    """The best choice, the whole model as one stage at its size, then the others."""
+def with_wholes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[Choice]:
+    """The best choice, the whole model as one stage at its size and at another, then the others.
+
+    What a call takes whatever it computes shows in stages of unlike sizes alone. The other size is
+    the one that is furthest from the best choice's, by their ratio.
+    """
     best = choices[0]
-    whole = Choice(variant=best.variant, schedule=best.schedule, starts=(0,))
+    rows = [variant.microbatch_size for variant in problem.variants]
+    apart = [max(r / rows[best.variant], rows[best.variant] / r) for r in rows]
+    wholes = [
+        Choice(variant=variant, schedule=best.schedule, starts=(0,))
+        for variant in (best.variant, apart.index(max(apart)))
+    ]
     kept: dict[tuple[int, tuple[int, ...]], Choice] = {}
-    for choice in (best, whole, *choices[1:]):
+    for choice in (best, *wholes, *choices[1:]):
         kept.setdefault((choice.variant, choice.starts), choice)
     return list(kept.values())
+
+
+def short_enough(problem: PartitionProblem, variant: int, seconds: float) -> Choice:
+    """The whole model where a microbatch of it takes at most so long, forward and backward.
+
+    Else with fewer rows than the variant's; else the part of it in front that takes so long, as the
+    first of two stages. The least there is, where nothing is so short.
+    """
+    rows = problem.variants[variant].microbatch_size
+    few = [v for v, one in enumerate(problem.variants) if one.microbatch_size <= rows]
+    few.sort(key=lambda v: -problem.variants[v].microbatch_size)
+    for v in few:
+        if sum(_by_block(problem, v)) <= seconds:
+            return Choice(variant=v, schedule="1f1b", starts=(0,))
+    ends = [
+        end
+        for end in range(1, len(problem.blocks))
+        if problem.max_stages > 1 and end - 1 not in problem.no_cut_after
+    ]
+    times = _by_block(problem, few[-1])
+    fitting = [end for end in ends if sum(times[:end]) <= seconds] or ends[:1]
+    return Choice(variant=few[-1], schedule="1f1b", starts=(0, *fitting[-1:]))
+
+
+def _by_block(problem: PartitionProblem, variant: int) -> list[float]:
+    """Seconds of a microbatch by block, on the first type of device."""
+    one = problem.variants[variant]
+    return [a + b for a, b in zip(one.forward[0], one.backward[0], strict=True)]
 
 
 def in_words(problem: PartitionProblem, choice: Choice) -> str:

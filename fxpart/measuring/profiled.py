@@ -37,8 +37,8 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float = 0.0
     left_out: tuple[str, ...] = ()
 
-    def settled(self) -> Settled:
-        """What the next run is told, where nothing was left out."""
+    def settled(self, budget: float) -> Settled:
+        """What the next run is told that has as many seconds, or fewer."""
         return Settled(
             ops=self.ops + self.known_ops,
             stages=self.stages + self.known_stages,
@@ -47,4 +47,6 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
             step_seconds=self.step_seconds,
             median_error=self.median_error,
             worst_error=self.worst_error,
+            budget=budget,
+            left_out=self.left_out,
         )

@@ -21,7 +21,14 @@ from fxpart.cluster import Cluster
 from fxpart.front import Asked, Front, make_front
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
-from fxpart.measuring.candidates import alone, in_words, sizes, unfitted, with_wholes
+from fxpart.measuring.candidates import (
+    alone,
+    in_words,
+    short_enough,
+    sizes,
+    unfitted,
+    with_wholes,
+)
 from fxpart.measuring.contest import Asking, Rehearsed, rehearse, words
 from fxpart.measuring.group import likes
 from fxpart.measuring.ops import Counts, measure
@@ -30,7 +37,7 @@ from fxpart.measuring.replicas import replica
 from fxpart.measuring.run import Progress, Run
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import on_device, setting
-from fxpart.measuring.stages import microbatch, time_stages
+from fxpart.measuring.stages import LEAST, microbatch, time_stages
 from fxpart.optimizers import choose
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
@@ -43,13 +50,15 @@ from fxpart.profile import (
     StageTiming,
 )
 from fxpart.solver.objective import evaluate
-from fxpart.solver.problem import Choice
+from fxpart.solver.problem import Choice, PartitionProblem
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.target import Workload
 
-_PLANS = 4  # plans of which the stages are measured whole
+_PLANS = 5  # plans of which the stages are measured whole
+_STRETCH = 1.0  # seconds at most in which so many ranks compute together
+_CROWDING = 0.3  # of what is left of the budget, about
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 
 
@@ -127,9 +136,11 @@ class _Session(Run):
     """One run; each phase stops when its share of the budget is used."""
 
     def run(self) -> Profiled:
-        """All phases, or none where nothing was left to measure the last time."""
+        """All phases, or none where nothing was left to measure the last time, or is now."""
         kept = self.profile.get("settled", self.setting, Settled).get(self.asked)
-        return self._measured() if kept is None else self._told(**kept.told())
+        if kept is None or (kept.left_out and self.budget > kept.budget):
+            return self._measured()
+        return self._told(**kept.told())
 
     def _measured(self) -> Profiled:
         """All phases."""
@@ -160,8 +171,8 @@ class _Session(Run):
             step_seconds=seconds,
             left_out=tuple(left_out),
         )
-        if not left_out:
-            self.profile.put("settled", self.setting, {self.asked: found.settled()}, self.date)
+        settled = {self.asked: found.settled(self.budget)}
+        self.profile.put("settled", self.setting, settled, self.date)
         return found
 
     def _told(self, **found: Any) -> Profiled:
@@ -218,7 +229,8 @@ class _Session(Run):
         parts = StageParts(
             self.graph, self.captured, alone(model), self.first, self.front.request.optimizer
         )
-        works = [self.work(problem, choice) for choice in with_wholes(choices)[:_PLANS]]
+        wanted = [c for c in with_wholes(problem, choices)[:_PLANS] if self._fits(problem, c)]
+        works = [self.work(problem, choice) for choice in wanted or choices[:1]]
         fresh: dict[str, StageTiming] = {}
         found = 0
         for number, work in enumerate(works):
@@ -244,6 +256,12 @@ class _Session(Run):
         self.progress("stages", len(works), len(works))
         return len(fresh) // 2, found
 
+    def _fits(self, problem: PartitionProblem, choice: Choice) -> bool:
+        """Whether the least that is done to time a plan's stages takes half of what is left."""
+        variant = problem.variants[choice.variant]
+        once = sum(variant.forward[0]) + sum(variant.backward[0])
+        return LEAST * once < self.left(self.shares[1]) / 2
+
     def _calibration(self, fresh: int) -> Calibration | None:
         """Factors of the model's own stages; those that are kept, where nothing was measured."""
         key = self.front.info.fingerprint
@@ -263,7 +281,7 @@ class _Session(Run):
         return made
 
     def _crowding(self, left_out: list[str]) -> Crowding | None:
-        """How the ranks of this host slow each other down on the whole model."""
+        """How ranks of this host slow each other down, on as much of the model as there is time."""
         key, cluster = self.front.info.fingerprint, self.front.request.cluster
         ranks = sum(device.host == self.first.host for device in cluster.devices)
         wanted = min(crowds.MOST, ranks)
@@ -276,7 +294,8 @@ class _Session(Run):
             return kept
         self.progress("crowding", 0, 1)
         problem, choices = self.choices(self.model())
-        work = self.work(problem, Choice(variant=choices[0].variant, schedule="1f1b", starts=(0,)))
+        each = _CROWDING * left / crowds.ROUNDS
+        work = self.work(problem, short_enough(problem, choices[0].variant, each))
         values, _, _ = microbatch(self.captured, work.stages.spec, work.stages.microbatches)
         made = crowds.crowding(
             work.stages.spec,
@@ -284,7 +303,7 @@ class _Session(Run):
             self.captured.state,
             values,
             ranks,
-            seconds=min(2.0, max(0.2, left / (3 * wanted))),
+            seconds=min(_STRETCH, max(0.2, left / (3 * wanted))),
             timeout=max(60.0, 10 * self.budget),
         )
         self.profile.put("crowding", self.setting, {key: made}, self.date)

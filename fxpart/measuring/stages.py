@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Values = dict[str, torch.Tensor]
 _WARM = 1  # steps that are not counted
 _LEAST, _MOST = 3, 15  # steps that are
+LEAST = 2 * (_WARM + _LEAST)  # microbatches that a stage runs at least
 
 
 @dataclass(frozen=True)

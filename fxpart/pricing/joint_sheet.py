@@ -15,6 +15,7 @@ from fxpart.pricing.joint_kinds import Kinds, Storage
 from fxpart.pricing.joint_ops import OpPrices, Row
 from fxpart.pricing.joint_recompute import Again
 from fxpart.pricing.memory import Scope, Workspace
+from fxpart.pricing.own import Own
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
 
@@ -189,8 +190,8 @@ class Sheet:
         """
         ahead, back = self.prices.seconds(self._numbers, sizes, device)
         forward, backward = self._by_kind(ahead), self._by_kind(back)
-        if accumulate:
-            backward = backward + 3 * self._gradients / device.bandwidth
+        own = Own.of(self.prices.model, device)
+        backward = backward + self._gradients * own.gradient(accumulate)
         selective = np.array([sum(float(ahead[n]) for n in row) for row in self._remade])
         none = np.zeros(self._count)
         return Seconds(

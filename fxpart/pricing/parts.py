@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.costmodels.classes import op_class
+from fxpart.costmodels.classes import CALL, CALLS, op_class
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY
 from fxpart.pipeline.collective import is_collective
@@ -79,7 +79,10 @@ class StageParts:
             for op in self._ops:
                 spec = sizes.op(op.spec)
                 for direction, back in (("forward", False), ("backward", True)):
+                    if back and not spec.gradients:
+                        continue
                     cost = self._model.op(spec, self._device, back)
                     table[op.block][f"{op.kind} {direction}"] += cost.seconds
+                    table[op.block][f"{CALLS} {direction}"] += CALL
             self._tables[rows] = [dict(row) for row in table]
         return self._tables[rows]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BUCKET = 25 << 20  # bytes of gradients that are summed at once
 # Bytes read and written for each byte that is packed into a bucket, and for each unpacked.
 _PACKED = {
-    ("partial", "replicate"): 4,  # in and out again
+    ("partial", "replicate"): 2,  # in; the sums stay where they are, and are used there
     ("partial", "shard(0)"): 2,  # in; a piece of the bucket is what is wanted
     ("shard(0)", "replicate"): 2,  # out; what goes in is a lane's part
 }

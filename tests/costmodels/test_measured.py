@@ -222,6 +222,21 @@ def test_seconds_are_alone_times_factor_times_crowd() -> None:
     assert model.op(replace(linear(8), gradients=0, gradient_inputs=()), device, True).seconds == 0
 
 
+def test_any_call_takes_something_more_within_a_stage() -> None:
+    """So many times 3 us a call, also where nothing of the op was measured; backward by itself."""
+    factors = {"matmul forward": 1.25, "calls forward": 2.0, "calls backward": 0.5}
+    both = {ahead(linear(8)): 1e-3, f"{op_key(linear(8))} backward": 3e-3}
+    model = measured(both, calibrations={"": Calibration(factors=factors)})
+    device = cluster().devices[0]
+    assert model.op(linear(8), device, False).seconds == pytest.approx(1.5 * (1.25e-3 + 6e-6))
+    assert model.op(linear(8), device, True).seconds == pytest.approx(1.5 * (3e-3 + 1.5e-6))
+    other = replace(linear(8, 33), name="aten.mm.default")
+    nothing = measured({}, calibrations={"": Calibration(factors={"calls forward": 1.0})})
+    formula = Roofline().op(other, device, False).seconds
+    assert nothing.op(other, device, False).seconds == pytest.approx(formula + 1.5 * 3e-6)
+    assert model.op(replace(linear(8), gradients=0, gradient_inputs=()), device, True).seconds == 0
+
+
 def test_unknown_ops_are_priced_by_formula_as_their_class_was_measured() -> None:
     device = cluster().devices[0]
     formula = Roofline()

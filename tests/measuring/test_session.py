@@ -78,10 +78,15 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
-    found = profile(workload(), cluster, tmp_path / "model.profile", budget=1e-3)
+    path = tmp_path / "model.profile"
+    found = profile(workload(), cluster, path, budget=1e-3)
     assert found.ops > 0 and found.stages == 0 and found.crowding is None
     assert any("ops" in words for words in found.left_out)
     assert any("slow each other down" in words for words in found.left_out)
+    again = profile(workload(), cluster, path, budget=1e-3)
+    assert (again.ops, again.known_ops, again.left_out) == (0, found.ops, found.left_out)
+    more = profile(workload(), cluster, path, budget=4.0)
+    assert more.known_ops >= found.ops and more.ops + more.stages > 0
 
 
 @pytest.mark.slow
