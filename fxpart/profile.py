@@ -141,10 +141,11 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """That a model has been profiled whole: nothing was left out, and nothing is left to measure.
+    """That a model has been profiled: nothing is left to measure, or nothing for want of time.
 
     ops, stages, rehearsals: how many of its own there are. plan: the best, in words; step_seconds:
-    of it. median_error, worst_error: of stages predicted from ops.
+    of it. median_error, worst_error: of stages predicted from ops. left_out: what there was no time
+    for in a ``budget`` of so many seconds.
     """
 
     ops: int
@@ -154,11 +155,13 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     median_error: float
     worst_error: float
+    budget: float = 0.0
+    left_out: tuple[str, ...] = ()
 
     def told(self) -> dict[str, object]:
         """As a run that finds all of it says it."""
         counts = {f"known_{name}": getattr(self, name) for name in ("ops", "stages", "rehearsals")}
-        rest = ("plan", "step_seconds", "median_error", "worst_error")
+        rest = ("plan", "step_seconds", "median_error", "worst_error", "left_out")
         return {**counts, **{name: getattr(self, name) for name in rest}}
 
 
