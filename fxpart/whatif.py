@@ -99,7 +99,8 @@ def _counts(problem: JointProblem, plan: Plan, change: Change) -> list[int]:
 def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
     """The plan's decisions as a choice of the problem; FXP303 where it is not among them.
 
-    FXP109 for a schedule that has no closed form, which the problem could be solved by.
+    FXP109 for a schedule that has no closed form, which the problem could be solved by, and for
+    copies of stages, which the problem does not know.
     """
     schedule = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
     if schedule is None:
@@ -108,6 +109,13 @@ def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
             where=f"a plan of schedule {plan.schedule}",
             why="what would change is answered by closed forms, and it has none",
             fix="plan with schedule=1f1b, gpipe, interleaved or zb-h1",
+        )
+    if plan.replicas:
+        raise error(
+            "FXP109",
+            where="a plan whose stages have copies",
+            why="what would change is answered by the problem of equal stages, and they are not",
+            fix="plan for the other cluster; or with --constraint copies=none, then ask again",
         )
     options = []
     for stage in plan.stages:

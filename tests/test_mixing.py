@@ -12,6 +12,8 @@ from torch import nn
 import fxpart
 from fxpart.cluster import Cluster
 from fxpart.plan import Plan
+from fxpart.report.explain import explain
+from fxpart.whatif import choice_of
 
 
 class Recommender(nn.Module):
@@ -77,6 +79,20 @@ def test_slow_ones_with_memory_feed_a_fast_one() -> None:
     assert plan.certificate.status == "optimal"
     alone = plan.provenance["kinds"]
     assert "equal stages: " in alone and "3 cpu only: " in alone
+
+
+def test_what_if_says_why_it_cannot_tell() -> None:
+    made = fed()
+    with pytest.raises(fxpart.FxpartError, match="stages have copies"):
+        choice_of(made.costed(), made.plan)
+
+
+def test_explain_shows_who_takes_what() -> None:
+    """Copies of one stage on one row, with the seconds of a microbatch over their number."""
+    text = explain(fed().plan)
+    assert "take microbatches in turn" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("0, 1, 2 "))
+    assert "11, 11, 10" in row and row.endswith("3.36 ms")
 
 
 def test_it_trains_as_one_process() -> None:
