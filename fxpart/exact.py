@@ -17,6 +17,7 @@ from fxpart.optimizers import choose
 from fxpart.parts import Parts, make_parts, make_schedule
 from fxpart.plan import Plan, PlanModel
 from fxpart.planned.hosts import hosts_of
+from fxpart.planned.process import with_process
 from fxpart.planning import Shared, make_plan
 from fxpart.prediction import HostLoad
 from fxpart.price import copying_of, price, step_sums
@@ -112,6 +113,7 @@ def solve_exactly(
     )
     if request.mode == ASYNC:
         plan, parts = answer.streamed(problem)
+        plan = with_process(plan, request.cost_model)
         return with_live_tensors(plan, problem, local, captured, sharing), parts
     made = _stages(problem, places, request)
     if is_measured(request.cost_model):
@@ -120,6 +122,7 @@ def solve_exactly(
         plan, parts = answer.plan(made, made.solution)
     if set(wished(request)) - set(PLAIN):
         plan, parts = answer.arranged(problem, plan, parts)
+    plan = with_process(plan, request.cost_model)
     if made.over or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts

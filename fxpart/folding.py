@@ -90,7 +90,7 @@ class Folded:
             rank_prediction(stage.index, stage.ranks, cost, self._shared(turn), self.problem)
             for turn, cost in enumerate(costs)
         ]
-        first, workspace = rows[0], max(cost.workspace for cost in costs)
+        first, workspace = rows[0], max(row.workspace for row in rows)
 
         def total(name: str) -> float:
             return fsum(getattr(row, name) for row in rows)
@@ -118,6 +118,7 @@ class Folded:
             activations=activations,
             buffers=sum(p.buffers for p in parts),
             transfers=sum(p.transfers for p in parts),
+            sums=max(p.sums for p in parts),
         )
 
     def _shared(self, turn: int) -> Shared | None:

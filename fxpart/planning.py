@@ -30,6 +30,7 @@ from fxpart.planned.hosts import completed, hosts_of
 from fxpart.planned.steps import step_in_time
 from fxpart.planned.words import label, reason
 from fxpart.prediction import HostLoad, StepParts, step_parts
+from fxpart.pricing.live import UPDATE
 from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
@@ -245,14 +246,24 @@ def rank_prediction(
             weights=m.weights,
             gradients=m.gradients,
             optimizer=m.optimizer,
-            activations=m.activations,
+            activations=m.activations - problem.packed,
             buffers=m.buffers,
             transfers=m.transfers,
+            sums=problem.packed,
         ),
         memory_limit=cost.memory_limit,
         in_flight=cost.in_flight,
-        workspace=cost.workspace,
+        workspace=cost.workspace - problem.packed,
+        update=_update(cost, problem),
     )
+
+
+def _update(cost: StageCost, problem: PartitionProblem) -> int:
+    """Bytes of a stage's tensors while its optimizer steps; activations are gone by then."""
+    m, mine = cost.memory, range(cost.first, cost.last + 1)
+    trained = [w for w in problem.weights if w.gradient and not set(w.blocks).isdisjoint(mine)]
+    largest = max((min(w.weight, w.gradient) for w in trained), default=0)
+    return m.weights + m.buffers + m.gradients + m.optimizer + UPDATE * largest
 
 
 def _certificate(

@@ -19,7 +19,8 @@ class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Peak memory of a rank in bytes, by cause.
 
     copies: of weights beside the parameters, which an asynchronous schedule's weight mode holds:
-    versions that backwards still read, predicted weights, running means of updates.
+    versions that backwards still read, predicted weights, running means of updates. sums: gradients
+    that are there twice while they are packed to be summed over the ranks of a stage.
     """
 
     weights: int
@@ -29,13 +30,14 @@ class Memory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffers: int
     transfers: int
     copies: int = 0
+    sums: int = 0
 
     @property
     def total(self) -> int:
         """All parts together, in bytes."""
         return (
             self.weights + self.gradients + self.optimizer
-            + self.activations + self.buffers + self.transfers + self.copies
+            + self.activations + self.buffers + self.transfers + self.copies + self.sums
         )  # fmt: skip
 
 
@@ -67,6 +69,10 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     known; together those of the stage. microbatches: how many of a step's microbatches the ranks
     do, where copies of the stage do the others; 0: all. staleness: the most updates that the stage
     applies between a forward and its backward; 0 where the pipeline drains before each update.
+    update: bytes of tensors while the optimizer steps, its temporaries among them; 0 if not known.
+    process: bytes of the rank's process beside its tensors (the interpreter, libraries), and
+    allocator: those that the allocator holds and tensors do not, as measured on the rank's host; 0
+    where that was not, and on devices that are no CPU. The memory limit leaves room for both.
     """
 
     ranks: tuple[int, ...]
@@ -90,6 +96,19 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pieces: tuple[tuple[float, float], ...] = ()
     microbatches: int = 0
     staleness: int = 0
+    update: int = 0
+    process: int = 0
+    allocator: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes of the rank's process at its peak, with ``tensors``; 0 if not known."""
+        return self.process + self.tensors + self.allocator if self.process else 0
+
+    @property
+    def tensors(self) -> int:
+        """Bytes that tensors take at most, in the step's passes or in the update after them."""
+        return max(self.memory.total, self.update)
 
     def taken(self, microbatches: int) -> int:
         """How many of a step's microbatches the ranks do."""

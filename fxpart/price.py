@@ -16,6 +16,7 @@ from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.pipeline.collective import is_collective
+from fxpart.pricing.buckets import largest_bucket
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.own import Own
@@ -84,6 +85,7 @@ def price(
     pricer = _Pricer(
         graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings, transfer_dtype
     )
+    packed = largest_bucket(whole, shared)
     sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
@@ -91,7 +93,7 @@ def price(
         values=pricer.values,
         weights=state,
         variants=tuple(
-            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
+            pricer.variant(split, Sizes(captured, split, shared.parts), packed) for split in cuts
         ),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), sums.by_block)) for each in own
@@ -102,6 +104,7 @@ def price(
         schedules=_schedules(schedules),
         min_stages=min_stages,
         max_stages=max(most, 1),
+        packed=packed,
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
 
@@ -199,8 +202,8 @@ class _Pricer:
         self._workspace = Workspace(graph, specs, blocks)
         self._state = tuple(state)
 
-    def variant(self, split: Split, sizes: Sizes) -> Variant:
-        """All costs at one microbatch size."""
+    def variant(self, split: Split, sizes: Sizes, packed: int = 0) -> Variant:
+        """All costs at one microbatch size. packed: bytes beside those of each block's own."""
         rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
         variant = Variant(
             microbatch_size=split.size,
@@ -208,7 +211,7 @@ class _Pricer:
             forward=tuple(forward for forward, _ in rows),
             backward=tuple(backward for _, backward in rows),
             activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
-            workspace=self._workspace.bytes(sizes),
+            workspace=tuple(packed + size for size in self._workspace.bytes(sizes)),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._talking(sizes),
         )

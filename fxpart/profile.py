@@ -98,8 +98,8 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     ranks compute, itself included.
     meet: seconds by which a collective of 2, 3, ... ranks ends later where they come to it from
     computing than where one follows the other.
-    baseline: bytes that a rank's process has before it holds a model; overhead: the share by which
-    it grows more, while it trains, than the tensors need that are made then (the allocator).
+    baseline: bytes of a rank's process beside its tensors; overhead: the share of the tensors' own
+    bytes by which it is larger at its peak than both together (the allocator).
     """
 
     slowdown: tuple[float, ...] = ()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "async": 0.0}
-MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies")
+MEMORY = (
+    "weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies", "sums",
+)  # fmt: skip
+PROCESS = ("process", "allocator", "resident")
 
 
 def ranks_of(text: str) -> list[int]:
@@ -53,7 +56,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "fullest": {
             **{key: fullest[key] for key in ("stage", "ranks", "total", "limit", "free")},
             "used": max(used), "parts": fullest["memory"], "workspace": entry["workspace"],
-            "in_flight": fullest["in_flight"],
+            **{key: fullest[key] for key in ("in_flight", *PROCESS)},
         },
         "binding": [o for o in others if (o["unfit_slower"] or 0) < 0],
         "next_best": min(fitting, key=lambda o: o["step_seconds"], default=None),
@@ -98,8 +101,17 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
             entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead", "predict")
         ),
         "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
-        "free": entry["memory_limit"] - total, "in_flight": entry["in_flight"],
+        "free": entry["memory_limit"] - total,
+        **{name: entry[name] for name in ("in_flight", "process", "allocator")},
+        "resident": resident(entry, total),
     }  # fmt: skip
+
+
+def resident(entry: dict[str, Any], total: int) -> int:
+    """A process with its tensors, of which an update may have more than a pass; 0 if not known."""
+    if not entry["process"]:
+        return 0
+    return int(entry["process"] + entry["allocator"] + max(total, entry["update"]))
 
 
 def asynchrony(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from fxpart.report.sharding import why
 GOLDEN = Path(__file__).parent / "golden"
 
 LATER = ("predict_seconds", "staleness")  # of a rank, since version 6
+LAST = ("update", "process", "allocator")  # of a rank, and "sums" of its memory, since version 7
 
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
@@ -108,7 +109,7 @@ def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
     for entry in raw["prediction"]["ranks"]:
         group = found.prediction.ranks[entry["stage"]]
         assert group.sync_seconds == entry["sync_seconds"] and group.tie_seconds == 0
-        assert msgspec.to_builtins(group.memory) == {**entry["memory"], "copies": 0}
+        assert msgspec.to_builtins(group.memory) == {**entry["memory"], "copies": 0, "sums": 0}
     raw["prediction"]["ranks"][5]["in_flight"] = 2
     apart = Plan.loads(json.dumps(raw)).prediction.ranks
     assert [entry.ranks for entry in apart] == [(0, 1, 2, 3), (4,), (5,), (6, 7)]
@@ -122,9 +123,9 @@ def test_a_plan_of_version_3_minds_no_hosts() -> None:
     assert {entry.overhead_seconds for entry in found.prediction.ranks} == {0.0}
     again = json.loads(found.dumps())
     for entry in again["prediction"]["ranks"]:
-        for name in ("overhead_seconds", "peak", "top", "pieces", *LATER):
+        for name in ("overhead_seconds", "peak", "top", "pieces", *LATER, *LAST):
             del entry[name]
-        del entry["memory"]["copies"]
+        del entry["memory"]["copies"], entry["memory"]["sums"]
     for name in ("hosts", "rehearsed_seconds", "corrected_seconds", "flushed_seconds"):
         del again["prediction"][name]
     for name in ("actions", "precision", "transfer_dtype"):
@@ -140,6 +141,7 @@ def test_a_plan_of_version_5_keeps_the_copies_of_its_stash_among_its_weights() -
     again = json.loads(found.dumps())
     for entry in again["prediction"]["ranks"]:
         assert entry["memory"].pop("copies") == 0 and [entry.pop(n) for n in LATER] == [0.0, 0]
+        assert entry["memory"].pop("sums") == 0 and [entry.pop(n) for n in LAST] == [0, 0, 0]
     assert again["prediction"].pop("flushed_seconds") == 0.0
     assert {**again, "version": 5} == raw
 

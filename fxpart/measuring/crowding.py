@@ -8,7 +8,6 @@ program, so that no process needs the user's code.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import statistics
 import tempfile
@@ -23,18 +22,20 @@ import torch
 import torch.distributed as dist
 
 from fxpart.measuring.meeting import meeting
-from fxpart.measuring.memory import allocator_overhead
+from fxpart.measuring.memory import Growth, growth
 from fxpart.measuring.processes import together
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
 from fxpart.measuring.waking import waking
 from fxpart.profile import Crowding
 from fxpart.program import ProgramSpec
-from fxpart.runtime.footprint import resident
 
 MOST = 8  # ranks measured at once
 _BUSY = "fxpart.measuring.crowding:work"
+_WEIGHED = "fxpart.measuring.crowding:weigh"
 _EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
+_WEIGHING = 2  # processes of which each says what it takes beside its tensors
+_SETTLED = 4  # steps until a heap grows no more
 _LEAST = 3  # rounds of each process in each stretch
 ROUNDS = 40  # of the model's microbatch that all of it takes at least, about, and as slow as alone
 
@@ -64,6 +65,30 @@ def crowding(
     return summary(rows, count)
 
 
+def weighed(
+    spec: ProgramSpec,
+    source: str,
+    state: dict[str, torch.Tensor],
+    inputs: Values,
+    *,
+    timeout: float = 120.0,
+) -> Growth:
+    """What a rank's process of this host takes beside tensors, of a model as for :func:`crowding`.
+
+    :func:`crowding` measures it as well, and how long ranks take.
+    """
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
+        _write(Path(name), spec, source, state, inputs)
+        return _largest(together(_WEIGHING, _WEIGHED, {"folder": name}, timeout))
+
+
+def _largest(rows: Sequence[dict[str, Any]]) -> Growth:
+    """Of the processes that were weighed; how a heap falls to pieces is never the same twice."""
+    there = [row for row in rows if row["baseline"]]
+    baseline = statistics.median(row["baseline"] for row in there)
+    return Growth(int(baseline), max(float(row["overhead"]) for row in there))
+
+
 def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
     """What the processes' answers amount to: medians over processes, relative to one alone."""
     alone = rows[0]["busy"][0]
@@ -73,13 +98,14 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
         # More ranks are never faster; what says so is noise.
         slowdown.append(max(slowdown[-1], taken / alone))
     beside = rows[0]["beside"] / alone if rows[0]["beside"] else 1.0
+    grown = _largest(rows)
     return Crowding(
         slowdown=tuple(slowdown),
         transfer=equivalent(slowdown, beside),
         wake=tuple(rows[0]["wake"]),
         meet=tuple(rows[0]["meet"]),
-        baseline=int(statistics.median(row["baseline"] for row in rows)),
-        overhead=rows[0]["overhead"],
+        baseline=grown.baseline,
+        overhead=grown.overhead,
     )
 
 
@@ -119,11 +145,11 @@ def _read(folder: Path) -> tuple[StageRun, Values]:
 
 def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """One process: seconds of a round while 1, 2, ... processes run, and beside an exchange."""
-    baseline = _baseline()
     count, seconds = int(payload["count"]), float(payload["seconds"])
-    run, inputs = _read(Path(payload["folder"]))
+    folder = Path(payload["folder"])
+    grown = grows(folder) if rank < _WEIGHING else Growth(0, 0.0)
+    run, inputs = _read(folder)
     _round(run, inputs)  # warm
-    more = allocator_overhead(lambda: _steps(run, inputs)) if rank == 0 else 0.0
     busy = [
         _stretch(lambda: _round(run, inputs), rank < together_, seconds)
         for together_ in range(1, count + 1)
@@ -134,28 +160,42 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     return {
         "busy": busy,
         "beside": beside,
-        "baseline": baseline,
+        "baseline": grown.baseline,
         "wake": list(waits),
         "meet": list(meets),
-        "overhead": more,
+        "overhead": grown.overhead,
     }
 
 
-def _baseline() -> int:
-    """Bytes of this process once it has all that training needs, and no model yet."""
-    importlib.import_module("fxpart.running")  # what a rank imports to make its trainer
-    overhead(torch.device("cpu"))  # and what torch loads when an optimizer steps first
-    gc.collect()
-    return resident()
+def weigh(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """One process alone: what it takes beside its tensors."""
+    del rank, world
+    found = grows(Path(payload["folder"]))
+    return {"baseline": found.baseline, "overhead": found.overhead}
 
 
-def _steps(run: StageRun, inputs: Values) -> None:
-    """Two steps of two microbatches each, from gradients that are made anew."""
-    for _ in range(2):
-        for parameter in run.module.parameters():
+def grows(folder: Path) -> Growth:
+    """What this process takes beside the tensors of the model in the folder while it trains it.
+
+    Before, it gets all that training needs and a model does not: what ranks import, and what torch
+    loads when an optimizer steps first.
+    """
+    importlib.import_module("fxpart.running")
+    overhead(torch.device("cpu"))
+    return growth(lambda: _trained(*_read(folder)))
+
+
+def _trained(run: StageRun, inputs: Values) -> None:
+    """Some steps of two microbatches each, from gradients that are made anew."""
+    trained = [p for p in run.module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0) if trained else None
+    for _ in range(_SETTLED):
+        for parameter in trained:
             parameter.grad = None
         for _ in range(2):
             _round(run, inputs)
+        if optimizer is not None:
+            optimizer.step()
 
 
 def _round(run: StageRun, inputs: Values) -> float:

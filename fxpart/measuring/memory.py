@@ -62,19 +62,35 @@ def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
     return Allocations(peaks.peak - peaks.baseline, left)
 
 
-def allocator_overhead(run: Callable[[], object]) -> float:
-    """By which share this process grows more than the tensors need that ``run()`` makes.
+@dataclass(frozen=True)
+class Growth:
+    """What a process that trains takes beside its tensors.
 
-    An allocator keeps what was freed, in pieces that do not fit what comes next. On the CPU, by the
-    resident set; run it once before.
+    baseline: bytes that are left when all of them are gone: the interpreter, libraries, and the
+    code that the model's ops have made the system read. overhead: the share of the tensors' bytes
+    by which it is larger at its peak than both together: an allocator keeps what was freed, in
+    pieces that do not fit what comes next, and libraries take memory without it.
     """
-    needed = allocations(run).peak
+
+    baseline: int
+    overhead: float
+
+
+def growth(train: Callable[[], object]) -> Growth:
+    """Measured on this process. train: makes a model, trains it, and leaves nothing of it behind.
+
+    On Linux by the resident set. It is called twice; before, the process must not have had more
+    tensors than the model's own.
+    """
     give_back()
     footprint = Footprint()
     footprint.start()
-    run()
-    grown = footprint.peaks().peak - footprint.peaks().baseline
-    return max(0.0, grown / needed - 1) if needed else 0.0
+    train()
+    peak = footprint.peaks().peak
+    give_back()
+    left = resident()
+    needed = allocations(train).peak  # last: the profiler itself leaves much behind
+    return Growth(left, max(0.0, (peak - left) / needed - 1) if needed else 0.0)
 
 
 def give_back() -> None:

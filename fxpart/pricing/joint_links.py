@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fxpart.cluster import Cluster
 from fxpart.cluster_io.lookup import ANY, Links
 from fxpart.pricing.joint_space import host_size
-from fxpart.pricing.places import RESERVE, kinds
+from fxpart.pricing.places import kinds, usable
 from fxpart.pricing.sharing import packing
 from fxpart.solver.joint.problem import Line, Pool
 
@@ -95,7 +95,7 @@ def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
     keys = list(members)
     found = _found(cluster, keys, types)
     result = []
-    for index, (key, devices) in enumerate(members.items()):
+    for index, devices in enumerate(members.values()):
         own = Cluster(name="", devices=tuple(devices), links=())
         line = _transfer(model, found.into[index])
         result.append(
@@ -103,7 +103,7 @@ def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
                 Pool(
                     name=_name(keys, index, samples),
                     devices=len(devices),
-                    memory=int(key[1] * (1 - RESERVE)),
+                    memory=min(usable(device, model) for device in devices),
                     host=host_size(own),
                     transfer=line,
                 ),

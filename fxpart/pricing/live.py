@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fxpart.costs import Size
 
 TOP = 10
-_UPDATE = 2  # temporaries of a weight's size that torch's loops over parameters make
+UPDATE = 2  # temporaries of a weight's size that torch's loops over parameters make
 
 
 def with_live_tensors(
@@ -121,7 +121,7 @@ class StagePeak:
         fixed = entry.memory.weights + entry.memory.buffers + entry.memory.optimizer
         fixed += entry.memory.copies
         moved = entry.memory.transfers // max(1, flying)
-        grown = self._grown(trained)
+        grown, packed = self._grown(trained), entry.memory.sums
         cases: list[tuple[int, str, int, int, bool]] = []
         for count, whole in ((flying, False), (full, True)):
             if count < 1:
@@ -129,18 +129,21 @@ class StagePeak:
             others = fixed + count * moved + (count - 1) * self._saved
             for way, live in (("forward", ahead), ("backward", back)):
                 extra = np.full(len(live), gradients) if whole else np.zeros(len(live), np.int64)
-                if not whole and way == "backward":
-                    extra = grown
+                if way == "backward":
+                    extra = (extra if whole else grown) + packed
                 at = int(np.argmax(live + extra)) if len(live) else 0
                 most = int((live + extra)[at]) if len(live) else 0
                 cases.append((others + most, way, at, count, whole))
-        largest = max((w.weight for w in trained), default=0)
-        cases.append((fixed + gradients + _UPDATE * largest, "update", 0, 0, True))
+        largest = max((min(w.weight, w.gradient) for w in trained), default=0)
+        most = fixed + gradients + max(UPDATE * largest, packed)
+        cases.append((most, "update", 0, 0, True))
         peak, way, at, count, whole = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
         if entry.memory.copies:
             why = f"copies of weights, {weights}"
             rows.append(LiveTensor(name="weights", bytes=entry.memory.copies, why=why))
+        if packed and way == "backward":
+            rows.append(LiveTensor(name="gradients", bytes=packed, why="packed to be summed"))
         if way != "update":
             rows += self._moment(way, at, count)
         rows.sort(key=lambda row: (-row.bytes, row.name))
@@ -183,10 +186,11 @@ class StagePeak:
             if weight.gradient and whole:
                 yield LiveTensor(name=weight.name, bytes=weight.gradient, why="gradient")
         if way == "update":
-            largest = max((w for w in self._held if w.gradient), key=lambda w: w.weight)
-            yield LiveTensor(
-                name=largest.name, bytes=_UPDATE * largest.weight, why="working memory, optimizer"
+            largest = max(
+                (w for w in self._held if w.gradient), key=lambda w: min(w.weight, w.gradient)
             )
+            size = UPDATE * min(largest.weight, largest.gradient)
+            yield LiveTensor(name=largest.name, bytes=size, why="working memory, optimizer")
 
     def _moment(self, way: str, at: int, count: int) -> Iterator[LiveTensor]:
         """What the microbatch in hand has at one op, and what the others in flight have."""

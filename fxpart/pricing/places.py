@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import UNSET
 
@@ -14,8 +14,28 @@ if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Device
     from fxpart.costs import CostModel
 
-RESERVE = 0.08  # of each device's memory: runtime context, allocator fragmentation, buffers
+RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers
 _LARGE = float(1 << 30)
+
+
+class Process(Protocol):
+    """What a rank's process takes beside its tensors (:class:`fxpart.profile.Crowding`)."""
+
+    @property
+    def baseline(self) -> int:
+        """Bytes before it holds a model; 0 if unknown."""
+
+    @property
+    def overhead(self) -> float:
+        """The share of its tensors' bytes that its allocator loses."""
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """A cost model that knows processes of hosts."""
+
+    def crowding(self, host: str) -> Process:
+        """What ranks of the host were found to do."""
 
 
 def kinds(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
@@ -64,13 +84,25 @@ def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> l
             DeviceLimit(
                 name=device.name,
                 type=kind,
-                memory=int(device.memory * (1 - reserve)),
+                memory=usable(device, model, reserve),
                 latency=worst[0],
                 inverse_bandwidth=worst[1],
             )
         )
         before.setdefault(group, []).append(device.name)
     return result
+
+
+def usable(device: Device, model: CostModel, reserve: float = RESERVE) -> int:
+    """Bytes of a device that a plan's tensors may take together.
+
+    On a CPU of a host where it was measured, what a rank's process takes beside them is left out.
+    """
+    most = int(device.memory * (1 - reserve))
+    if device.kind != "cpu" or not isinstance(model, Weighed):
+        return most
+    found = model.crowding(device.host)
+    return max(0, min(most, int((device.memory - found.baseline) / (1 + found.overhead))))
 
 
 def line(model: CostModel, links: Links, source: str, target: str) -> tuple[float, float]:

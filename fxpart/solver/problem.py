@@ -92,7 +92,8 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     would cross). step: optimizer seconds, [device type][block]; once: seconds that every stage
     takes beside that, once a step; action: that it takes beside its blocks for each forward and
     for each backward of a microbatch (the runtime's own). schedules: those to choose from.
-    min_stages, max_stages bound the number of stages (max_stages <= len(devices)).
+    min_stages, max_stages bound the number of stages (max_stages <= len(devices)). packed: bytes
+    that are part of each block's workspace, for gradients that are packed while it runs.
     """
 
     blocks: tuple[str, ...]
@@ -107,6 +108,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     schedules: tuple[Literal["gpipe", "1f1b"], ...] = ("1f1b",)
     min_stages: int = 1
     max_stages: int = 1
+    packed: int = 0
 
 
 class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,210 +1,224 @@
-"""Peak memory of ranks' processes, predicted and measured, over models and plans.
+"""Predicted and measured peaks of ranks' processes: accuracy.py's models and plans, no timing.
 
-    python tests/benchmarks/memory.py
+    python tests/benchmarks/memory.py          (--models gpt2,vit for some; --dry for a try)
 
-Six models, each planned for one rank and cut into two stages (ranks are processes of one thread
-over gloo), take three steps. Before the trainer is made the process's resident set is its baseline,
-which has what a rank does not need: the captured model itself. Measured is how far the peak lies
-above that; predicted what the plan says of the rank's tensors. The peak of the whole process is
-compared too, with the baseline that was measured. All of it once with glibc's malloc as it is,
-which keeps freed tensors of less than 32 MiB in its heap, and once where it gives each back at
-once (MALLOC_MMAP_THRESHOLD_). Prints one line of JSON.
+What a process of this host takes beside its tensors is measured once for each model, on one process
+that trains the whole of it (``fxpart profile`` does the same); what tensors take the plan says.
+Then each plan runs in fresh processes for some steps, and every rank's highest resident set is
+compared with that. One plan of each model is planned again for devices that have just the memory
+for it, and for ones that have a little less. Nothing is timed: the machine need not be idle. A
+model takes about two minutes; ``--keep FOLDER`` keeps what each came to, and goes on from there.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
+import json
 import statistics
 import sys
-from collections.abc import Callable
-from itertools import pairwise, product
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
+from accuracy import MODELS, PLANS, words
 from record import parser, write
-from torch import nn
-from torch.nn import functional as F
 
-import fxpart
-from fxpart.measuring.memory import baseline, warm
-from fxpart.measuring.processes import together
-from fxpart.runtime.footprint import Footprint
-
-STEPS = 3
 MIB = 2**20
 
 
-class Blocks(nn.Module):
-    """A pre-norm transformer encoder over tokens; the loss is next-token cross entropy."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-                )
-                for _ in range(layers)
-            )
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.head(self.blocks(self.embed(ids)))
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())}
+_TIGHT = 2  # the place in PLANS of the plan that is planned for devices that it just fits
 
 
-class Perceptron(nn.Module):
-    """Wide layers on small rows: nearly all of its memory is weights and their state."""
+@dataclass
+class Weighing:
+    """The cost model that needs no measurement, which knows this host's processes as well."""
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
-        )
+    found: Any
+    base: Any = field(default=None)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.layers(x).square().mean()}
+    def __post_init__(self) -> None:
+        """By default the best that needs no measurement."""
+        from fxpart import costmodels
 
+        self.base = self.base or costmodels.find("auto")
 
-class Images(nn.Module):
-    """A plain convolutional network with batch norm."""
+    def crowding(self, host: str) -> Any:
+        """What the one process was found to take."""
+        return self.found
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        sizes = [3, *([width] * layers)]
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-                for a, b in pairwise(sizes)
-            )
-        )
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.head(self.layers(x).mean((2, 3))).square().mean()}
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the other one's."""
+        return getattr(self.base, name)
 
 
-class Sequences(nn.Module):
-    """An LSTM over sequences."""
+def of_model(name: str, steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One model: plan by plan every rank's row, and what a plan that just fits comes to."""
+    import cpu_models
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+    from fxpart.errors import FxpartError
+    from fxpart.measuring.rehearsals import Rehearsals
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.lstm(x)[0].square().mean()}
+    work = cpu_models.build(name)
+    growth = growth_of(work)
+    say(f"{name}: {growth.baseline / MIB:.0f} MiB beside tensors, {growth.overhead:.1%} of them")
+    planned = partial(compiled, work, model=Weighing(growth))
+    rows: list[dict[str, Any]] = []
+    tight: dict[str, Any] = {}
+    for place, (constraints, count) in enumerate(PLANS):
+        if "recompute" in constraints:  # asked of another planner
+            continue
+        label = words(constraints, count)
+        try:
+            program = planned("local:4", constraints, count)
+        except FxpartError as fault:
+            say(f"{name} {label}: {fault.problems[0].why}")
+            continue
+        with Rehearsals(program.plan.world) as bench:
+            measured = bench.run(program.plan, program.parts, steps=steps)
+        for rank, entry in ranks_of(program.plan):
+            rows.append({"model": name, "plan": label, **row(rank, entry, measured)})
+            say_row(rows[-1])
+        if place == _TIGHT:
+            limits = partial(planned, constraints=constraints, count=count)
+            tight = {"model": name, "plan": label, **at_limit(program.plan, limits, measured)}
+    return rows, tight
 
 
-def _ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (rows, length))
+def compiled(work: Any, cluster: Any, constraints: Any, count: int, model: Any = "auto") -> Any:
+    """A program by a plan of the wanted kind."""
+    import fxpart
+
+    given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
+    example: Any = {given: work.example}
+    return fxpart.compile(
+        work.model, cluster, loss=work.loss, microbatches=count, constraints=constraints,
+        cost_model=model, **example,
+    )  # fmt: skip
 
 
-# name: (model, batch, optimizer)
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, Any]]] = {
-    "transformer": lambda: (Blocks(8000, 384, 6), _ids(8, 128, 8000), torch.optim.AdamW),
-    "long": lambda: (Blocks(1000, 256, 4), _ids(4, 512, 1000), torch.optim.AdamW),
-    "perceptron": lambda: (Perceptron(2048, 8), torch.randn(16, 2048), torch.optim.Adam),
-    "momentum": lambda: (Perceptron(2560, 6), torch.randn(64, 2560), _momentum),
-    "images": lambda: (Images(64, 8), torch.randn(8, 3, 64, 64), torch.optim.SGD),
-    "sequences": lambda: (Sequences(512, 4), torch.randn(16, 64, 512), torch.optim.AdamW),
-}
+def growth_of(work: Any) -> Any:
+    """What a process takes that trains the whole model, beside its tensors."""
+    from fxpart.measuring.crowding import weighed
+    from fxpart.measuring.stages import microbatch
+
+    whole = compiled(work, "local:1", {"mesh": "none", "stages": 1}, 2)
+    values, _, _ = microbatch(whole.captured, whole.spec, 2)
+    return weighed(whole.spec, whole.sources[0], whole.captured.state, values)
 
 
-def _momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+def at_limit(plan: Any, planned: Any, measured: Any) -> dict[str, Any]:
+    """Whether devices on which the plan just fits are said to be enough, and smaller ones not.
 
+    And whether the processes that were measured keep within that memory.
+    """
+    import msgspec
 
-def rank(mine: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """One rank's steps; predicted and measured bytes above its baseline."""
-    torch.manual_seed(0)
-    model, batch, optimizer = MODELS[payload["model"]]()
-    program = fxpart.compile(
-        model,
-        f"local:{world}",
-        example_inputs=(batch,),
-        optimizer=optimizer,
-        microbatches=payload["microbatches"],
-        constraints={"dp": 1, "tp": 1, "stages": world},
-    )
-    entry = next(e for e in program.plan.prediction.ranks if mine in e.ranks)
-    warm()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what planning has freed is no room for tensors
-    footprint = Footprint()
-    footprint.start()
-    trainer = program.trainer(optimizer)
-    for _ in range(STEPS):
-        trainer.step((batch,))
-    peaks = footprint.peaks()
+    from fxpart.cluster import Cluster
+    from fxpart.errors import FxpartError
+
+    def fits(memory: int) -> bool:
+        whole = Cluster.parse("local:4")
+        devices = tuple(msgspec.structs.replace(d, memory=memory) for d in whole.devices)
+        try:
+            planned(msgspec.structs.replace(whole, devices=devices))
+        except FxpartError:
+            return False
+        return True
+
+    most = max(entry.resident for entry in plan.prediction.ranks)
     return {
-        "baseline": peaks.baseline,
-        "measured": peaks.peak - peaks.baseline,
-        "predicted": entry.peak or entry.memory.total,
-        "total": entry.memory.total,
-        "parts": {
-            name: getattr(entry.memory, name)
-            for name in (
-                "weights", "gradients", "optimizer", "activations", "buffers", "transfers"
-            )
-        },
-    }  # fmt: skip
-
-
-def main() -> None:
-    """Measure all, print, and keep the figures."""
-    options_parser = parser(__doc__)
-    options_parser.add_argument("--models", default=",".join(MODELS))
-    options = options_parser.parse_args()
-    rows = []
-    names = options.models.split(",")
-    for name, world, prompt in product(names, (1, 2), (False, True)):
-        for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-            os.environ.pop(variable, None)
-            if prompt:
-                os.environ[variable] = "65536"
-        payload = {"model": name, "microbatches": 2 * world if name != "images" else 2}
-        for mine, row in enumerate(together(world, "memory:rank", payload, 600.0)):
-            error = row["predicted"] / row["measured"] - 1
-            whole = (row["baseline"] + row["predicted"]) / (row["baseline"] + row["measured"])
-            rows.append(
-                {"model": name, "ranks": world, "rank": mine, "prompt": prompt, **row,
-                 "error": error, "process_error": whole - 1}
-            )  # fmt: skip
-            print_row(rows[-1])
-    figures = {
-        "rows": rows,
-        "bare_baseline": baseline(),
-        **{
-            name: summary([row for row in rows if row["prompt"] == prompt])
-            for name, prompt in (("as_is", False), ("prompt", True))
-        },
+        "memory": most,
+        "fits": fits(most + MIB),
+        "less_fits": fits(most - 8 * MIB),
+        "measured": max(measured.peaks),
     }
-    write("memory", figures, options)
+
+
+def ranks_of(plan: Any) -> list[tuple[int, Any]]:
+    """Each rank with its prediction."""
+    return sorted((rank, entry) for entry in plan.prediction.ranks for rank in entry.ranks)
+
+
+def row(rank: int, entry: Any, measured: Any) -> dict[str, Any]:
+    """One rank's figures, in bytes."""
+    peak = measured.peaks[rank]
+    return {
+        "ranks": len(measured.peaks),
+        "rank": rank,
+        "tensors": entry.tensors,
+        "process": entry.process,
+        "allocator": entry.allocator,
+        "predicted": entry.resident,
+        "measured": peak,
+        "error": entry.resident / peak - 1,
+    }
+
+
+def fullest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each plan the rank whose process was the largest."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in rows:
+        key = one["model"], one["plan"]
+        if key not in found or one["measured"] > found[key]["measured"]:
+            found[key] = one
+    return list(found.values())
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Errors over models and plans."""
+    """The median and the worst absolute error, and the most that is too low."""
+    errors = [one["error"] for one in rows]
     return {
-        "median_error": statistics.median(abs(row["error"]) for row in rows),
-        "worst_over": max(row["error"] for row in rows),
-        "worst_under": min(row["error"] for row in rows),
-        "worst_process_error": max((row["process_error"] for row in rows), key=abs),
+        "rows": len(rows),
+        "median": statistics.median(map(abs, errors)),
+        "worst": max(map(abs, errors)),
+        "under": max(0.0, -min(errors)),
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
+def say(text: str) -> None:
+    """How far it is."""
+    sys.stderr.write(text + "\n")
+
+
+def say_row(one: dict[str, Any]) -> None:
     """One line for a person, on the way."""
-    sys.stderr.write(
-        f"{row['model']:12s} {row['ranks']} ranks, rank {row['rank']}"
-        f"{', freed at once' if row['prompt'] else ''}: "
-        f"predicted {row['predicted'] / MIB:7.1f} MiB (sum of parts {row['total'] / MIB:7.1f}), "
-        f"measured {row['measured'] / MIB:7.1f}: {row['error']:+.1%}; "
-        f"process {row['process_error']:+.1%}\n"
+    say(
+        f"{one['model']:11s} {one['plan']:38s} rank {one['rank']}: tensors "
+        f"{one['tensors'] / MIB:6.1f}, predicted {one['predicted'] / MIB:6.1f} MiB, measured "
+        f"{one['measured'] / MIB:6.1f}: {one['error']:+.1%}"
     )
+
+
+def main() -> None:
+    """All models, or those named."""
+    made = parser(__doc__)
+    made.add_argument("--models", default=",".join(MODELS))
+    made.add_argument("--steps", type=int, default=9)
+    made.add_argument("--keep", default="", help="a folder for what each model came to")
+    options = made.parse_args()
+
+    import torch
+
+    torch.set_num_threads(1)
+    rows, limits = [], []
+    for name in options.models.split(","):
+        kept = Path(options.keep) / f"{name}.json" if options.keep else None
+        if kept is not None and kept.exists():
+            found, tight = json.loads(kept.read_text(encoding="utf-8"))
+        else:
+            found, tight = of_model(name, options.steps)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps([found, tight]), encoding="utf-8")
+        rows += found
+        limits.append(tight)
+    figures = {
+        "rows": rows,
+        "limits": limits,
+        "every rank": summary(rows),
+        "fullest": summary(fullest(rows)),
+    }
+    write("memory", figures, options)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+from typing import Any
+
 import pytest
 import torch
 
-from fxpart.measuring.memory import allocations, baseline
+from fxpart.measuring.memory import Growth, allocations, baseline, growth
+from fxpart.measuring.processes import together
+from fxpart.runtime.footprint import resident
 
 
 def test_allocations_are_followed_event_by_event() -> None:
@@ -38,3 +43,31 @@ def test_a_backward_is_followed_too() -> None:
 @pytest.mark.slow
 def test_the_baseline_of_a_bare_rank() -> None:
     assert 50e6 < baseline() < 4e9
+
+
+def measured(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """A process that makes 64 tensors of 4 MiB, frees every other one, and wants 128 MiB more."""
+    del rank, world
+    each = int(payload["each"])
+
+    def train() -> None:
+        held = [torch.ones(1 << 20) for _ in range(64)]
+        held = held[::2]
+        held += [torch.ones(each << 18) for _ in range(128 // each)]
+
+    found = growth(train)
+    return {"baseline": found.baseline, "overhead": found.overhead, "now": resident()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps have other holes")
+@pytest.mark.parametrize(("each", "lost"), [(4, 0), (8, 128)])
+def test_what_a_process_takes_beside_its_tensors(each: int, lost: int) -> None:
+    """What is freed in pieces of 4 MiB takes new ones of as much, and none of 8 MiB.
+
+    What lies idle then is beside 256 MiB that are in use at most.
+    """
+    (row,) = together(1, f"{__name__}:measured", {"each": each}, 120.0)
+    found = Growth(row["baseline"], row["overhead"])
+    assert 50e6 < found.baseline <= 1.02 * row["now"]
+    assert found.overhead == pytest.approx(lost / 256, abs=0.05)

@@ -118,9 +118,9 @@ def columns(head: str, line: str) -> list[str]:
     return re.split(r" {2,}", line.strip())
 
 
-def wanted_copies(rows: list[dict[str, Any]]) -> bool:
-    """Whether the table of memory has a column for copies of weights."""
-    return any(row["memory"]["copies"] for row in rows)
+def shown_part(name: str, rows: list[dict[str, Any]]) -> bool:
+    """Whether the table of memory has a column for a part: some only where a stage has it."""
+    return name not in ("copies", "sums") or any(row["memory"][name] for row in rows)
 
 
 def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
     for one, line in zip(rows, memory[1:], strict=False):
         cells = columns(memory[0], line)
         figures = [one["total"], one["limit"], one["total"] / one["limit"]]
-        held = [name for name in MEMORY if name != "copies" or wanted_copies(rows)]
+        held = [name for name in MEMORY if shown_part(name, rows)]
         figures += [one["memory"][name] for name in held] + [one["in_flight"]]
         assert cells[0] == one["ranks"] or "…" in cells[0]
         for cell, value in zip(cells[1:], figures, strict=True):

@@ -1,0 +1,58 @@
+"""Bytes of buckets, against those that the runtime really packs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fxpart.pricing import buckets
+from fxpart.pricing.buckets import largest_bucket
+from fxpart.pricing.sharing import Sharing
+from fxpart.runtime import scatter, terms
+from fxpart.runtime.terms import Term
+from fxpart.sharding import Mesh
+from fxpart.solver.problem import Weight
+
+MESH = Mesh.parse("dp=2")
+
+
+def _weight(number: int, size: int) -> Weight:
+    return Weight(
+        name=f"w{number:03d}", blocks=(number,), weight=size, gradient=size, optimizer=0,
+        buffer=False,
+    )  # fmt: skip
+
+
+def _packed(sizes: list[int]) -> int:
+    """By the runtime's own buckets; one gradient alone is copied only for the flags behind it."""
+    found = []
+    for size in reversed(sizes):
+        line = torch.empty(size // 4, device="meta")
+        found.append(Term(line, line, ("dp",), "", size))
+    packed = [b for b in terms.buckets(found) if len(b.terms) + bool(b.flags) > 1]
+    return max((bucket.bytes for bucket in packed), default=0)
+
+
+def test_limits_are_the_runtime_s() -> None:
+    assert (buckets.BUCKET, buckets.FIRST) == (scatter.BUCKET, terms.FIRST)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_bucket_is_the_one_that_the_runtime_packs(seed: int) -> None:
+    draw = random.Random(seed)
+    most = draw.choice([1 << 16, 1 << 22, 30 << 20])
+    sizes = [4 * draw.randint(1, most // 4) for _ in range(draw.randint(1, 40))]
+    state = [_weight(number, size) for number, size in enumerate(sizes)]
+    sharing = Sharing(MESH, partial={weight.name: ("dp",) for weight in state})
+    assert largest_bucket(state, sharing) == _packed(sizes)
+
+
+def test_nothing_is_packed_where_nothing_is_summed() -> None:
+    state = [_weight(0, 4000), _weight(1, 4000)]
+    assert largest_bucket(state, Sharing(Mesh())) == 0
+    assert largest_bucket(state, Sharing(MESH)) == 0, "equal on all lanes"
+    assert largest_bucket([], Sharing(MESH)) == 0
+    alone = Sharing(MESH, partial={"w000": ("dp",)})
+    assert largest_bucket(state, alone) == 4000, "the other is no sum"

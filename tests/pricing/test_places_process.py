@@ -1,0 +1,97 @@
+"""What is left of a device for tensors, once its rank's process is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from zoo import ZOO
+
+import fxpart
+from fxpart import costmodels
+from fxpart.cluster import Cluster
+from fxpart.errors import FxpartError
+from fxpart.pricing.places import RESERVE, limits, usable
+from fxpart.profile import Crowding
+
+GIB = 1 << 30
+
+
+@dataclass
+class Weighing:
+    """A cost model that knows a host's processes as well."""
+
+    found: Crowding
+    base: Any = field(default_factory=lambda: costmodels.find("auto"))
+
+    def crowding(self, host: str) -> Crowding:
+        """The same on every host."""
+        return self.found
+
+    def __getattr__(self, name: str) -> Any:
+        """What the other one answers."""
+        return getattr(self.base, name)
+
+
+def _cluster(memory: int, kind: str = "cpu") -> Cluster:
+    whole = Cluster.parse("local:2")
+    devices = tuple(
+        msgspec.structs.replace(device, memory=memory, kind=kind) for device in whole.devices
+    )
+    return msgspec.structs.replace(whole, devices=devices)
+
+
+def test_a_process_leaves_its_tensors_what_it_does_not_take() -> None:
+    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    (device, _) = _cluster(GIB).devices
+    left = usable(device, model)
+    assert left == int((GIB - (300 << 20)) / 1.25)
+    assert [limit.memory for limit in limits(_cluster(GIB), model)] == [left, left]
+
+
+def test_of_a_large_device_the_share_is_kept_that_was_always_kept() -> None:
+    model = Weighing(Crowding(baseline=300 << 20, overhead=0.01))
+    (device, _) = _cluster(100 * GIB).devices
+    assert usable(device, model) == int(100 * GIB * (1 - RESERVE))
+
+
+@pytest.mark.parametrize("model", [costmodels.find("auto"), Weighing(Crowding())])
+def test_what_was_not_measured_takes_nothing(model: Any) -> None:
+    (device, _) = _cluster(GIB).devices
+    assert usable(device, model) == int(GIB * (1 - RESERVE))
+
+
+def test_other_devices_have_no_process_in_their_memory() -> None:
+    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    (device, _) = _cluster(GIB, "cuda").devices
+    assert usable(device, model) == int(GIB * (1 - RESERVE))
+
+
+def _compiled(memory: int, model: Any) -> Any:
+    """One stage, which has one cut only."""
+    built = ZOO["mlp"].build()
+    return fxpart.compile(
+        built.model, _cluster(memory), example_inputs=built.batch, loss=built.loss,
+        microbatches=2, cost_model=model, constraints={"stages": 1, "mesh": "none"},
+    )  # fmt: skip
+
+
+def test_a_plan_says_what_its_processes_take_and_fits_with_them() -> None:
+    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    plan = _compiled(GIB, model).plan
+    for entry in plan.prediction.ranks:
+        assert entry.process == 300 << 20
+        assert entry.allocator == round(entry.tensors * 0.25)
+        assert entry.resident == entry.process + entry.tensors + entry.allocator
+    most = max(entry.resident for entry in plan.prediction.ranks)
+    assert _compiled(most + 2, model).plan.stages == plan.stages, "just enough"
+    with pytest.raises(FxpartError) as caught:
+        _compiled(most - 2, model)
+    assert caught.value.problems[0].code.startswith("FXP2")
+
+
+def test_without_measurements_a_plan_says_nothing_of_processes() -> None:
+    for entry in _compiled(GIB, "auto").plan.prediction.ranks:
+        assert entry.process == entry.allocator == entry.resident == 0

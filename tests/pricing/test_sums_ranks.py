@@ -1,0 +1,67 @@
+"""Tensors of ranks that sum gradients: predicted, and followed allocation by allocation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpart
+from fxpart.measuring.memory import allocations
+from fxpart.measuring.processes import together
+from fxpart.measuring.rehearsing import drawn, load_batch, save_batch
+from fxpart.optimizers import choose
+from fxpart.parts import write
+from fxpart.running import load_trainer
+
+WIDTH, LAYERS = 512, 8
+ONE = 4 * WIDTH * WIDTH  # bytes of a layer's weight
+
+
+class Layers(nn.Module):
+    """Wide layers on few rows: nearly all of its memory is weights and what belongs to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss is the mean square."""
+        return {"loss": self.layers(x).square().mean()}
+
+
+def weighed(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """The most that a rank's tensors take at once, from loading to the third step."""
+    del rank, world
+    folder = Path(payload["folder"])
+
+    def train() -> None:
+        trainer = load_trainer(folder / "program", choose("adamw").make, weights=drawn)
+        batch = load_batch(folder)
+        for _ in range(3):
+            trainer.step(batch)
+        trainer.close()
+
+    return {"peak": allocations(train).peak}
+
+
+@pytest.mark.slow
+def test_packed_gradients_are_there_twice(tmp_path: Path) -> None:
+    batch = torch.randn(8, WIDTH)
+    program = fxpart.compile(
+        Layers(), "local:2", example_inputs=(batch,), microbatches=1, optimizer="adamw",
+        constraints={"mesh": "dp=2", "stages": 1},
+    )  # fmt: skip
+    write(program.plan, program.parts, tmp_path / "program")
+    save_batch((batch,), tmp_path)
+    (entry,) = program.plan.prediction.ranks
+    assert entry.memory.sums == (LAYERS - 1) * ONE, "one travels first and alone"
+    rows = together(2, f"{__name__}:weighed", {"folder": str(tmp_path)}, 120.0)
+    for row in rows:
+        assert row["peak"] > entry.memory.total - entry.memory.sums
+        assert entry.memory.total == pytest.approx(row["peak"], rel=0.03)
+        assert entry.peak == pytest.approx(row["peak"], rel=0.03)
