@@ -89,6 +89,14 @@ class Distributed:
         group = self._groups[channel]
         return self._begin(lambda: dist.isend(tensor, target, group, channel), tensor, target)
 
+    def send_all(
+        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> list[_Moving | Send]:
+        """Start sending several in order; shared memory tells the receiver of all at once."""
+        if self._memory is not None and all(t.device.type == "cpu" and t.numel() for t in tensors):
+            return [*self._memory.send_all(target, channel, tensors)]
+        return [self.send(source, target, channel, tensor) for tensor in tensors]
+
     def post(
         self,
         source: int,

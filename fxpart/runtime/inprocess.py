@@ -39,6 +39,12 @@ class InProcess:
         self._sent[box] += 1
         return tensor
 
+    def send_all(
+        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Put several into the mailbox, in order."""
+        return [self.send(source, target, channel, tensor) for tensor in tensors]
+
     def post(
         self,
         source: int,

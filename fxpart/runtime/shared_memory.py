@@ -193,7 +193,21 @@ class SharedMemory:
 
     def send(self, target: int, channel: int, tensor: torch.Tensor) -> Send:
         """Copy a tensor of at least one element to where the receiver finds it; PeerLostError."""
-        link = self._links[target]
+        return self.send_all(target, channel, [tensor])[0]
+
+    def send_all(self, target: int, channel: int, tensors: Sequence[torch.Tensor]) -> list[Send]:
+        """As :meth:`send`, each as a message of its own; the receiver is told of all at once."""
+        link, sent, records = self._links[target], self._links[target].sent, b""
+        handles = []
+        for tensor in tensors:
+            records += self._put(link, channel, tensor)
+            sent[channel] += 1
+            handles.append(Send(link, channel, sent[channel]))
+        link.write(records, [])
+        return handles
+
+    def _put(self, link: _Link, channel: int, tensor: torch.Tensor) -> bytes:
+        """Copy a tensor into a slot; what tells of it."""
         size = tensor.numel() * tensor.itemsize
         try:
             slot = link.arena.take(size)
@@ -201,9 +215,7 @@ class SharedMemory:
             why = f"no memory to share for {size} bytes: {cause}"
             raise self._broken(PeerLostError(why)) from cause
         slot.fill(tensor)
-        link.write(_RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size), [])
-        link.sent[channel] += 1
-        return Send(link, channel, link.sent[channel])
+        return _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
 
     def post(self, source: int, channel: int, shape: Sequence[int], dtype: torch.dtype) -> Receive:
         """Say that the channel's next tensor from ``source`` will be waited for."""

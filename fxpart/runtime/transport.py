@@ -36,6 +36,11 @@ class Transport(Protocol):
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> Any:
         """Start sending a contiguous tensor; it must not change until ``wait`` has returned."""
 
+    def send_all(
+        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        """Start sending several, in order; a handle for each. Cheaper than one by one."""
+
     def post(
         self,
         source: int,

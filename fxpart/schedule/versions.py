@@ -7,10 +7,12 @@ alone: on each stage the order of forwards and backwards is fixed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpart.errors import error
 from fxpart.schedule.weight_modes import Horizon, WeightMode
+
+_KNOWN = 1024  # answers that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class Versions:
     ahead: tuple[int, ...]
     every: int
     start: int = 0
+    _known: dict[tuple[int, int, int], tuple[WeightMode, Read]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def forward(self, stage: int, microbatch: int) -> int:
         """Updates applied on the stage when the microbatch's forward runs."""
@@ -63,6 +68,16 @@ class Versions:
 
     def read(self, mode: WeightMode, stage: int, microbatch: int) -> Read:
         """Which weights the microbatch reads on the stage."""
+        # Kept, since a stage that runs asks for the same several times, between its computations.
+        key = id(mode), stage, microbatch
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            found = self._known[key] = mode, self._read(mode, stage, microbatch)
+        return found[1]
+
+    def _read(self, mode: WeightMode, stage: int, microbatch: int) -> Read:
         first = microbatch - microbatch % self.every
         if mode.flush:  # no update is missing; it looks as far as in a full stream
             steady = microbatch + max(self.ahead) * self.every

@@ -103,6 +103,26 @@ def test_each_channel_keeps_its_order(plan: list[tuple[int, int]], draw: Any) ->
     play(2, work)
 
 
+def test_several_told_of_at_once_keep_their_order() -> None:
+    """Though memory for some of them has to be made, and told of, in between."""
+    sizes = (3, 300_000, 1, 400_000, 2, 3)
+    values = [torch.full((size,), float(place)) for place, size in enumerate(sizes)]
+
+    def work(rank: int, memory: SharedMemory) -> bool:
+        if rank == 1:
+            posted = [memory.post(0, FORWARD, (size,), F32) for size in (*sizes, 4)]
+            found = [memory.wait(handle) for handle in posted]
+            return all(map(torch.equal, found, [*values, torch.ones(4)]))
+        for handle in [
+            *memory.send_all(1, FORWARD, values),
+            memory.send(1, FORWARD, torch.ones(4)),
+        ]:
+            memory.wait(handle)
+        return True
+
+    assert play(2, work) == [True, True]
+
+
 def test_a_send_is_waited_for_while_its_receiver_is_far_behind() -> None:
     behind = threading.Event()
 

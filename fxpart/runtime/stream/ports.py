@@ -132,7 +132,7 @@ class Outlet:
         self._device = device
         self._form = form
         self._window = window
-        self._sending: deque[list[Any]] = deque()
+        self._sending: deque[Sequence[Any]] = deque()
         self.sent = 0
 
     def begin(self) -> None:
@@ -143,10 +143,8 @@ class Outlet:
         """The next message; at most ``window`` others are still under way after it."""
         while len(self._sending) >= self._window:
             self._finish()
-        send = self._transport.send
-        handles = [send(*self._ends, header.tensor(self._device))]
-        handles += [send(*self._ends, tensor) for tensor in tensors]
-        self._sending.append(handles)
+        whole = [header.tensor(self._device), *tensors]
+        self._sending.append(self._transport.send_all(*self._ends, whole))
         self.sent += 1
 
     def zeros(self, header: Header) -> None:

@@ -82,6 +82,11 @@ class Runner:
         self._mail = Mail(layout, self.stage, seat, self._mode, versions)
         self._into, self._back = self._mail.into, self._mail.back
         self._out, self._return = self._mail.out, self._mail.returns
+        self._shapes = {
+            id(link): shape(link.shape)
+            for _, parcel, _ in (*self._out, *self._return)
+            for link in parcel.links
+        }
         self._notes = Notes(seat.events, self.stage, seat.ranks)
         self._write = seat.events.write
         self._began = self.busy = 0
@@ -331,7 +336,7 @@ class Runner:
         found, sizes = [], self._mail.sizes(microbatch)
         for link in links:
             value = cell.value(link, forward=forward)
-            wanted = shape(link.shape)(sizes)
+            wanted = self._shapes[id(link)](sizes)
             if value.shape != wanted or value.dtype != link.dtype:
                 raise error(
                     "FXP900",

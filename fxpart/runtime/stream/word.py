@@ -9,16 +9,14 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpart.runtime.transport import Transport
 
 Counts = tuple[int, int, int, int]  # forwards, backwards, updates, version
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """What one process says of a call.
 
     failed: of its stages. skipped: whether one has left an update out, as its gradients were not
@@ -49,7 +47,7 @@ class Word:
 
     def row(self) -> list[int]:
         """As it is sent."""
-        return [getattr(self, field.name) for field in fields(self)]
+        return list(self)
 
 
 def bits(number: float) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -134,9 +134,10 @@ class StageWeights:
         tensors = self._find(source, microbatch)
         if tensors is not None and self._samples(microbatch, read):
             flight.watched = Watched(self._parameters, tensors)
+        stays = self._stays(flight, tensors)
         with (
             self._holding(tensors, flight),
-            self._saved.hooks(microbatch),
+            nullcontext() if stays else self._saved.hooks(microbatch),  # of what is held
         ):
             yield
         self._flying[microbatch] = flight
@@ -288,13 +289,25 @@ class StageWeights:
             made = self._correction.corrected(-source.look)
         return self._held.put(source, [made[at] for at in self._places])
 
-    @contextmanager
-    def _holding(self, tensors: Tensors | None, flight: _Flight) -> Iterator[None]:
+    def _stays(self, flight: _Flight, tensors: Tensors | None) -> bool:
+        """Whether the backward finds the weights themselves, as the forward does, unchanged.
+
+        Then autograd may keep them as it likes, without a call for every tensor that it saves. The
+        first microbatch of a stream is looked at in any case, for tensors written after their use.
+        """
+        read = flight.read
+        moves = read.staleness or read.look_backward or flight.lent
+        return self._behind > 0 and tensors is None and not moves
+
+    def _holding(self, tensors: Tensors | None, flight: _Flight) -> AbstractContextManager[None]:
         """The parameters hold these, and what was lent."""
+        if tensors is None and not flight.lent:
+            return nullcontext()
+        return self._swapped(tensors, flight)
+
+    @contextmanager
+    def _swapped(self, tensors: Tensors | None, flight: _Flight) -> Iterator[None]:
         with swapped(self._parameters, tensors):
-            if not flight.lent:
-                yield
-                return
             with swapped(list(flight.lent), list(flight.lent.values())):
                 yield
 

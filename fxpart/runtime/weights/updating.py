@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,11 +20,13 @@ def finite(parameters: Sequence[torch.Tensor]) -> bool:
     none, which that of large numbers may be too, each of them is looked at.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    totals = [
-        g.sum(dtype=torch.float32 if g.dtype in _SMALL else None).to(torch.float64)
-        for g in gradients
-    ]
-    if not totals or bool(torch.isfinite(torch.stack(totals)).all()):
+    totals = [g.sum(dtype=torch.float32) if g.dtype in _SMALL else g.sum() for g in gradients]
+    if all(total.device.type == "cpu" for total in totals):
+        sound = all(cmath.isfinite(total.item()) for total in totals)  # cheaper than a stack
+    else:
+        wide = [total.to(torch.float64) for total in totals]
+        sound = bool(torch.isfinite(torch.stack(wide)).all())
+    if sound:
         return True
     return all(
         bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in gradients

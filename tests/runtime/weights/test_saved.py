@@ -16,6 +16,7 @@ from torch.nn import functional
 from fxpart.collectives.again import Regather
 from fxpart.errors import FxpartError
 from fxpart.runtime.weights import StageWeights
+from fxpart.runtime.weights.saved import SavedWeights
 from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import MODES
 
@@ -71,6 +72,36 @@ def rows(count: int = 2, *shape: int, dtype: Any = torch.float64) -> list[torch.
     draw = torch.Generator().manual_seed(1)
     shape = shape or (3, 4)
     return [torch.randn(*shape, dtype=dtype, generator=draw).requires_grad_() for _ in range(count)]
+
+
+@pytest.mark.parametrize(("ahead", "seen"), [(1, [0]), (2, [0, 1, 2, 3])])
+def test_autograd_keeps_what_no_update_changes(
+    ahead: int, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first is looked at where no update comes before the backward; the same bits."""
+    looked: list[int] = []
+    hooks = SavedWeights.hooks
+    monkeypatch.setattr(
+        SavedWeights, "hooks", lambda self, at: looked.append(at) or hooks(self, at)
+    )
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2).double()
+    versions = Versions((ahead,) if ahead == 1 else (2, 1), 1)
+    weights = StageWeights(module, torch.optim.SGD(module.parameters(), lr=0.5), NAIVE, versions, 0)
+    flying: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for at, x in enumerate(rows(4)):
+        with weights.forward(at):
+            flying.append((x, module(x), module.weight.detach().clone()))
+        if len(flying) == ahead:
+            given, out, read = flying.pop(0)
+            with weights.backward(at + 1 - ahead):
+                out.backward(torch.ones_like(out))
+            assert given.grad is not None
+            assert torch.equal(given.grad, torch.ones_like(out) @ module.weight.detach())
+            assert ahead > 1 or torch.equal(read, module.weight.detach())
+            weights.update()
+            module.zero_grad()
+    assert looked == seen
 
 
 LINEAR: dict[str, Callable[[], nn.Module]] = {
