@@ -26,18 +26,21 @@ CASES = {
 }
 
 
+KINDS: dict[str, type[nn.Module]] = {"gpt": Block, "resnet": Residual}
+
+
 class Blocks(nn.Module):
     """Equal blocks behind a small input layer; the loss is a mean square."""
 
     def __init__(self, case: Case, stages: int) -> None:
         super().__init__()
-        kind = Block if case.family == "gpt" else Residual
         self.stem = (
             nn.Embedding(case.width, case.width)
             if case.family == "gpt"
             else nn.Conv2d(3, case.width, 1)
         )
-        self.blocks = nn.ModuleList(kind(case.width) for _ in range(case.blocks * stages))
+        kind, count = KINDS[case.family], case.blocks * stages
+        self.blocks = nn.ModuleList(kind(case.width) for _ in range(count))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.stem(x)
@@ -49,6 +52,13 @@ class Blocks(nn.Module):
 def model_of(case: Case, stages: int) -> nn.Module:
     """The model for so many stages, its weights from torch's generator."""
     return Blocks(case, stages)
+
+
+def blocks_of(case: Case) -> tuple[nn.Module, torch.Tensor]:
+    """The blocks of one stage, and a microbatch's input of them, whose gradient is computed too."""
+    inner = (case.length, case.width) if case.family == "gpt" else (case.width, *2 * [case.length])
+    blocks = nn.Sequential(*(KINDS[case.family](case.width) for _ in range(case.blocks)))
+    return blocks, torch.randn(case.rows, *inner, requires_grad=True)
 
 
 def batch_of(case: Case, microbatches: int) -> dict[str, torch.Tensor]:
