@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxpart.compat.several import ByName, members
 from fxpart.errors import FxpartError, error
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -18,16 +19,22 @@ Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer: its name for people and plans, and what makes it from parameters."""
+    """An optimizer: its name for people and plans, and what makes it from parameters.
+
+    parts: of several, by pattern of parameters' names; ``make`` takes pairs (name, tensor) then.
+    """
 
     name: str
     make: Make
+    parts: tuple[tuple[str, OptimizerChoice], ...] = ()
 
 
 def choose(optimizer: object = "adamw") -> OptimizerChoice:
     """The optimizer that a name, class, instance, partial or ``parameters -> optimizer`` means.
 
-    An instance stands for its class with its defaults. Raises FXP109 for anything else.
+    A mapping of patterns of parameters' names to such means several optimizers, each for the
+    parameters that its pattern is the first to match. An instance stands for its class with its
+    defaults. Raises FXP109 for anything else.
     """
     if isinstance(optimizer, str):
         table = _named()
@@ -45,6 +52,10 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
         return OptimizerChoice(kind.__name__.lower(), partial(kind, **optimizer.defaults))
     if isinstance(optimizer, OptimizerChoice):
         return optimizer
+    if isinstance(optimizer, Mapping) and optimizer:
+        parts = tuple((str(pattern), choose(each)) for pattern, each in optimizer.items())
+        made: Any = ByName({pattern: part.make for pattern, part in parts})
+        return OptimizerChoice(" and ".join(part.name for _, part in parts), made, parts)
     if callable(optimizer):
         inner: Any = optimizer
         while isinstance(inner, partial):
@@ -59,13 +70,26 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
     )
 
 
-def state_bytes(choice: OptimizerChoice, shapes: Sequence[Shape]) -> list[int]:
+def state_bytes(
+    choice: OptimizerChoice, shapes: Sequence[Shape], names: Sequence[str] = ()
+) -> list[int]:
     """Bytes of state that the optimizer keeps for a parameter of each shape, after one step.
+
+    names: of the parameters, where the choice is of several optimizers.
 
     The real class is stepped once on meta parameters, so that nothing is allocated. Where it needs
     values (some read them back), it is stepped on real zeros, one small parameter at a time.
     Raises FXP109 where it cannot be stepped at all.
     """
+    if choice.parts:
+        found: dict[str, int] = {}
+        shape_of = dict(zip(names, shapes, strict=True))
+        for (_, part), mine in zip(
+            choice.parts, members([p for p, _ in choice.parts], names), strict=True
+        ):
+            sizes = state_bytes(part, [shape_of[name] for name in mine])
+            found |= zip(mine, sizes, strict=True)
+        return [found[name] for name in names]
     distinct = list(dict.fromkeys(shapes))
     try:
         states = _step(choice, distinct, "meta")
@@ -124,9 +148,10 @@ def _step(choice: OptimizerChoice, shapes: Sequence[Shape], device: str) -> list
         torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         for shape, dtype in shapes
     ]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
     optimizer = choice.make(parameters)
+    sparse = type(optimizer) is torch.optim.SparseAdam
+    for parameter in parameters:
+        parameter.grad = _no_rows(parameter) if sparse else torch.zeros_like(parameter)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise error(
             "FXP109",
@@ -136,6 +161,13 @@ def _step(choice: OptimizerChoice, shapes: Sequence[Shape], device: str) -> list
         )
     optimizer.step()
     return [optimizer.state.get(parameter, {}) for parameter in parameters]
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient without rows, on the parameter's device."""
+    ids = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+    values = parameter.detach().new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(ids, values, parameter.shape, check_invariants=False)
 
 
 def tensors_in(state: object) -> Iterator[torch.Tensor]:

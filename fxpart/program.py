@@ -56,7 +56,8 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     attribute: the escaped Python name in the stage module. name: the original qualified name.
     kind: "parameter", "buffer" or "constant". owner: the one stage that owns it; a stage that is
-    not the owner holds a bit-equal copy (a tie).
+    not the owner holds a bit-equal copy (a tie). sparse: its gradient is sparse on every stage, the
+    rows that lookups with ``sparse=True`` have asked for.
     """
 
     attribute: str
@@ -67,6 +68,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requires_grad: bool = False
     persistent: bool = True
     owner: int = 0
+    sparse: bool = False
 
 
 class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

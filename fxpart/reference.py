@@ -124,7 +124,8 @@ class OneProcess:
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
         sending: Sending | None = None,
     ) -> None:
-        """optimizer: callable that takes the parameter list and returns a torch optimizer.
+        """optimizer: callable that takes the parameter list and returns a torch optimizer; one with
+        an attribute ``named`` takes pairs of names and parameters.
 
         multiple: the rows of each microbatch are a multiple of it, as ranks that share them need.
         convert: what the run starts from in place of each tensor of the state, in another dtype.
@@ -137,7 +138,9 @@ class OneProcess:
         self.seed = seed
         self.steps = 0
         self._run = WholeGraph(graph, self.state, sending)
-        trained = [self.state[n] for n in captured.parameters if self.state[n].requires_grad]
+        names = [n for n in captured.parameters if self.state[n].requires_grad]
+        named = getattr(optimizer, "named", False)
+        trained = [(n, self.state[n]) if named else self.state[n] for n in names]
         self.optimizer = optimizer(trained) if trained else None
 
     def backward(self, leaves: list[Any]) -> torch.Tensor:
@@ -164,7 +167,11 @@ class OneProcess:
     def gradients(self) -> dict[str, torch.Tensor]:
         """A copy of each parameter's gradient by original name."""
         names = self.captured.parameters
-        return {n: g.clone() for n in names if (g := self.state[n].grad) is not None}
+        return {
+            n: g.to_dense() if g.is_sparse else g.clone()
+            for n in names
+            if (g := self.state[n].grad) is not None
+        }
 
 
 def clone_state(

@@ -345,7 +345,8 @@ def _eager(
                 if value.requires_grad:
                     value.backward(torch.full_like(value, weight))
             total += float(value.detach()) * weight
-        found = {n: t.grad for n, t in live.items()}
+        grads = {n: t.grad for n, t in live.items()}
+        found = {n: g.to_dense() if g is not None and g.is_sparse else g for n, g in grads.items()}
         pairs = [(g, found[n]) for n, g in gradients.items()]
         floor = NOISE * norm(gradients.values())
         worst = max((relative(mine, g) for mine, g in pairs if norm([mine]) > floor), default=0.0)

@@ -106,7 +106,9 @@ def _embedding(r: Draw) -> Example:
     table, rows, _ = _table(r)
     padding = r.pick([-1, 0, rows - 1])
     indices = r.ints(rows, *r.shape(1, 2))
-    return Example(ATEN.embedding.default, (table, indices, padding, r.random.random() < 0.2))
+    scaled = r.random.random() < 0.2
+    sparse = not scaled and r.yes()
+    return Example(ATEN.embedding.default, (table, indices, padding, scaled, sparse))
 
 
 def _bags(op: Any) -> Maker:
@@ -121,7 +123,8 @@ def _bags(op: Any) -> Maker:
             offsets = torch.cat([torch.zeros(1, dtype=torch.long),
                                  r.ints(count * length, count - 1).sort().values])  # fmt: skip
         padding = r.pick([None, 0]) if op is ATEN.embedding_bag.padding_idx else r.pick([-1, 0])
-        return Example(op, (table, indices, offsets, False, mode, False, weights, False, padding))
+        sparse = mode != 2 and r.yes()
+        return Example(op, (table, indices, offsets, False, mode, sparse, weights, False, padding))
 
     return make
 

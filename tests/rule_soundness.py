@@ -241,6 +241,7 @@ def _backward(
         [r for r, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True
     ))  # fmt: skip
     gradients = [next(found) if x.requires_grad else None for x in leaves]
+    gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
     return [torch.zeros_like(x) if g is None and x.requires_grad else g
             for x, g in zip(leaves, gradients, strict=True)]  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpart.codegen.in_blocks import InBlocks
 from fxpart.codegen.stored_names import stored_names
 from fxpart.codegen.tensor_files import TensorFiles
 from fxpart.compat import is_fake
@@ -17,7 +18,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.program import ProgramSpec, StageSpec, StateSpec
 from fxpart.rng import mix
 
-Init = Callable[[str, torch.Tensor], torch.Tensor]
+Init = InBlocks | Callable[[str, torch.Tensor], torch.Tensor]
 Source = Mapping[str, torch.Tensor] | str | Path | Init
 _SHOWN = 20
 
@@ -77,10 +78,11 @@ def materialise(
     Face checkpoint), of which only this rank's part of this stage's tensors is read; or a function
     ``(name, meta tensor) -> tensor``, whose random numbers are seeded by the program's seed and the
     name, so that they depend on no plan. Beside what is filled, one whole tensor at most is in
-    memory at a time. constants: tensors that no checkpoint holds (lifted constants, buffers that
-    are not persistent). strict: names that the model does not know are a fault. part: what takes
-    this rank's part out of a whole tensor, where a stage is several ranks. Floating tensors are
-    converted to the stage's dtype. Raises FXP110 with all faults at once, and then changes nothing.
+    memory at a time, and of an :class:`~fxpart.codegen.in_blocks.InBlocks` one block. constants:
+    tensors that no checkpoint holds (lifted constants, buffers that are not persistent). strict:
+    names that the model does not know are a fault. part: what takes this rank's part out of a whole
+    tensor, where a stage is several ranks. Floating tensors are converted to the stage's dtype.
+    Raises FXP110 with all faults at once, and then changes nothing.
     """
     index = module.INDEX
     assert isinstance(index, int)
@@ -168,17 +170,23 @@ class _Work:
                 continue
             shape, dtype = _whole(self.spec, state), getattr(torch, state.dtype)
             meta = torch.empty(shape, dtype=dtype, device="meta")
-            value: Any = _seeded(init, self.spec, state.name, meta)
+            slices = None
+            if isinstance(init, InBlocks) and self.part is not None:
+                slices = self.part.slices(state.name, shape)
+            value: Any = _seeded(init, self.spec, state.name, meta, slices)
             if not isinstance(value, torch.Tensor):
                 why = f"the init function returned {type(value).__name__}"
                 fix = "return a tensor for every name"
                 problems.append(_problem(self.stage, state.name, why, fix))
                 continue
             found = self._empty(state) if is_fake(value) else []
-            found = found or self._faults(state, tuple(value.shape), value.dtype)
+            cut = slices is not None and value.shape == meta[slices].shape
+            whole = shape if cut else tuple(value.shape)
+            found = found or self._faults(state, whole, value.dtype)
             problems += found
             if not found:
-                made[state.attribute] = self._value(state, value)
+                own = cut and value.untyped_storage().nbytes() == value.nbytes
+                made[state.attribute] = self._value(state, value, cut=cut, own=own)
         if problems:
             raise FxpartError(problems)
         return made
@@ -217,13 +225,29 @@ class _Work:
         return [_problem(self.stage, state.name, why, "load real weights")]
 
 
-def _seeded(init: Init, spec: ProgramSpec, name: str, meta: torch.Tensor) -> torch.Tensor:
-    """The init function's tensor, its random numbers those of this name in every plan."""
+def _seeded(
+    init: Init,
+    spec: ProgramSpec,
+    name: str,
+    meta: torch.Tensor,
+    slices: tuple[slice, ...] | None = None,
+) -> torch.Tensor:
+    """The init function's tensor, its random numbers those of this name in every plan.
+
+    slices: the part that is wanted of it, where it is made in blocks.
+    """
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     generator, before = torch.default_generator, torch.default_generator.get_state()
-    generator.manual_seed(mix(spec.seed, int.from_bytes(digest, "little")))
+    number = int.from_bytes(digest, "little")
+
+    def block(index: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        generator.manual_seed(mix(spec.seed, number, *([index] if index else [])))
+        return make()
+
     try:
-        return init(name, meta)
+        if isinstance(init, InBlocks):
+            return init.part(name, meta, slices, block)
+        return block(0, lambda: init(name, meta))
     finally:
         generator.set_state(before)
 

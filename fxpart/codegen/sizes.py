@@ -32,10 +32,17 @@ def dim_text(size: Any) -> int | str:
     """A dim for a spec: an int, or text that :func:`fxpart.program.dim_value` evaluates."""
     expr = expression(size)
     try:
-        value = fold(expr, str, lambda f, a, b: _TEXT[f].format(a, b))
+        value = fold(expr, str, _text)
     except UnsupportedError:
         return str(expr)
     return value if isinstance(value, int) else _bare(value)
+
+
+def _text(do: Callable[..., Any], left: Any, right: Any) -> str:
+    """One operation; a product that divides needs brackets, since // and * bind alike."""
+    if do in (operator.floordiv, operator.mod) and "*" in str(right):
+        right = f"({_bare(str(right))})"
+    return _TEXT[do].format(left, right)
 
 
 def _bare(text: str) -> str:

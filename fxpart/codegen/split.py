@@ -19,6 +19,7 @@ from fxpart.codegen.symbols import readable
 from fxpart.errors import error
 from fxpart.pipeline import BLOCKS_KEY, LEVEL_KEY, RNG_KEY, Level
 from fxpart.pipeline.edit import annotation
+from fxpart.pipeline.lookups import sparse_tables
 from fxpart.program import ProgramSpec, ShardingSpec, StageSpec, StateSpec, ValueSpec
 
 
@@ -102,6 +103,7 @@ class _Split:
         self.alive = live([*returned, *effects.writers])
         check(self.stages, self.alive, effects, set(returned))
         self.gradients = Gradients(self.graph, self.loss, self.alive, captured.state)
+        self.sparse = sparse_tables(self.graph, self.alive.__contains__)
         self.inputs = self._inputs()
         self.ops: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for node, stage in self.stages.items():
@@ -200,6 +202,7 @@ class _Split:
                 requires_grad=captured.state[name].requires_grad,
                 persistent=kind == "parameter" or name in captured.persistent,
                 owner=owners[name][0],
+                sparse=kind == "parameter" and name in self.sparse,
             )
             for name, kind in kinds.items()
         )

@@ -20,7 +20,13 @@ from fxpart.collectives.fake import FakeCommunicator
 from fxpart.collectives.forms_more import index_own_rows
 from fxpart.collectives.group import GroupCommunicator
 from fxpart.collectives.inprocess import InProcessHub
-from fxpart.collectives.lookups import embedding_bag_bags, embedding_bag_rows, embedding_rows
+from fxpart.collectives.lookups import (
+    embedding_bag_bags,
+    embedding_bag_bags_rows,
+    embedding_bag_rows,
+    embedding_rows,
+)
+from fxpart.collectives.lookups_sent import embedding_bag_sent, embedding_sent
 from fxpart.collectives.losses import (
     cross_entropy_classes,
     cross_entropy_rows,
@@ -76,8 +82,11 @@ __all__ = [
     "cross_entropy_rows",
     "cross_entropy_rows_classes",
     "embedding_bag_bags",
+    "embedding_bag_bags_rows",
     "embedding_bag_rows",
+    "embedding_bag_sent",
     "embedding_rows",
+    "embedding_sent",
     "enter",
     "experts_cut",
     "experts_dispatched",

@@ -5,6 +5,8 @@ Megatron-LM's vocabulary-parallel embedding (Shoeybi et al., 2019, section 3).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fxpart.collectives.communicator import Communicator, Size
@@ -29,14 +31,22 @@ def embedding_rows(
 ) -> torch.Tensor:
     """``aten.embedding`` of the rows that this lane holds, zeros for others' (Partial).
 
-    FXP108 for sparse gradients and for gradients scaled by how often a row was asked for.
+    sparse: the gradient has the rows that this lane holds and was asked for, and no others. FXP108
+    for gradients scaled by how often a row was asked for.
     """
-    _refuse("embedding_rows", sparse, scale_grad_by_freq)
+    _refuse("embedding_rows", scale_grad_by_freq)
     start, rows = span(mesh, axes, size)
-    if rows == 0:  # keep the tie to the weight: all lanes have a gradient or none has
+    if rows == 0 and not sparse:  # keep the tie to the weight: all have a gradient or none has
         return weight.new_zeros([*indices.shape, weight.shape[1]]) + weight.sum()
-    ids, outside = _own(indices, start, rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else _NONE
+    ids, outside = _own(indices, start, rows)
+    if sparse and not mesh.fake:
+        here = torch.nonzero(~outside.reshape(-1)).squeeze(1)
+        own: torch.Tensor = _ATEN.embedding.default(
+            weight, ids.reshape(-1)[here], padding, False, True
+        )
+        whole = own.new_zeros(outside.numel(), weight.shape[1]).index_copy(0, here, own)
+        return whole.view(*indices.shape, weight.shape[1])
     found: torch.Tensor = _ATEN.embedding.default(weight, ids, padding)
     return found.masked_fill(outside.unsqueeze(-1), 0)
 
@@ -57,37 +67,37 @@ def embedding_bag_rows(
 ) -> Bags:
     """``aten.embedding_bag``: bags of the rows that this lane holds (Partial); the rest Replicate.
 
-    Sums, with weights of samples, and means. FXP108 for maxima, sparse and scaled gradients.
+    Sums, with weights of samples, and means. sparse: as for :func:`embedding_rows`. FXP108 for
+    maxima and scaled gradients.
     """
-    _refuse("embedding_bag_rows", sparse, scale_grad_by_freq)
+    _refuse("embedding_bag_rows", scale_grad_by_freq)
     if mode == _MAX:
         raise refused("embedding_bag_rows", "the maximum of a bag needs all of its rows")
     padding = _NONE if padding_idx is None else padding_idx
     start, rows = span(mesh, axes, size)
     with torch.no_grad():
-        # what the op tells beside the bags, from a table of no size
-        table = weight.new_zeros(1, 1).expand(size, 1).detach()
-        table.requires_grad_(weight.requires_grad)  # ATen tells more where it does not
-        like = None if per_sample_weights is None else torch.ones_like(per_sample_weights)
-        told: Bags = _ATEN.embedding_bag.padding_idx(
-            table, indices, offsets, False, mode, False, like, include_last_offset,
-            None if padding == _NONE else padding,
-        )  # fmt: skip
+        told = told_of(
+            weight, size, indices, offsets, mode, per_sample_weights, include_last_offset, padding
+        )
         counted = torch.ones_like(indices, dtype=weight.dtype)
         if padding != _NONE:
             counted = counted.masked_fill(indices == padding, 0)
         ids, outside = _own(indices, start, max(rows, 1))
+    if sparse and not mesh.fake:
+        bags = _own_bags(
+            weight, ids, ~outside & (counted > 0) & (rows > 0), offsets, per_sample_weights,
+            include_last_offset,
+        )  # fmt: skip
+        return _averaged(bags, counted, offsets, mode, include_last_offset), *told[1:]
     weights = counted if per_sample_weights is None else per_sample_weights * counted
     if rows == 0:
         weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         outside = torch.ones_like(outside)
-    bags: torch.Tensor = _ATEN.embedding_bag.default(
+    bags = _ATEN.embedding_bag.default(
         weight, ids, offsets, False, _SUM, False, weights.masked_fill(outside, 0),
         include_last_offset,
     )[0]  # fmt: skip
-    if mode == _MEAN:
-        bags = bags / _bag_counts(counted, offsets, include_last_offset).clamp(min=1).unsqueeze(-1)
-    return bags, *told[1:]
+    return _averaged(bags, counted, offsets, mode, include_last_offset), *told[1:]
 
 
 def embedding_bag_bags(
@@ -114,6 +124,72 @@ def embedding_bag_bags(
     return bags, first, sizes, largest
 
 
+def embedding_bag_bags_rows(
+    mesh: Communicator,
+    axes: tuple[Axes, Axes],
+    size: tuple[Size, Size],
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> Bags:
+    """``aten.embedding_bag`` of this lane's bags and the rows that it holds; the bags Partial."""
+    offsets = offsets - offsets[:1]
+    bags, bag_of, sizes, largest = embedding_bag_rows(
+        mesh, axes[1], size[1], weight, indices, offsets, *rest, **named
+    )
+    first: torch.Tensor = bag_of + span(mesh, axes[0], size[0])[0]  # type: ignore[assignment]
+    return bags, first, sizes, largest
+
+
+def told_of(
+    weight: torch.Tensor,
+    size: Size,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    mode: int,
+    weights: torch.Tensor | None,
+    last: bool,
+    padding: int | None,
+) -> Bags:
+    """What the op tells beside the bags, from a table of ``size`` rows that takes no memory."""
+    table = weight.new_zeros(1, 1).expand(size, 1).detach()
+    table.requires_grad_(weight.requires_grad)  # ATen tells more where it does not
+    like = None if weights is None else torch.ones_like(weights)
+    found: Bags = _ATEN.embedding_bag.padding_idx(
+        table, indices, offsets, False, mode, False, like, last,
+        None if padding == _NONE else padding,
+    )  # fmt: skip
+    return found
+
+
+def _own_bags(
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    there: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    last: bool,
+) -> torch.Tensor:
+    """Sums of bags of the ids that are ``there`` alone, so that no other row has a gradient."""
+    before = torch.cat([offsets.new_zeros(1), there.cumsum(0).to(offsets.dtype)])
+    some = None if weights is None else weights[there]
+    found: torch.Tensor = _ATEN.embedding_bag.default(
+        weight, ids[there], before[offsets], False, _SUM, True, some, last
+    )[0]
+    return found
+
+
+def _averaged(
+    bags: torch.Tensor, counted: torch.Tensor, offsets: torch.Tensor, mode: int, last: bool
+) -> torch.Tensor:
+    """The sums of bags, or their means over the indices that count."""
+    if mode != _MEAN:
+        return bags
+    return bags / _bag_counts(counted, offsets, last).clamp(min=1).unsqueeze(-1)
+
+
 def _own(indices: torch.Tensor, start: Size, rows: Size) -> tuple[torch.Tensor, torch.Tensor]:
     """Local row numbers (0 for others') and where the rows are others'."""
     local = indices - start  # type: ignore[operator]
@@ -128,8 +204,6 @@ def _bag_counts(counted: torch.Tensor, offsets: torch.Tensor, last: bool) -> tor
     return sums[ends[1:]] - sums[ends[:-1]]
 
 
-def _refuse(form: str, sparse: bool, scaled: bool) -> None:
-    if sparse:
-        raise refused(form, "sparse gradients of a table that is cut by rows are not summed")
+def _refuse(form: str, scaled: bool) -> None:
     if scaled:
         raise refused(form, "gradients scaled by frequency need the indices of all ranks")

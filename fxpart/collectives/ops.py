@@ -169,6 +169,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = moves.scatter if ctx.partial else moves.cut
         mesh, axis, dim, outer = ctx.how
+        grad = grad.to_dense() if grad.is_sparse else grad  # of a table put together for use
         return back(mesh, grad, axis, dim, outer), None, None, None, None, None, None
 
 

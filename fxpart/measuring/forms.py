@@ -24,7 +24,16 @@ from fxpart.sharding import Mesh
 _BEFORE = 3  # parameters of a form before the op's own: communicator, axes, size
 # The op that a form stands for, where that is not the name before "_rows".
 _OPS = {
-    **dict.fromkeys(("embedding_bag_bags", "embedding_bag_rows"), "embedding_bag"),
+    **dict.fromkeys(
+        (
+            "embedding_bag_bags",
+            "embedding_bag_rows",
+            "embedding_bag_bags_rows",
+            "embedding_bag_sent",
+        ),
+        "embedding_bag",
+    ),
+    "embedding_sent": "embedding",
     **dict.fromkeys(
         ("cross_entropy_classes", "cross_entropy_rows", "cross_entropy_rows_classes"),
         "cross_entropy_loss",
@@ -35,8 +44,9 @@ _OPS = {
 # Forms whose indices count over the whole factor: of their sizes the one that it is.
 _WHOLE = {
     **dict.fromkeys(("embedding_rows", "embedding_bag_rows", "cross_entropy_classes"), 0),
+    **dict.fromkeys(("embedding_sent", "embedding_bag_sent"), 0),
     **dict.fromkeys(("experts_cut", "experts_dispatched"), 0),
-    "cross_entropy_rows_classes": 1,
+    **dict.fromkeys(("cross_entropy_rows_classes", "embedding_bag_bags_rows"), 1),
 }
 
 

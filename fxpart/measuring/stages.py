@@ -25,8 +25,9 @@ from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch import Reader
 from fxpart.runtime.cell import Cell, Roots
+from fxpart.runtime.groups import own
 from fxpart.runtime.links import Link, links
-from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer import groups_of, make_optimizer
 from fxpart.runtime.shapes import Sizes
 from fxpart.runtime.stage import StageTable
 
@@ -72,7 +73,7 @@ class StageRun:
         self._device = device
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self._trained = trained
-        self._optimizer = make_optimizer(optimizer, trained)
+        self._optimizer = _optimizer(optimizer, spec, stage, self.module)
         self._returned = [k for k in self.found if k.gradient and k.back == stage]
         self._key = microbatch_key(spec.seed, 0, 0)
 
@@ -170,6 +171,20 @@ def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Value
     assert captured.example is not None, "a captured model has an example"
     cut = Reader(spec).read(captured.example(), count)
     return dict(cut.inputs[0]), cut.sizes[0], cut.rows[0]
+
+
+def _optimizer(
+    given: Any, spec: ProgramSpec, stage: int, module: nn.Module
+) -> torch.optim.Optimizer:
+    """What updates a stage's parameters; several optimizers get theirs by the model's names."""
+    every = [state for each in spec.stages for state in each.state if state.requires_grad]
+    groups = groups_of(given, None, {state.name: state.shape for state in every})
+    mine = [
+        (state.name, module.get_parameter(state.attribute))
+        for state in spec.stages[stage].state
+        if state.requires_grad and state.kind == "parameter"
+    ]
+    return make_optimizer(given, [parameter for _, parameter in mine], own(groups, mine))
 
 
 def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:

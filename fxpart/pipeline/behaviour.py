@@ -22,6 +22,7 @@ from fxpart.pipeline.annotation import LANE_KEY, MESH_KEY, Working
 from fxpart.pipeline.collective import bound, is_collective, is_random_shard
 from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
+from fxpart.pipeline.lookups import row_bytes, sparse_lookup
 from fxpart.pipeline.private import lstm_saved, result_bytes
 from fxpart.pipeline.sizes import expression, nbytes, tensors
 from fxpart.pipeline.temporaries import Taken, Watch, backward_working, convolution
@@ -225,8 +226,14 @@ class Walk:
             [result_bytes(name, index, t) for index, t in enumerate(outputs)],
             lstm_saved(args, kwargs) if name == "aten.lstm" else None,
         )
-        with self.mode, guards_off(self.mode):
-            back, through = backward_working(inputs, outputs)
+        looked = sparse_lookup(node)
+        back: Size
+        through: tuple[int, ...] = ()
+        if looked is not None:  # its gradient is the rows that are asked for, and their places
+            back = row_bytes(*looked)
+        else:
+            with self.mode, guards_off(self.mode):
+                back, through = backward_working(inputs, outputs)
         if "conv" in name and len(inputs) > 1 and inputs[0].device.type == "cpu":
             beside, back = convolution(inputs, outputs)
         return replace(found, working=Taken(beside, back, through))

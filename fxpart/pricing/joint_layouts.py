@@ -157,7 +157,10 @@ class Layouts:
         situation = Situation(
             self.prices.model, self.model.specs, self.rows.at(rows), place.sample,
             self.lines.ring(place, tensor, 1), count,
-            state_costs(self.model.captured, self.model.trained, self.model.optimizer, count),
+            state_costs(
+                self.model.captured, self.model.trained, self.model.optimizer, count,
+                self.model.graph.graph,
+            ),
         )  # fmt: skip
         return self._cutter(tensor, situation)
 
@@ -232,6 +235,7 @@ class Layouts:
                 name=w.name, blocks=(0,), weight=-(-w.weight // cut.weight(w)),
                 gradient=-(-w.gradient // cut.weight(w)),
                 optimizer=-(-w.optimizer // cut.weight(w)), buffer=w.buffer,
+                sparse=w.sparse,
             )
             for w in held
         )  # fmt: skip

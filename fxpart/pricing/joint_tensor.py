@@ -28,6 +28,7 @@ from fxpart.pricing.placement_edges import Port, Reshards
 from fxpart.pricing.placement_graph import Flow, fused, read
 from fxpart.pricing.placement_options import Families, Option, positions
 from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.touched import heavy_tables
 from fxpart.sharding import PARTIAL, Mesh, Placements, Shard
 from fxpart.solver.placement import evaluate, solve_placement
 
@@ -83,8 +84,10 @@ class Cut(Whole):
 
     @property
     def lean(self) -> bool:
-        """Whether some parameter is cut."""
-        return any(_is_cut(place) for place, _ in self._lies.values())
+        """Whether some parameter is cut, and every table that is a large part of all state."""
+        held = {name: _is_cut(place) for name, (place, _) in self._lies.items()}
+        heavy = heavy_tables(self._samples.graph)
+        return any(held.values()) and all(held.get(name, True) for name in heavy)
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
         """The op on what the rank holds."""

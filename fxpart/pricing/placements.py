@@ -26,6 +26,7 @@ from fxpart.pricing.placement_graph import fused, read
 from fxpart.pricing.placement_options import Families, Strategy
 from fxpart.pricing.places import RESERVE
 from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.touched import touched_bytes
 from fxpart.pricing.variants import Sizes, Split, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
@@ -179,7 +180,7 @@ def build(
         reshards=reshards,
         specs=specs,
         sizes=sizes,
-        state=state_costs(captured, trained, optimizer, microbatches),
+        state=state_costs(captured, trained, optimizer, microbatches, graph.graph),
         microbatches=microbatches,
         bandwidth=device.bandwidth,
         launch=device.launch,
@@ -209,23 +210,31 @@ def _budget(cluster: Cluster, given: float | None) -> float:
 
 
 def state_costs(
-    captured: Captured, trained: frozenset[str], optimizer: object, microbatches: int
+    captured: Captured,
+    trained: frozenset[str],
+    optimizer: object,
+    microbatches: int,
+    graph: fx.Graph,
 ) -> dict[str, StateCosts]:
     """Per parameter and buffer its memory and the optimizer's traffic, for each of its bytes.
 
     The optimizer reads and writes weight and state and reads the gradient; with several
-    microbatches gradients are read twice and written once for each of them.
+    microbatches gradients are read twice and written once for each of them. Of a table with a
+    sparse gradient that is the rows of a step. graph: whole, or a lane's.
     """
+    touched = touched_bytes(graph)
     names = [name for name in captured.state if name in trained]
     shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in names]
-    sums = dict(zip(names, state_bytes(choose(optimizer), shapes), strict=True))
+    sums = dict(zip(names, state_bytes(choose(optimizer), shapes, names), strict=True))
     found = {}
     for name, tensor in captured.state.items():
         size = max(1, tensor.numel() * tensor.element_size())
         held = sums.get(name, 0) / size
         if name in trained:
+            part = touched.get(name, size) / size
             accumulated = 3.0 * microbatches if microbatches > 1 else 0.0
-            found[name] = StateCosts(2 + held, 3 + 2 * held + accumulated, 1.0, True)
+            moved = min(1.0, part) * (2 + 2 * held) + part * (1 + accumulated)
+            found[name] = StateCosts(1 + part + held, moved, 1.0, True)
         else:
             found[name] = StateCosts(1.0, 0.0, 0.0, False)
     return found

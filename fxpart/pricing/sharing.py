@@ -11,6 +11,7 @@ import msgspec
 from torch import fx
 
 from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costs import TensorSpec
 from fxpart.pricing.specs import Specs
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import Weight
@@ -164,6 +165,13 @@ def _form(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tu
         rows = tensor_bytes(hidden) * chosen.shape[1] * _count(axes, mesh)
         way = Move(*_TURN, rows, tuple(map(str, axes)))
         return (way, way), (way, way)
+    if name in ("embedding_sent", "embedding_bag_sent"):  # (axes, size, table, indices, ...)
+        table, ids = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
+        lanes, places = _count(axes, mesh), tuple(map(str, axes))
+        there = Move(*_TURN, tensor_bytes(ids) * lanes, places)
+        rows = row_bytes(table, ids) * lanes
+        home = Move(*_TURN, rows, places)
+        return (there, home), (home,)
     ahead, back = _INSIDE.get(name, (0, 0))
     places = tuple(map(str, axes))
     if name == "batch_norm_rows":  # every lane's means and squares, and two sums of gradients
@@ -196,6 +204,14 @@ _KINDS: dict[str, tuple[tuple[str, str] | None, dict[str, tuple[str, str] | None
     "enter": (None, {"R": _REDUCE}),
 }
 _SILENT = frozenset({"leave", "first_only", "random_shard"})
+
+
+def row_bytes(table: TensorSpec, ids: TensorSpec) -> Size:
+    """What the rows of a table take that are asked for, each as often as it is asked for."""
+    rows: Size = 1
+    for size in ids.shape:
+        rows = rows * size
+    return tensor_bytes(TensorSpec((rows, *table.shape[1:]), table.dtype))
 
 
 def _bytes(node: fx.Node, specs: Specs) -> Size:

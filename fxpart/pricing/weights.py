@@ -9,6 +9,7 @@ from torch import fx
 
 from fxpart.optimizers import OptimizerChoice, state_bytes
 from fxpart.pricing.specs import annotation
+from fxpart.pricing.touched import touched_bytes
 from fxpart.solver.problem import Weight
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ def weights(
 ) -> tuple[Weight, ...]:
     """Every parameter, buffer and constant that a block uses, with the blocks that use it.
 
-    Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes.
+    Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes;
+    a sparse gradient takes what a step's rows take (:mod:`fxpart.pricing.touched`).
     """
+    touched = touched_bytes(graph)
     users: dict[str, set[int]] = {}
     held: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
@@ -32,7 +35,7 @@ def weights(
     used = [name for name, blocks in users.items() if blocks]
     learnt = [name for name in used if name in trained]
     shapes = [(tuple(held[n].shape), held[n].dtype) for n in learnt]
-    state = dict(zip(learnt, state_bytes(optimizer, shapes), strict=True))
+    state = dict(zip(learnt, state_bytes(optimizer, shapes, learnt), strict=True))
     parameters = frozenset(captured.parameters)
     result = []
     for name in used:
@@ -43,9 +46,10 @@ def weights(
                 name=name,
                 blocks=tuple(sorted(users[name])),
                 weight=size,
-                gradient=size if name in state else 0,
+                gradient=touched.get(name, size) if name in state else 0,
                 optimizer=state.get(name, 0),
                 buffer=name not in parameters,
+                sparse=name in state and name in touched,
             )
         )
     return tuple(sorted(result, key=lambda weight: (weight.blocks, weight.name)))
@@ -86,6 +90,8 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
     seconds = [0.0] * blocks
     for weight in weights:
         if weight.gradient:
-            moved = 2 * weight.weight + weight.gradient + 2 * weight.optimizer
+            # of a table with a sparse gradient the optimizer reads and writes those rows alone
+            part = min(1.0, weight.gradient / max(1, weight.weight)) if weight.sparse else 1.0
+            moved = part * (2 * weight.weight + 2 * weight.optimizer) + weight.gradient
             seconds[weight.blocks[0]] += moved / device.bandwidth + device.launch
     return tuple(seconds)

@@ -20,17 +20,23 @@ from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.executor import Around
-from fxpart.runtime.groups import Group, Groups, assign, own
+from fxpart.runtime.groups import Group, Groups, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
 from fxpart.runtime.meshes import Meshes, sum_axes
 from fxpart.runtime.needs import Needs
-from fxpart.runtime.optimizer import check_elementwise, describe_groups, make_optimizer
+from fxpart.runtime.optimizer import (
+    check_elementwise,
+    describe_groups,
+    groups_of,
+    make_optimizer,
+)
 from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
+from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
 from fxpart.runtime.state import ModelState
@@ -48,8 +54,11 @@ class Assembly:
     options: what it was given. optimizer: this process's torch optimizer, for learning-rate
     schedulers and options. events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
-    asks: what this process asks of all, and what it heard.
+    asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
+    of tables that several stages hold stay sparse.
     """
+
+    shared_rows = True
 
     def __init__(
         self,
@@ -110,7 +119,7 @@ class Assembly:
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
         self._sharded_state = ShardedState(self._state, self._meshes)
-        self._held = Held(self._state, self._meshes)
+        self._held = Held(self._state, self._meshes, shared_rows=self.shared_rows)
         self._feed = LaneFeed(self._lanes)
         self._source = Source(self._feed, self.microbatches)
         self._engine = self._make_engine(
@@ -205,11 +214,11 @@ class Assembly:
         """The optimizer of this process, with the same groups on every rank."""
 
         def make() -> tuple[torch.optim.Optimizer, str]:
-            shapes = self._state.trainable()
-            self._groups = () if groups is None else assign(groups, shapes)
+            self._groups = groups_of(given, groups, self._state.trainable())
             mine = self._state.parameters()
             made = make_optimizer(given, [p for _, p in mine], own(self._groups, mine))
-            check_elementwise(made, self._held.cut())
+            check_elementwise(made, self._held.cut(), self._groups)
+            check_gradients(made, self._state, self._held.rows)
             names = " ".join(",".join(group.names) for group in self._groups)
             return made, f"{describe_groups(made)} {names}"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpart.runtime.held import Held
+from fxpart.runtime.rows import numbers
 from fxpart.runtime.state import ModelState
 
 
@@ -58,7 +59,7 @@ def clip_norm(state: ModelState, held: Held, norm: torch.Tensor, largest: float)
     """Scale all gradients so that their global norm, which is ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     for _, parameter in state.parameters():
-        gradient = held.of(parameter).grad
+        gradient = numbers(held.of(parameter))
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device))
 
@@ -66,7 +67,7 @@ def clip_norm(state: ModelState, held: Held, norm: torch.Tensor, largest: float)
 def clip_value(state: ModelState, held: Held, largest: float) -> None:
     """Bring every number of every gradient between ``-largest`` and ``largest``."""
     for _, parameter in state.parameters():
-        gradient = held.of(parameter).grad
+        gradient = numbers(held.of(parameter))
         if gradient is not None:
             gradient.clamp_(-largest, largest)
 
@@ -75,7 +76,7 @@ def _note_norms(table: torch.Tensor, index: int, state: ModelState, held: Held, 
     """Put a parameter's norm into the table; squared where several lanes hold pieces of it."""
     entry, sources = state.entries[name], held.pieces(name).sources
     for lane, parameter in entry.owned().items():
-        gradient = held.of(parameter).grad
+        gradient = numbers(held.of(parameter))
         if gradient is None or lane not in sources:
             continue
         norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()

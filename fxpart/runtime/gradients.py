@@ -17,7 +17,9 @@ def share_ties(state: ModelState, held: Held) -> None:
     The sums themselves are made during the backward passes (:mod:`fxpart.runtime.ties`). Each lane
     sends within its own pipeline.
     """
-    for _, entry in tied(state):
+    for name, entry in tied(state):
+        if name in held.rows:
+            continue
         for lane in state.lanes:
             _share_tie(state, held, entry, lane.index)
 

@@ -9,7 +9,7 @@ made with the parameters themselves, so groups that look at shapes stay right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from fxpart.runtime.executor import Around
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.rows import Parts, Rows
 from fxpart.runtime.scatter import Scatter, dense, in_buckets
 from fxpart.runtime.stage import trains
 from fxpart.runtime.state import Entry, ModelState, cut_again
@@ -33,8 +34,13 @@ class Held:
     Calls with a lane are made by all lanes at once.
     """
 
-    def __init__(self, state: ModelState, meshes: Meshes | None) -> None:
-        """meshes: None where the program is not sharded."""
+    def __init__(
+        self, state: ModelState, meshes: Meshes | None, *, shared_rows: bool = True
+    ) -> None:
+        """meshes: None where the program is not sharded.
+
+        shared_rows: whether sparse gradients of tables that several stages hold stay sparse.
+        """
         self._state = state
         self._meshes = meshes
         sharding = state.lanes[0].spec.sharding
@@ -45,6 +51,7 @@ class Held:
             if self.axis(name):
                 for (_, at), copy in entry.copies.items():
                     self._pieces.setdefault(id(copy), _piece(entry, at, self._axis, copy))
+        self.rows = Rows(state, meshes, shared=shared_rows)
         self._scatters: dict[tuple[int, int], Scatter] = {}
         if meshes is not None and self._pieces:
             for lane in state.lanes:
@@ -92,9 +99,10 @@ class Held:
         held = self.of(parameter)
         if held is not parameter and parameter in optimizer.state:
             start = held.storage_offset() - parameter.storage_offset()
+            shape = parameter.shape
             optimizer.state[held] = {
                 key: value.reshape(-1)[start : start + held.numel()].clone()
-                if isinstance(value, torch.Tensor) and value.dim() and value.numel() > 1
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape
                 else value
                 for key, value in optimizer.state.pop(parameter).items()
             }
@@ -153,6 +161,7 @@ class Held:
             sums.reset()
         if self._meshes is not None:
             self._meshes.forget()
+        self.rows.reset()
         for scatter in self._scatters.values():
             scatter.reset()
         for _, parameter in self._state.parameters():
@@ -164,28 +173,52 @@ class Held:
             mine = list(self._owned(lane.index, stage))
             done = self._finish_sums(lane.index, stage)
             self._scatter(lane.index, stage, mine)
+            self.rows.finish(lane, stage)
             summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in mine:
                 held, axes = self.of(parameter), self._rest(name, entry)
+                if name in self.rows:
+                    continue
                 if axes and held.grad is not None and id(held) not in done:
                     held.grad = dense(held)
                     summed[name] = axes, held.grad
             self._sum(lane.index, stage, summed)
 
-    def current(self, lane: Lane, *, summed: bool) -> dict[str, torch.Tensor]:
+    def share_rows(self) -> None:
+        """Sparse gradients: to all that hold a table, and of each what its lane updates."""
+        self.rows.share()
+        if self._pieces:
+            self.rows.settle(self._range)
+
+    def _range(
+        self, name: str, entry: Entry, lane: int, parameter: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """What the optimizer has in a parameter's place, and the range of the flat one it is."""
+        size = parameter.numel()
+        held = self.of(parameter)
+        if held is parameter:
+            return held, (0, size)
+        return held, cut_again(entry.pieces, self.axis(name)).range(lane, size)
+
+    def current(
+        self, lane: Lane, *, summed: bool, rows: Mapping[tuple[str, int], Parts | None]
+    ) -> dict[str, torch.Tensor]:
         """Copies of the owners' gradients as they are, or will be, after :meth:`finish`, by name.
 
-        summed: whether they have been finished. They are cut as the optimizer's tensors are where
-        those have the gradient already.
+        summed: whether they have been finished. rows: sparse gradients that several stages have a
+        part of, by name and lane. They are cut as the optimizer's tensors are where those have the
+        gradient already; sparse ones are given as plain tensors.
         """
         found: dict[str, torch.Tensor] = {}
         for stage in sorted(lane.modules):
             mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in self._owned(lane.index, stage):
                 held = self.of(parameter)
-                if held.grad is not None:
+                if held.grad is not None and (name, lane.index) not in rows:
                     rest = () if summed else self._rest(name, entry)
                     mine[name] = rest, dense(held).clone()
+                elif (parts := rows.get((name, lane.index))) is not None:
+                    mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, dense(parameter).clone()
             self._sum(lane.index, stage, mine)
@@ -242,6 +275,8 @@ class Held:
             axes = tuple(a for a in entry.partial if mesh.shape[mesh.index(a)] > 1)
             if not (axes and entry.trainable and len(entry.stages) == 1):
                 continue
+            if state.name in self.rows:
+                continue
             parameter = entry.copies[stage, lane.index]
             held, cut = self.of(parameter), self.axis(state.name)
             # Under ZeRO-2 each backward sends its own; what is equal on the axis is cut at the end.
@@ -263,9 +298,9 @@ class Held:
             return
         scatter = self._scatters[stage, lane]
         scatter.finish()  # what a backward has given it, whose gradients may not be there twice
-        for _, entry, parameter in mine:
+        for name, entry, parameter in mine:
             held = self.of(parameter)
-            if parameter.grad is None or held is parameter:
+            if parameter.grad is None or held is parameter or name in self.rows:
                 continue
             if self._axis in entry.partial:
                 scatter.add(parameter, held)
@@ -281,6 +316,8 @@ class Held:
         """ZeRO-2: a gradient is on its way as soon as a backward has made it."""
         for name, entry in self._state.entries.items():
             if not self.axis(name) or len(entry.stages) > 1 or self._axis not in entry.partial:
+                continue
+            if name in self.rows:
                 continue
             for place, parameter in entry.copies.items():
                 send = partial(self._scatters[place].add, held=self.of(parameter))

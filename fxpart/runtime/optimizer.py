@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpart.compat.several import Several, members
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
+from fxpart.runtime.groups import Group, Groups, assign
 
 _FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
@@ -24,10 +26,17 @@ def make_optimizer(
 
     given: an Optimizer class, its name ("adamw"), a functools.partial or function of a parameter
     list, or an Optimizer instance, whose class and options are used again (its parameters are
-    not). A rank without parameters gets one that does nothing. groups: the same
-    parameters in groups, of which some may be empty (:func:`~fxpart.runtime.groups.own`). Raises
+    not); or a mapping of patterns to such, with a group for each (:func:`groups_of`). A rank
+    without parameters gets one that does nothing. groups: the same parameters in groups, of which
+    some may be empty (:func:`~fxpart.runtime.groups.own`). Raises
     FXP109 for anything else.
     """
+    if isinstance(given, Mapping):
+        assert len(groups) == len(given), "a group of parameters for each optimizer"
+        return Several([
+            make_optimizer(one, group["params"], [group])
+            for one, group in zip(given.values(), groups, strict=True)
+        ])  # fmt: skip
     mine: list[Any] = list(groups or parameters)
     if not mine:
         # torch refuses an empty list; a parameter that never gets a gradient is never touched.
@@ -40,6 +49,26 @@ def make_optimizer(
         what = f"{given!r} is no optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
     return made
+
+
+def groups_of(
+    given: Any, groups: Groups | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Group, ...]:
+    """The parameter groups of the whole model: the user's, or one for each of several optimizers.
+
+    shapes: of the whole trainable parameters. FXP109 for faults of either.
+    """
+    if not isinstance(given, Mapping):
+        return () if groups is None else assign(groups, shapes)
+    if groups is not None:
+        raise error(
+            "FXP109", where="groups", why="the optimizer is given by names already",
+            fix="a pattern of its own for each group, with functools.partial(AdamW, lr=...)",
+        )  # fmt: skip
+    return tuple(
+        Group({"name": pattern}, tuple(names))
+        for pattern, names in zip(given, members(given, list(shapes)), strict=True)
+    )
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> str:
@@ -84,17 +113,24 @@ def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
 # Each number of a parameter is updated by its own gradient and state alone.
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
-    "Rprop",
+    "Rprop", "SparseAdam",
 )  # fmt: skip
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, cut: Sequence[str]) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, cut: Sequence[str], groups: Sequence[Group] = ()
+) -> None:
     """FXP109 if parameters are cut and the optimizer may not be run on parts of them.
 
-    cut: names of parameters of which a lane updates a part only. An optimizer of the user's own
+    cut: names of parameters of which a lane updates a part only. groups: those of the whole model,
+    where the optimizer is several. An optimizer of the user's own
     says with a class attribute ``elementwise = True`` that it may.
     """
     kind = type(optimizer)
+    if isinstance(optimizer, Several):
+        for one, group in zip(optimizer.each, groups, strict=True):
+            check_elementwise(one, [name for name in cut if name in group.names])
+        return
     if not cut or getattr(kind, "elementwise", False):
         return
     if any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE):

@@ -155,6 +155,7 @@ def _report(
             first = lane == held.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
+                    value = value.to_dense() if value.is_sparse else value  # momentum of rows
                     shape = tuple(value.shape)
                     part = bool(shape) and shape == tuple(parameter.shape)
                     if part or first:

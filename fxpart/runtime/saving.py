@@ -139,7 +139,8 @@ class Saving(Assembly):
         self._together("gradients")
         whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
         with reporting(self._transport, "gathering gradients"), whole:
-            own = self._each_lane(partial(self._held.current, summed=self._stale))
+            rows = {} if self._stale else self._held.rows.sums()
+            own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
             return gather_gradients(self._state, self._held, own)
 
     def _together(self, call: str) -> None:

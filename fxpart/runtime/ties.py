@@ -44,11 +44,11 @@ class Shared:
     attribute: Mapping[int, str]
 
 
-def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
+def shared(spec: ProgramSpec, *, sparse: bool = True) -> tuple[Shared, ...]:
     """The trainable parameters that several training stages hold, sorted by name.
 
-    None where stages have copies: then all holders are summed at the end of a step
-    (:mod:`fxpart.runtime.replicas`).
+    sparse: whether tables with sparse gradients are among them. None where stages have copies: then
+    all holders are summed at the end of a step (:mod:`fxpart.runtime.replicas`).
     """
     if spec.replicas:
         return ()
@@ -57,7 +57,7 @@ def shared(spec: ProgramSpec) -> tuple[Shared, ...]:
     reached = flows_from(spec)
     for stage in spec.stages:
         for state in stage.state:
-            if state.name in spec.ties and state.requires_grad:
+            if state.name in spec.ties and state.requires_grad and (sparse or not state.sparse):
                 held = names.setdefault(state.name, {})
                 held[stage.index] = state.attribute
                 dtype = torch_dtype(state.dtype)  # sums are never rounded on their way
@@ -111,7 +111,8 @@ class TieSums:
         self._transport = transport
         self._device = device
         self._stage_rank = schedule.stage_rank
-        self._shared = shared(spec)
+        # Sparse gradients are put together at the end of a step (fxpart.runtime.rows).
+        self._shared = shared(spec, sparse=False)
         self._reached = flows_from(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
             (item.link.name, stage): attrgetter(name)(modules[stage])

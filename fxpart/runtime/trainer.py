@@ -219,6 +219,7 @@ class Trainer(Inference):
         return noted
 
     def _share(self) -> None:
+        self._held.share_rows()
         sum_copies(self._state, self._held)
         share_ties(self._state, self._held)
 

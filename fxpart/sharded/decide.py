@@ -22,6 +22,7 @@ from fxpart.pipeline.effects import state_written
 from fxpart.plan import Certificate
 from fxpart.pricing.placements import choose_placements
 from fxpart.requests import DATA_AXIS
+from fxpart.sharded.dealt import dealt
 from fxpart.sharded.graphs import Sharded, place, propagated
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
 
@@ -70,7 +71,8 @@ def shard(
     Raises FXP111 and FXP112 for annotations that are wrong or contradict each other, FXP204 and
     FXP205 where no choice of what they leave open fits.
     """
-    seeds = merged(_batch_cut(captured, request.mesh, given), given)
+    large = dealt(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
+    seeds = merged(_batch_cut(captured, request.mesh, given) | large, given)
     close = request.constraints.get("placements", "solver") == "annotated"
     whole = propagated(graph, request.mesh, seeds, _names(graph, captured), close=close)
     certificate = None

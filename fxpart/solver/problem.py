@@ -55,7 +55,8 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (m + 1) * (latency + gradient * inverse_bandwidth) a step for the variant's m microbatches, of
     the link into its own device (the first stage: into the second device). So a stage's cost
     depends on its own blocks and device alone. That the m messages overlap computation is not
-    counted on. A buffer's bytes are in ``weight``.
+    counted on. A buffer's bytes are in ``weight``. sparse: the gradient is of the rows that a step
+    asks for, and the optimizer looks at those alone.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gradient: int
     optimizer: int
     buffer: bool = False
+    sparse: bool = False
 
 
 class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,8 +1,15 @@
-"""Embedding tables: by columns, or by rows with each rank answering for its own (a form)."""
+"""Embedding tables: by columns, or by rows with each rank answering for its own (a form).
+
+Where the gradient is sparse, ``b&v`` lets one axis cut the batch and the table's rows: ids travel
+to the ranks of their rows, rows come back (:mod:`fxpart.collectives.lookups_sent`). A table with a
+dense gradient that an axis cuts beside the batch is put together for use instead (ZeRO-3).
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -22,12 +29,27 @@ def _embedding(call: Call) -> Rule:
                         for i in range(len(shape))]  # fmt: skip
     forms = {} if call.given["scale_grad_by_freq"] else {"v": "embedding_rows"}
     whole = ["v"] if call.given["scale_grad_by_freq"] else []
-    return call.rule(
+    rule = call.rule(
         {"weight": ["v", "d"], "indices": where},
         [[*where, "d"]],
         forms=forms,
         whole=whole,
         linear=["weight"],
+    )
+    batch = [] if whole else [str(dim) for dim in where]
+    return _sent(call, rule, batch, "embedding_sent")
+
+
+def _sent(call: Call, rule: Rule, batch: Sequence[str], form: str) -> Rule:
+    """The rule with rows and a factor of the batch cut by one axis, where gradients are sparse."""
+    if not call.given["sparse"] or not isinstance(rule.sizes["v"], int):
+        return rule
+    names = {f"{factor}&v": (factor, "v") for factor in batch}
+    return replace(
+        rule,
+        forms={**rule.forms, **dict.fromkeys(names, form)},
+        sizes={**rule.sizes, **dict.fromkeys(names, rule.sizes["v"])},
+        together=names,
     )
 
 
@@ -56,13 +78,18 @@ def _embedding_bag(call: Call) -> Rule:
     }
     others: list[list[Dim]] = [_like(shape, call, where, bag) for shape in call.results[1:]]
     told = (REPLICATE,) * (len(call.results) - 1)
-    return call.rule(
+    rule = call.rule(
         dims,
         [[bag, "d" if mode != 2 else "_d"], *others],
         sizes=sizes,
-        forms={"b": "embedding_bag_bags", "v": "embedding_bag_rows"},
+        forms={
+            "b": "embedding_bag_bags",
+            "v": "embedding_bag_rows",
+            "b v": "embedding_bag_bags_rows",
+        },
         results_of={"d": (None, *told), "v": (PARTIAL, *told)},
     )
+    return _sent(call, rule, ["b"] if sizes and mode != 2 else [], "embedding_bag_sent")
 
 
 def _like(shape: tuple[Size, ...], call: Call, where: Dim, bag: Dim) -> list[Dim]:

@@ -217,6 +217,14 @@ def _cut(
     if name == REPLICATED or name.startswith(PASS):
         return True
     name, inner = factor_of(name)
+    each = rule.together.get(name, (name,))
+    return all(_cut_one(rule, factor, inner, parts, left, held) for factor in each)
+
+
+def _cut_one(
+    rule: Rule, name: str, inner: int, parts: int, left: dict[str, Size], held: dict[str, set[int]]
+) -> bool:
+    """The same for one of the factors that a strategy cuts."""
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts

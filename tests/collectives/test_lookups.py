@@ -110,9 +110,10 @@ def test_what_cannot_be_cut_is_refused() -> None:
     table, ids, offsets = torch.ones(2, 3), torch.zeros(4, dtype=torch.long), torch.arange(2)
     for form, args in (
         (C.embedding_rows, (ids, -1, True)),
-        (C.embedding_rows, (ids, -1, False, True)),
+        (C.embedding_sent, (ids, -1, True, True)),
         (C.embedding_bag_rows, (ids, offsets, False, 2)),
         (C.embedding_bag_rows, (ids, offsets, True)),
+        (C.embedding_bag_sent, (ids, offsets, True)),
     ):
         with pytest.raises(FxpartError, match="FXP108"):
             form(comm, ("a",), 4, table, *args)

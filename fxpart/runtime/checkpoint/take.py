@@ -116,7 +116,9 @@ class _Taking:
         for optimizer, _, parameter, holder in stepped(self._trainer, self._known):
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if holder.writes:
-                    self._slot("optimizer", parameter, holder, slot, value)
+                    sparse = isinstance(value, torch.Tensor) and value.is_sparse
+                    held = value.to_dense() if sparse else value  # momentum of rows
+                    self._slot("optimizer", parameter, holder, slot, held)
         known = self._known
         for optimizer in optimizers(self._trainer):
             groups = optimizer.param_groups

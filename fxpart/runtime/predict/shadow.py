@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxpart.compat import foreach_copy_, foreach_zero_, optimizer_standing_in, step_of
+from fxpart.compat.several import Several
 from fxpart.errors import error
 from fxpart.optimizers import tensors_in
 from fxpart.runtime.predict.coming import Options
@@ -35,7 +36,15 @@ class Shadow(Predictor):
         ]
         self._copies: list[dict[Any, Any]] = [{} for _ in self.parameters]
         self._zeros: dict[int, torch.Tensor] = {}
-        self._sparse = [type(optimizer) is torch.optim.SparseAdam] * len(self.parameters)
+        each = optimizer.each if isinstance(optimizer, Several) else [optimizer]
+        sparse = {
+            id(p)
+            for one in each
+            for group in one.param_groups
+            for p in group["params"]
+            if type(one) is torch.optim.SparseAdam
+        }
+        self._sparse = [id(p) in sparse for p in self.parameters]
         self._step = step_of(type(optimizer))
         closure = inspect.signature(self._step).parameters.get("closure")
         self._closure = closure is not None and closure.default is closure.empty

@@ -11,8 +11,9 @@ from torch import nn
 
 from fxpart.runtime.groups import Group, own
 from fxpart.runtime.held import Held
-from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
+from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.state import ModelState, Place
 
 Optimizers = Mapping[Place, torch.optim.Optimizer]
@@ -36,6 +37,13 @@ def make_all(given: Any, state: ModelState, groups: Sequence[Group]) -> Optimize
         place: make_optimizer(given, [p for _, p in mine], own(groups, mine))
         for place, mine in owned(state).items()
     }
+
+
+def check_all(made: Optimizers, state: ModelState, held: Held, groups: Sequence[Group]) -> None:
+    """FXP109 where one of them does not take parts of parameters, or its gradients."""
+    for each in made.values():
+        check_elementwise(each, held.cut(), groups)
+        check_gradients(each, state, held.rows)
 
 
 def gather(

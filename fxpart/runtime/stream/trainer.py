@@ -17,13 +17,13 @@ from fxpart.runtime.batch import Cut, Shape
 from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.compiled import Compiler
 from fxpart.runtime.fit import Fitted
-from fxpart.runtime.groups import Groups, assign
+from fxpart.runtime.groups import Groups
 from fxpart.runtime.links import torch_dtype
-from fxpart.runtime.optimizer import check_elementwise, describe_groups
+from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.stream.build import build, check_program
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.layout import Layout
-from fxpart.runtime.stream.optimizers import Optimizers, make_all
+from fxpart.runtime.stream.optimizers import Optimizers, check_all, make_all
 from fxpart.runtime.stream.options import StreamOptions
 from fxpart.runtime.stream.report import StageReport, together
 from fxpart.runtime.stream.shared import refresh
@@ -308,11 +308,10 @@ class StreamTrainer(Whole):
         """One for each stage of this process, with the same groups everywhere; the first."""
 
         def make() -> tuple[Optimizers, str]:
-            self._groups = () if groups is None else assign(groups, self._state.trainable())
+            self._groups = groups_of(given, groups, self._state.trainable())
             made = make_all(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            for each in made.values():
-                check_elementwise(each, self._held.cut())
+            check_all(made, self._state, self._held, self._groups)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)

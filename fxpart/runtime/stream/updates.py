@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpart.runtime.held import Held
 from fxpart.runtime.lanes import Lane
+from fxpart.runtime.rows import numbers
 from fxpart.runtime.weights import StageWeights
 
 Clip = Literal["stage", "delayed"]
@@ -119,8 +120,9 @@ class StageUpdate:
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        return [g for p in self._parameters if (g := numbers(p)) is not None]
 
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+            self._held.rows.drop(parameter)

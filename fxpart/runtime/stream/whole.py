@@ -19,6 +19,8 @@ class Whole(Inference):
     """The calls of a synchronous trainer that drain an asynchronous one first."""
 
     optimizers: Optimizers
+    # They travel with every microbatch, before anybody knows how many rows they will have.
+    shared_rows = False
 
     @abstractmethod
     def _settle(self) -> None:

@@ -1,0 +1,143 @@
+"""What becomes of the sparse gradients of a process between the backwards and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fxpart.runtime.lanes import Lane
+from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.rows.gather import gather
+from fxpart.runtime.rows.holders import collect, spread
+from fxpart.runtime.rows.parts import Parts
+from fxpart.runtime.state import Entry, ModelState
+
+# A table's holder: what the optimizer has in its place, and this lane's range of the flat table.
+Place = Callable[[str, Entry, int, torch.Tensor], tuple[torch.Tensor, tuple[int, int]]]
+
+
+class Rows:
+    """The sparse gradients of this process's tables, and how many rows each backward added."""
+
+    def __init__(self, state: ModelState, meshes: Meshes | None, *, shared: bool) -> None:
+        """shared: whether tables that several stages hold are among them too."""
+        self._state = state
+        self._meshes = meshes
+        self.entries: dict[str, Entry] = {
+            name: entry
+            for name, entry in state.entries.items()
+            if entry.trainable and entry.spec.sparse and (shared or len(entry.stages) == 1)
+        }
+        self._ends: dict[int, list[int]] = {}
+        for _, parameter in self._copies():
+            if id(parameter) not in self._ends:
+                self._ends[id(parameter)] = []
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter's gradient is sparse."""
+        return name in self.entries
+
+    def reset(self) -> None:
+        """Gradients were dropped."""
+        for ends in self._ends.values():
+            ends.clear()
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """The gradient of one parameter was dropped."""
+        if id(parameter) in self._ends:
+            self._ends[id(parameter)].clear()
+
+    def finish(self, lane: Lane, stage: int) -> None:
+        """Give every lane the rows of all; all lanes of the stage call it."""
+        groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for entry in self.entries.values():
+            axes, parameter = self._axes(entry), entry.copies.get((stage, lane.index))
+            if axes and parameter is not None:
+                groups.setdefault(axes, []).append(parameter)
+        for axes, parameters in groups.items():
+            assert self._meshes is not None, "axes are of a mesh"
+            mine = [(parameter, self._parts(parameter)) for parameter in parameters]
+            found = gather(self._meshes.of(stage, lane.index), axes, mine)
+            for parameter, parts in zip(parameters, found, strict=True):
+                self._set(parameter, parts)
+
+    def share(self) -> None:
+        """Give all holders of a table the sum of what they have, which the owner puts in order."""
+        for (name, lane), total in self.sums().items():
+            entry = self.entries[name]
+            found = spread(self._state, entry, lane, total)
+            holders = {id(t): t for (_, at), t in entry.copies.items() if at == lane}
+            for place, parameter in enumerate(holders.values()):
+                own = found.copy() if found is not None and place else found
+                self._set(parameter, own)
+
+    def sums(self) -> dict[tuple[str, int], Parts | None]:
+        """What the holders of each table have together, by name and lane, as the owner has it.
+
+        None in processes without the owner. Nothing is changed.
+        """
+        found: dict[tuple[str, int], Parts | None] = {}
+        for name, entry in self.entries.items():
+            for lane in self._state.lanes if len(entry.stages) > 1 else ():
+                holders = {s: t for (s, at), t in entry.copies.items() if at == lane.index}
+                once: dict[int, int] = {}
+                for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
+                    once.setdefault(id(holders[stage]), stage)
+                parts = {s: self._parts(t) if once[id(t)] == s else None
+                         for s, t in holders.items()}  # fmt: skip
+                if parts:
+                    found[name, lane.index] = collect(self._state, entry, lane.index, parts)
+        return found
+
+    def settle(self, place: Place) -> None:
+        """ZeRO: leave of each gradient what is this lane's to update; nothing travels."""
+        for name, entry in self.entries.items():
+            for (_, lane), parameter in entry.copies.items():
+                held, (start, stop) = place(name, entry, lane, parameter)
+                parts = None if held is parameter else self._parts(parameter)
+                if parts is not None:
+                    held.grad = _range(parts, parameter, start, stop)
+                    parameter.grad = None
+
+    def _copies(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        for entry in self.entries.values():
+            for parameter in entry.copies.values():
+                yield entry, parameter
+
+    def _axes(self, entry: Entry) -> tuple[str, ...]:
+        if self._meshes is None:
+            return ()
+        mesh = self._meshes.mesh
+        return tuple(axis for axis in entry.partial if mesh.shape[mesh.index(axis)] > 1)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self._ends[id(parameter)].append(gradient._nnz())
+
+    def _parts(self, parameter: torch.Tensor) -> Parts | None:
+        if parameter.grad is None:
+            return None
+        return Parts.of(parameter.grad, self._ends[id(parameter)])
+
+    def _set(self, parameter: torch.Tensor, parts: Parts | None) -> None:
+        ends = self._ends[id(parameter)]
+        ends.clear()
+        parameter.grad = None if parts is None else parts.gradient(parameter)
+        for length in () if parts is None else parts.lengths:
+            ends.append(length + (ends[-1] if ends else 0))
+
+
+def _range(parts: Parts, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The numbers of a range of the flat table, as a sparse gradient of that range."""
+    width = parameter[0].numel() if len(parameter) else 1
+    near = (parts.ids >= start // width) & (parts.ids * width < stop)
+    ids, values = parts.ids[near], parts.values[near]
+    places = (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device)).reshape(-1)
+    inside = (places >= start) & (places < stop)
+    return torch.sparse_coo_tensor(
+        (places[inside] - start).unsqueeze(0), values.reshape(-1)[inside], (stop - start,),
+        check_invariants=False,
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Tables cut by rows with sparse gradients: only rows that were asked for have one, or travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpart import collectives as C
+from fxpart.sharding import Mesh, chunk
+
+ATEN = torch.ops.aten
+WIDTH = 3
+
+
+def parts(count: int, lanes: int) -> list[tuple[int, int]]:
+    """Ranges of rows."""
+    return [chunk(count, lanes, lane) for lane in range(lanes)]
+
+
+def whole_gradient(found: torch.Tensor, table: torch.Tensor, towards: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of one process."""
+    (gradient,) = torch.autograd.grad(found, [table], towards)
+    assert gradient.is_sparse
+    return gradient
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 3), st.integers(0, 4), st.sampled_from([-1, 0]),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_rows_are_sent_in_the_order_of_one_process(
+    rows: int, lanes: int, count: int, padding: int, seed: int
+) -> None:
+    """The bits of one process: results, and what comes for each row, one after another."""
+    torch.manual_seed(seed)
+    table, ids = torch.randn(rows, WIDTH), torch.randint(0, rows, (lanes * count, 2))
+    leaf = table.clone().requires_grad_()
+    want = ATEN.embedding(leaf, ids, padding, False, True)
+    towards = torch.randn_like(want)
+    gradient = whole_gradient(want, leaf, towards)
+    ranges = parts(rows, lanes)
+
+    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        low, high = ranges[comm.lane]
+        mine = table[low:high].clone().requires_grad_()
+        local, back = ids.chunk(lanes)[comm.lane] if count else ids, towards
+        if count:
+            back = towards.chunk(lanes)[comm.lane]
+        found = C.embedding_sent(comm, ("a",), rows, mine, local, padding, False, True)
+        (got,) = torch.autograd.grad(found, [mine], back)
+        sent = comm.counts.bytes.get(("all_to_all", "a"), 0)
+        return found.detach(), got, sent
+
+    runs = C.InProcessHub(Mesh.parse(f"a={lanes}"), timeout=20).run(lane)
+    if count:
+        assert torch.equal(torch.cat([found for found, *_ in runs]), want)
+    for (low, high), (_, got, _) in zip(ranges, runs, strict=True):
+        assert got.is_sparse
+        for row in range(low, high):
+            mine = got._values()[got._indices()[0] == row - low]
+            assert torch.equal(mine, gradient._values()[gradient._indices()[0] == row])
+    if lanes > 1:  # counts, ids, rows there; gradients back
+        sent = sum(size for *_, size in runs)
+        assert sent == lanes * lanes * 16 + lanes * count * 2 * (8 + 2 * 4 * WIDTH)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_bags_are_summed_in_the_order_of_one_process(
+    mode: int, weighted: bool, padding: int | None, last: bool
+) -> None:
+    if weighted and mode:
+        return  # torch weighs sums alone
+    torch.manual_seed(mode)
+    rows, lanes, bags, each = 7, 2, 3, 4
+    table = torch.randn(rows, WIDTH)
+    ids = torch.randint(0, rows, (lanes * bags * each,))
+    weights = torch.rand(len(ids)) if weighted else None
+    offsets = torch.arange(0, lanes * bags * each, each)
+    leaf = table.clone().requires_grad_()
+    want = ATEN.embedding_bag.padding_idx(
+        leaf, ids, offsets, False, mode, mode != 2, weights, False, padding
+    )[0]
+    towards = torch.randn_like(want)
+    (gradient,) = torch.autograd.grad(want, [leaf], towards)
+
+    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = parts(rows, lanes)[comm.lane]
+        mine = table[low:high].clone().requires_grad_()
+        own = offsets.chunk(lanes)[comm.lane]
+        own = torch.cat([own, own[-1:] + each]) if last else own
+        found = C.embedding_bag_sent(
+            comm, ("a",), rows, mine, ids.chunk(lanes)[comm.lane], own, False, mode, True,
+            None if weights is None else weights.chunk(lanes)[comm.lane], last, padding,
+        )[0]  # fmt: skip
+        (got,) = torch.autograd.grad(found, [mine], towards.chunk(lanes)[comm.lane])
+        return found.detach(), got
+
+    runs = C.InProcessHub(Mesh.parse("a=2"), timeout=20).run(lane)
+    torch.testing.assert_close(torch.cat([found for found, _ in runs]), want.detach())
+    total = torch.cat([got.to_dense() for _, got in runs])
+    torch.testing.assert_close(total, gradient.to_dense())
+
+
+def _tables(form: str) -> Any:
+    ids = torch.tensor([0, 5, 5, 1, 4, 6])
+    if form == "embedding_rows":
+        return lambda c, w: C.embedding_rows(c, ("a",), 7, w, ids, 4, False, True)
+    offsets = torch.tensor([0, 3])
+    return lambda c, w: C.embedding_bag_rows(
+        c, ("a",), 7, w, ids, offsets, False, 1, True, None, False, 4
+    )[0]
+
+
+@pytest.mark.parametrize("form", ["embedding_rows", "embedding_bag_rows"])
+@pytest.mark.parametrize("lanes", [2, 3, 8])
+def test_a_lane_has_gradients_of_its_own_rows_alone(form: str, lanes: int) -> None:
+    """Not of a first row that stands for others' ids; a lane without rows has an empty one."""
+    table, call = torch.randn(7, WIDTH, dtype=torch.float64), _tables(form)
+
+    def lane(comm: C.Communicator) -> torch.Tensor:
+        low, high = parts(7, lanes)[comm.lane]
+        mine = table[low:high].clone().requires_grad_()
+        found = call(comm, mine)
+        (got,) = torch.autograd.grad(found.sum(), [mine])
+        return got
+
+    runs = C.InProcessHub(Mesh.parse(f"a={lanes}"), timeout=20).run(lane)
+    asked = set()
+    for (low, _), got in zip(parts(7, lanes), runs, strict=True):
+        assert got.is_sparse
+        asked |= {int(i) + low for i in got.coalesce()._indices()[0]}
+    assert asked == {0, 5, 1, 6}
