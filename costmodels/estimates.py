@@ -33,7 +33,7 @@ class Estimates:
             key, _, direction = name.rpartition(" ")
             try:
                 spec = parse_key(key)
-            except (ValueError, TypeError, KeyError, AssertionError):
+            except (ValueError, TypeError, KeyError, AssertionError, RecursionError):
                 continue
             kind, sizes = family(spec)
             back = direction == "backward"

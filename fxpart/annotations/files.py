@@ -12,7 +12,7 @@ from fxpart.annotations.entries import (
     text_problems,
 )
 from fxpart.bounded import from_json, read_bytes, toml
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, Problem, error, quoted
 from fxpart.sharding import Mesh
 
 FORMAT = "fxpart annotations 1"
@@ -46,14 +46,13 @@ def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text")
     if not isinstance(entries, dict):
         raise _unreadable(where, "it has no table `annotations`")
     problems = [
-        Problem("FXP111", where, f"{name!r} is not known", f"there are {', '.join(_FIELDS)}")
+        Problem("FXP111", where, f"{quoted(name)} is not known", f"there are {', '.join(_FIELDS)}")
         for name in held
         if name not in _FIELDS
     ]
     if held.get("format", FORMAT) != FORMAT:
-        problems.append(
-            Problem("FXP111", where, f"format {held['format']!r} is not known", f"write {FORMAT!r}")
-        )
+        why = f"format {quoted(held['format'])} is not known"
+        problems.append(Problem("FXP111", where, why, f"write {FORMAT!r}"))
     faults = text_problems(entries)
     problems += faults
     if not faults and "mesh" in held:
@@ -66,7 +65,7 @@ def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text")
 def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Problem]:
     """A mesh that is none, and axes that it lacks."""
     try:
-        names = Mesh.parse(mesh if isinstance(mesh, str) else repr(mesh)).names
+        names = Mesh.parse(mesh if isinstance(mesh, str) else quoted(mesh)).names
     except FxpartError as cause:
         return [Problem("FXP111", f"{where}, mesh", cause.problems[0].why, cause.problems[0].fix)]
     found = []
@@ -74,8 +73,10 @@ def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Probl
         axes = (read_strategies if Key.parse(key).kind == "op" else read_placements)(text)
         for axis in axes:
             if axis not in names:
-                why = f"the mesh has {', '.join(names) or 'no axes'}, not {axis!r}"
-                found.append(Problem("FXP111", f"annotation {key!r}", why, "use one of its axes"))
+                why = f"the mesh has {', '.join(names) or 'no axes'}, not {quoted(axis)}"
+                found.append(
+                    Problem("FXP111", f"annotation {quoted(key)}", why, "use one of its axes")
+                )
     return found
 
 

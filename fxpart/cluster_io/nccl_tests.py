@@ -22,6 +22,7 @@ from fxpart.cluster_io.line import Fit, Point, fit
 from fxpart.cluster_io.merge import hosts_of, linked, measured
 from fxpart.cluster_io.nccl_runs import Run
 from fxpart.cluster_io.presets import device_data
+from fxpart.errors import quoted
 
 OPERATIONS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
@@ -158,8 +159,8 @@ def _device(cluster: Cluster, host: str, index: int) -> Device:
     if len(called) == 1:
         return called[0]
     if index >= len(devices):
-        why = f"the cluster has no device {index} on a host {host!r}"
-        raise fault(f"host {host!r}", why, f"its hosts are {', '.join(hosts[:8])}")
+        why = f"the cluster has no device {index} on a host {quoted(host)}"
+        raise fault(f"host {quoted(host)}", why, f"its hosts are {', '.join(hosts[:8])}")
     return devices[index]
 
 
@@ -176,7 +177,7 @@ def _cluster(run: Run, facts: Facts) -> Cluster:
     for (host, index), product in zip(run.places, run.products, strict=True):
         model = facts.device or match_model(product)
         if model is None:
-            why = f"there is no device data for {product!r}"
+            why = f"there is no device data for {quoted(product)}"
             raise fault(run.where, why, "--device MODEL, or --into CLUSTER, which has the devices")
         places.append(_Place(host, index, model))
     if len(places) != run.ranks:

@@ -23,7 +23,7 @@ from fxpart.cluster import Cluster, Device, Host, Link
 from fxpart.cluster_io.detect import match_model
 from fxpart.cluster_io.facts import Facts, Found, checked, fault, number, parse_json, scaled
 from fxpart.cluster_io.presets import device_data
-from fxpart.errors import FxpartError
+from fxpart.errors import FxpartError, quoted
 
 GIGA = 1e9
 RATES = {"float32": "sp_gflops", "float64": "dp_gflops", "float16": "hp_gflops"}
@@ -89,7 +89,7 @@ def plain(document: Any, facts: Facts | None = None) -> Cluster:
         where = f"machines[{i}]"
         host = hostname(machine, where)
         if host in hosts:
-            raise fault(f"{where}.hostname", f"{host!r} is the name of two machines")
+            raise fault(f"{where}.hostname", f"{quoted(host)} is the name of two machines")
         address = machine.get("addr")
         port = {"port": machine["port"]} if "port" in machine else UNSET
         hosts[host] = Host(
@@ -165,7 +165,8 @@ def _device(
     if bandwidth is None:
         known = facts.device or match_model(model)
         if known is None:
-            why = f"the format has no memory bandwidth, and there is no device data for {model!r}"
+            why = "the format has no memory bandwidth, and there is no device data for "
+            why += quoted(model)
             raise fault(where, why, "--memory-gbs GB/s, or --device MODEL")
         data = device_data(known)
         bandwidth, source = data["bandwidth"], f"{data['name']}, {data['source']} ({data['date']})"
@@ -270,10 +271,10 @@ def local_id(entry: dict[str, Any], where: str) -> int:
 def identity(value: Any, where: str) -> int:
     """An id: a whole number, or a text of one."""
     if (isinstance(value, str) and not re.fullmatch(r"[0-9]{1,15}", value)) or value is None:
-        raise fault(where, f"{value!r} is no id")
+        raise fault(where, f"{quoted(value)} is no id")
     found = number(value, where)
     if found != int(found) or not 0 <= found < 1 << 53:
-        raise fault(where, f"{value!r} is no id")
+        raise fault(where, f"{quoted(value)} is no id")
     return int(found)
 
 

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from fxpart.cluster import Cluster
 from fxpart.cluster_io.facts import fault, parse_json
 from fxpart.cluster_io.paddle import ID, KEY, entries, hostname, identity
+from fxpart.errors import quoted
 
 
 def mapping_of(cluster: Cluster, ranks: Sequence[str]) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ def ordered(cluster: Cluster, text: str) -> Cluster:
                 raise fault(place, "a rank runs on one device", 'write "0": [1]')
             key = (host, identity(ids[0], place))
             if key not in devices:
-                raise fault(place, f"host {host!r} has no device {key[1]}")
+                raise fault(place, f"host {quoted(host)} has no device {key[1]}")
             if number in found or devices[key].name in found.values():
                 raise fault(place, "the rank or its device stands there twice")
             found[number] = devices[key].name

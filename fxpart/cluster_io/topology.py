@@ -18,6 +18,7 @@ from fxpart.cluster import Cluster, Device, Link
 from fxpart.cluster_io.facts import Facts, Found, at, checked, device_model, fault, lines
 from fxpart.cluster_io.merge import chosen_hosts, collapse, replaced, within
 from fxpart.cluster_io.presets import grid
+from fxpart.errors import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,8 +145,9 @@ def _onto(cluster: Cluster, host: str, table: Topology, facts: Facts) -> Cluster
     """The cluster with the table's links between the GPUs of one host."""
     devices = [d for d in cluster.devices if d.host == host and d.kind == "gpu"]
     if len(devices) != len(table.gpus):
-        why = f"the table has {len(table.gpus)} GPUs, host {host!r} of the cluster {len(devices)}"
-        raise fault(f"host {host!r}", why, "import it onto the cluster with the same GPUs")
+        why = f"the table has {len(table.gpus)} GPUs, host {quoted(host)} of the cluster "
+        why += str(len(devices))
+        raise fault(f"host {quoted(host)}", why, "import it onto the cluster with the same GPUs")
     of = dict(zip(table.gpus, devices, strict=True))
     links = [
         _link(of[one], of[other], table.types[one, other], facts, _segment(table, host, one, other))
@@ -193,7 +195,8 @@ def _lane(one: Device, other: Device, facts: Facts) -> tuple[float, str]:
     ]
     slower = min((x for x in found if x is not None), default=None)
     if slower is None or None in found:
-        why = f"how fast a lane of NVLink is on {one.model!r} and {other.model!r} is not known"
+        pair = f"{quoted(one.model)} and {quoted(other.model)}"
+        why = f"how fast a lane of NVLink is on {pair} is not known"
         raise fault("--nvlink-gbs", why, "--nvlink-gbs GB/s of one lane in one direction")
     return slower[0], f"NVLink {slower[1]}"
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from fxpart.bounded import from_json, read_bytes
 from fxpart.codegen.load import load_stage
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, Problem, error, short
 from fxpart.program import ProgramSpec
 
 MANIFEST = "manifest.json"
@@ -223,7 +223,7 @@ def _verified(folder: Path) -> dict[str, bytes]:
     problems: list[Problem] = []
     for name, digest in manifest.files.items():
         if not _PLAIN.fullmatch(name):
-            problems.extend(_changed(folder, f"{name!a} is no file of a program").problems)
+            problems.extend(_changed(folder, f"{short(name)!a} is no file of a program").problems)
             continue
         try:
             files[name] = read_bytes(folder / name, _LARGEST_FILE)

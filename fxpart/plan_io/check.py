@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fxpart.errors import Problem
+from fxpart.errors import Problem, short
 from fxpart.plan import Certificate, Plan
 from fxpart.plan_io.check_prediction import prediction
 from fxpart.plan_io.check_sharding import sharding
@@ -85,7 +85,7 @@ def _model(plan: Plan) -> Faults:
         yield "model.nodes", f"{model.nodes} nodes cannot form {model.blocks} blocks"
     for name, count in Counter(i.name for i in model.inputs).items():
         if count > 1:
-            yield "model.inputs", f"the name {name!a} stands there {count} times"
+            yield "model.inputs", f"the name {short(name)!a} stands there {count} times"
     for index, item in enumerate(model.inputs):
         if item.batch_dim is not None and item.batch_dim >= len(item.shape):
             yield f"model.inputs[{index}].batch_dim", f"the shape has {len(item.shape)} dims"

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from fxpart.errors import FxpartError
+from fxpart.errors import FxpartError, short
 from fxpart.plan import Placed, Plan, PlanSharding
 from fxpart.plan_io.check_stages import Faults
 from fxpart.sharding import Mesh, parse_placements
@@ -23,7 +23,7 @@ def sharding(plan: Plan) -> Faults:
         yield "sharding.mesh", fault.problems[0].why
         return
     if mesh.size < 2:
-        yield "sharding.mesh", f"{given.mesh!a} is one rank, which needs no sharding"
+        yield "sharding.mesh", f"{short(given.mesh)!a} is one rank, which needs no sharding"
     expected = {"pipeline": len(plan.stages), **dict(mesh.axes)}
     if plan.mesh != expected:
         yield "mesh", f"it is {plan.mesh}; the stages and sharding.mesh make {expected}"
@@ -35,7 +35,7 @@ def sharding(plan: Plan) -> Faults:
     if not 0 <= given.zero <= 3:
         yield "sharding.zero", f"{given.zero} is not 0, 1, 2 or 3"
     elif given.zero and given.zero_axis not in mesh.names:
-        yield "sharding.zero_axis", f"the mesh has no axis {given.zero_axis!a}"
+        yield "sharding.zero_axis", f"the mesh has no axis {short(given.zero_axis)!a}"
     elif given.zero_axis and not given.zero:
         yield "sharding.zero_axis", "nothing is cut over it where zero is 0"
     yield from _all_placed(given, mesh, {i.name for i in plan.model.inputs})
@@ -49,10 +49,10 @@ def _all_placed(given: PlanSharding, mesh: Mesh, inputs: set[str]) -> Faults:
         yield from ((where, why) for why in _placed(entry, mesh))
         if entry.kind == "input":
             unknown = [name for name in entry.names if name not in inputs]
-            yield from ((where, f"the model has no input {name!a}") for name in unknown)
+            yield from ((where, f"the model has no input {short(name)!a}") for name in unknown)
     for (kind, name), count in uses.items():
         if count > 1:
-            yield "sharding.placed", f"{kind} {name!a} stands there {count} times"
+            yield "sharding.placed", f"{kind} {short(name)!a} stands there {count} times"
 
 
 def _placed(entry: Placed, mesh: Mesh) -> Iterator[str]:
@@ -67,4 +67,4 @@ def _placed(entry: Placed, mesh: Mesh) -> Iterator[str]:
             yield fault.problems[0].why
     axes = [part.partition(":")[0].strip() for part in entry.strategy.split(",") if part]
     for axis in {*axes, *entry.origins} - set(mesh.names):
-        yield f"the mesh has no axis {axis!a}"
+        yield f"the mesh has no axis {short(axis)!a}"

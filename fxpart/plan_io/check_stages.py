@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
+from fxpart.errors import short
 from fxpart.plan import Plan, Stage
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
@@ -186,4 +187,4 @@ def ties(plan: Plan) -> Faults:
             yield where, "a stage stands there twice"
     for name, uses in Counter(n for tie in plan.ties for n in tie.names).items():
         if uses > 1:
-            yield "ties", f"the name {name!a} stands there {uses} times"
+            yield "ties", f"the name {short(name)!a} stands there {uses} times"

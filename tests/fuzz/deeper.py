@@ -7,12 +7,16 @@ import sqlite3
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fuzz import inputs, runs
 from fuzz.mutations import Sample
 from fuzz.reading import plain, scratch
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
 
 Seal = Callable[[bytes], bytes]
 _APART = b"\x00\x00"  # between the name of a place and what stands there
@@ -32,12 +36,18 @@ def _rows() -> list[tuple[str, str, str]]:
     return found
 
 
+@cache
+def _device() -> Device:
+    from fxpart.cluster import Cluster
+
+    return Cluster.parse("1xa100").devices[0]
+
+
 def read_row(data: bytes) -> object:
     """A profile of which one row has this value, or this key; then what is priced by it."""
     from fxpart.costmodels import AUTO, find
     from fxpart.costmodels.measured import Measured
 
-    from fxpart.cluster import Cluster
     from fxpart.costs import OpSpec, TensorSpec
 
     place, _, text = data.rpartition(_APART)
@@ -51,19 +61,18 @@ def read_row(data: bytes) -> object:
         base.commit()
     base.close()
     shown = inputs.read_profile(path)
-    device = Cluster.parse("local:1").devices[0]
     known = Measured.load(path, None, find(AUTO))
     two = TensorSpec((2, 5), "float32")
     op = OpSpec("aten.relu.default", (two,), (two,), gradient_inputs=(0,), gradients=1)
     for setting in known.settings.values():
         estimates = known._estimate(setting)
-        estimates(op, False, known.base, device)
-        estimates.rate(op, True, known.base, device)
+        estimates(op, False, known.base, _device())
+        estimates.rate(op, True, known.base, _device())
     return shown
 
 
 def rows() -> list[Sample]:
-    """Each kind's value and key, and the setting of one."""
+    """Each kind's values and keys."""
     found = []
     for kind, key, value in _rows():
         for column, text in (("value", value), ("key", key.rpartition(" ")[0])):
