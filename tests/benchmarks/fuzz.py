@@ -47,6 +47,8 @@ def main() -> int:
     names = given.readers or list(READERS)
     with ThreadPoolExecutor(given.jobs) as pool:
         for name, found in zip(names, pool.map(lambda n: child(n, given), names), strict=True):
+            # Others may be at the other readers meanwhile.
+            figures = kept(given, list(READERS)) if given.readers and not given.dry else figures
             figures["failed"] = sorted({*figures["failed"], name} - ({name} if found else set()))
             figures["readers"].pop(name, None)
             if found:
