@@ -20,6 +20,7 @@ from fxpart.errors import error
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
+from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan, PlanModel
 from fxpart.planning import model_info
 from fxpart.requests import (
@@ -56,6 +57,7 @@ class Front:
     annotations: Mapping[str, str]
 
 
+@seldom_collected()
 def make_front(
     model: nn.Module,
     cluster: Cluster | str | Path,

@@ -16,6 +16,7 @@ from fxpart.deciding import Decided, decide
 from fxpart.errors import FxpartError, error
 from fxpart.front import Front
 from fxpart.modes import ASYNC, Found, drained, undrained
+from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan
 from fxpart.planned.streamed import against, cost_in_staleness
 from fxpart.requests import Request
@@ -34,6 +35,7 @@ class Weighed:
     request: Request
 
 
+@seldom_collected()
 def weigh(
     front: Front,
     microbatches: int | None,

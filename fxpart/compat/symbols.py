@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -58,6 +58,27 @@ def guards_off(mode: Any) -> Iterator[None]:
     context: AbstractContextManager[Any] = nullcontext() if suppress is None else suppress()
     with context:
         yield
+
+
+def symbol_facts(mode: Any) -> tuple[Hashable, ...]:
+    """All that fake runs in the mode know of its symbols: equal where equal calls end alike.
+
+    The example sizes and ranges of symbols, and what guards and divisions say of them. Uses
+    ``ShapeEnv``'s ``var_to_val`` (``backed_var_to_val`` in newer releases), ``var_to_range``,
+    ``guards``, ``axioms``, ``replacements`` and ``divisible``.
+    """
+    env = getattr(mode, "shape_env", None)
+    if env is None:
+        return ()
+    sizes = getattr(env, "backed_var_to_val", None)
+    return (
+        frozenset((env.var_to_val if sizes is None else sizes).items()),
+        frozenset(env.var_to_range.items()),
+        frozenset(guard.expr for guard in env.guards),
+        frozenset(env.axioms.items()),
+        frozenset(env.replacements.items()),
+        frozenset(env.divisible),
+    )
 
 
 def floor_division(expression: Any, divisor: int) -> Any:

@@ -1,7 +1,8 @@
 """What each op of a graph does with storages and gradients, observed once for each kind of call.
 
 An op runs on fake stand-ins of its operands, with gradients on and saved-tensor hooks set. Equal
-calls (same op, arguments, shapes, strides, gradients) are looked up, so 96 equal layers cost one.
+calls (same op, arguments, shapes, strides, gradients) are looked up, so 96 equal layers cost one,
+in later graphs of the process too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fxpart.pipeline.edit import place, value
 from fxpart.pipeline.effects import is_op, op_args, op_of, written
 from fxpart.pipeline.lookups import row_bytes, sparse_lookup
 from fxpart.pipeline.private import lstm_saved, result_bytes
+from fxpart.pipeline.seen import lasts, table
 from fxpart.pipeline.sizes import expression, nbytes, tensors
 from fxpart.pipeline.temporaries import Taken, Watch, backward_working, convolution
 
@@ -78,6 +80,11 @@ class Behaviour:
     saved: tuple[Link, ...]
     working: Taken = field(default_factory=Taken)
 
+    def every_size(self) -> list[Size]:
+        """All sizes in it."""
+        working = (self.working.forward, self.working.backward)
+        return [*self.sizes, *(link.size for link in (*self.homes, *self.saved)), *working]
+
 
 @dataclass
 class Walk:
@@ -95,6 +102,7 @@ class Walk:
     def __post_init__(self) -> None:
         """Take up what earlier passes observed."""
         self.known: dict[Hashable, Behaviour] = self.root.meta.setdefault(BEHAVIOURS_KEY, {})
+        self._shared: dict[Hashable, Behaviour] = table(self.mode)
 
     def start(self, node: fx.Node) -> None:
         """An input or a piece of state: storage of its own."""
@@ -148,7 +156,12 @@ class Walk:
         """What the node's call does; run once for each signature."""
         signature = self._signature(node)
         if signature not in self.known:
-            self.known[signature] = self._observe(node)
+            found = self._shared.get(signature)
+            if found is None:
+                found = self._observe(node)
+                if lasts(found.every_size(), signature):
+                    self._shared[signature] = found
+            self.known[signature] = found
         return self.known[signature]
 
     def new_home(self, size: Size, source: str, state: bool = False) -> Home:
@@ -192,7 +205,8 @@ class Walk:
             return (type(item).__name__, str(item))
 
         op, args = called(node)
-        return (op, describe(args), describe(dict(node.kwargs)))
+        lane = (self.root.meta[MESH_KEY], self.root.meta[LANE_KEY]) if is_collective(op) else ()
+        return (op, describe(args), describe(dict(node.kwargs)), lane)
 
     def _observe(self, node: fx.Node) -> Behaviour:
         """Run the op on stand-ins and watch storages and saved tensors."""

@@ -1,0 +1,58 @@
+"""Garbage is looked for less often while a model is compiled, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from torch import fx, nn
+from zoo import ZOO
+
+import fxpart
+from fxpart.pipeline.garbage import EVERY, seldom_collected
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_less_often_and_as_before() -> None:
+    with seldom_collected():
+        assert gc.get_threshold() == (EVERY, 10, 10)
+        with seldom_collected():
+            assert gc.get_threshold() == (EVERY, 10, 10)
+    assert gc.get_threshold() == (700, 10, 10)
+    with pytest.raises(ValueError, match="why"), seldom_collected():
+        raise ValueError("why")
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("given", [0, EVERY, 10**6])
+def test_off_or_seldom_stays(given: int) -> None:
+    gc.set_threshold(given, 10, 10)
+    with seldom_collected():
+        assert gc.get_threshold() == (given, 10, 10)
+
+
+@pytest.mark.slow
+def test_a_model_is_traced_under_it() -> None:
+    found: list[int] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ZOO["mlp"].build().model
+
+        def forward(self, x: fx.Proxy) -> fx.Proxy:
+            found.append(gc.get_threshold()[0])
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    built = ZOO["mlp"].build()
+    fxpart.compile(Watched(), "local:1", example_inputs=built.batch, loss=built.loss)
+    assert found and set(found) == {EVERY}
+    assert gc.get_threshold() == (700, 10, 10)

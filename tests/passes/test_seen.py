@@ -1,0 +1,88 @@
+"""What ops were seen to do is looked up in later graphs, where that holds for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import fx, nn
+from zoo import ZOO
+
+from fxpart import compat
+from fxpart.capture import capture
+from fxpart.pipeline import KEY, PassManager, seen
+from fxpart.pipeline.behaviour import Walk
+
+
+def marked(name: str) -> fx.GraphModule:
+    built = ZOO[name].build()
+    found = capture(built.model, built.batch, loss=built.loss, batch_size=built.batch_size)
+    return PassManager().run("mark_gradients", found.graph)
+
+
+def told(module: fx.GraphModule) -> list[Any]:
+    """All that the pass says of each node."""
+    notes = [(n.name, n.meta[KEY]) for n in module.graph.nodes]
+    return [(name, a.requires_grad, a.saved, a.working) for name, a in notes]
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that were run on stand-ins, from an empty table on."""
+    seen._table.cache_clear()
+    found: list[str] = []
+    observe = Walk._observe
+
+    def counted(self: Walk, node: fx.Node) -> Any:
+        found.append(node.name)
+        return observe(self, node)
+
+    monkeypatch.setattr(Walk, "_observe", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "frozen"])
+def test_a_model_captured_again_is_not_observed_again(name: str, observed: list[str]) -> None:
+    first = told(marked(name))
+    assert observed
+    observed.clear()
+    assert told(marked(name)) == first
+    assert observed == []
+    seen._table.cache_clear()
+    assert told(marked(name)) == first
+    assert observed
+
+
+def test_other_batches_and_settings_are_other_surroundings(observed: list[str]) -> None:
+    def mark(rows: int) -> None:
+        given = (torch.ones(rows, 3),)
+        graph = capture(nn.Linear(3, 3), given, loss=lambda out: out.sum()).graph
+        PassManager().run("mark_gradients", graph)
+
+    mark(4)
+    count = len(observed)
+    mark(4)
+    assert len(observed) == count
+    mark(6)
+    assert len(observed) == 2 * count
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        mark(6)
+    assert len(observed) == 3 * count
+
+
+def test_symbols_that_data_decide_have_other_names_elsewhere() -> None:
+    rows, found = sympy.symbols("s0 u0", integer=True)
+    signature = ("op", ("list", ((rows, 3), torch.float32)))
+    assert seen.lasts([4, 3 * rows], signature)
+    assert not seen.lasts([found], signature)
+
+
+def test_facts_of_symbols() -> None:
+    modes = [compat.fake_mode(symbolic=True) for _ in range(3)]
+    for mode, rows in zip(modes, (5, 5, 6), strict=True):
+        compat.symbolic_input(mode, torch.ones(rows, 3), [True, False])
+    facts = [compat.symbol_facts(mode) for mode in modes]
+    assert facts[0] == facts[1] != facts[2]
+    assert compat.symbol_facts(None) == ()
