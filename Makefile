@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,models]'
 	@touch $@
 
-# Two workers that take whole files, so that what a file captures or starts is kept for all its tests.
-WORKERS := --numprocesses 2 --dist loadfile
+# Two workers that take whole files, so that what a file captures or starts is kept for all its tests;
+# in the order of tests/long_tests.py.
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # One thread for each worker; compiled test files are kept for the next run, whatever the shell says.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=

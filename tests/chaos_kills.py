@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ranks import python_path
+
 from fxpart.rundir import RunDir
 from fxpart.runtime.run import ledger
 
@@ -75,7 +77,8 @@ def run(
     with open(folder.with_suffix(".log"), "w+b") as log:
         process = subprocess.Popen(
             launch, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}, cwd=TESTS.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(TESTS)},
+            cwd=TESTS.parent,
         )  # fmt: skip
         made: list[Kill] = []
         try:

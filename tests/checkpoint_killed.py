@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from checkpoint_files import Sample, manifest
+from ranks import python_path
 
 from fxpart.checkpoint import folder, merging
 from fxpart.checkpoint.reader import Checkpoint
@@ -48,7 +49,7 @@ def save(root: Path, first: int, generation: int, world: int) -> None:
 def killed(root: Path, first: int, generation: int, world: int, after: float) -> None:
     """Run :func:`save` in a process and kill it so many seconds after it began."""
     command = [sys.executable, __file__, str(root), str(first), str(generation), str(world)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = python_path(ROOT, ROOT / "tests")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     ) as process:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -11,8 +13,14 @@ from hypothesis import Phase, settings
 # Threads first: torch reads this when it is imported, and the machine may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from long_tests import is_long
+from long_tests import is_long, turn
 from ranks import Pool
+
+# Processes that tests start read startup/sitecustomize.py; this one does as they do.
+STARTUP = Path(__file__).resolve().parent / "startup"
+PATHS = [str(STARTUP), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
+gc.set_threshold(50_000, 20, 50)
 
 # The same examples on every machine; `make search` looks at new ones. Shrinking whole training
 # runs would take longer than a test may: the blob that is printed repeats the failure as it was.
@@ -23,10 +31,17 @@ settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the longest cases; see tests/long_tests.py."""
+    """Mark the longest cases, and begin with the longest files; see tests/long_tests.py."""
     for item in items:
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)
+    items.sort(key=lambda item: turn(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The longest cases of tests that run over many models or seeds: left to ``make long``.
 
 `make test` keeps cases of every such test; here are the variants that take longest and add least.
+And the files that come first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ import re
 
 _CASES = (
     r"\[densenet121(-\w+)?\]",  # in every test over the zoo
+    # All of the zoo is captured, and trained in one process; of what else is asked of each of its
+    # models, these take longest and are much like others.
+    r"(codegen|costmodels|measuring|passes|pricing|runtime)/\S+\[(transformer|bart|whisper)\]",
+    r"test_replay\.py::\S+\[(transformer|bart|whisper)\]",
+    r"test_capture_zoo\.py::test_evaluation\w+\[(transformer|bart|whisper|mixtral|mamba)\]",
+    r"test_one_process\.py::test_(in_one_process|over_gloo)\[(transformer|vit|llama|bert|mamba)-2\]",
     r"test_sharded_equality\.py::test_in_this_process\[(t5|mixtral|bert|llama|vit)\]",
     r"test_sharded_equality\.py::test_over_gloo\[(t5|mixtral|bert|llama|vit)\]",
     r"test_sharded_equality\.py::test_in_float64\[(t5|bert|llama|vit)-",
@@ -28,6 +35,8 @@ _CASES = (
     r"test_rehearsals\.py::test_a_plan_that_cannot_be_run_is_left_out_and_told",
     r"test_cli_profile\.py::test_unlike_devices_under_torchrun",
     r"test_bench\.py::test_under_torchrun",
+    r"test_random_splits\.py::test_more_exact",
+    r"test_real_runs\.py::test_the_right_rank_is_named\[kill-1",
     r"test_examples\.py::test_all_axes_under_torchrun",
     r"test_lower\.py::test_many_random_programs",
     r"test_memory_saved\.py::test_many_random_models",
@@ -46,7 +55,44 @@ _CASES = (
 )
 _LONG = re.compile("|".join(_CASES))
 
+# Files that take longest come first, so that both workers of `make test` end together; those that
+# start many processes between those that do not.
+_FIRST = (
+    "chaos/test_steps.py",
+    "passes/rules/test_soundness.py",
+    "test_sharded_equality.py",
+    "chaos/test_streams.py",
+    "capture/test_capture_zoo.py",
+    "measuring/test_rehearsals.py",
+    "test_one_process.py",
+    "runtime/watch/test_restarts.py",
+    "fuzz/test_readers_fuzzed.py",
+    "test_cli_models.py",
+    "fuzz/test_hostile_files.py",
+    "events/test_real_runs.py",
+    "codegen/test_random_splits.py",
+    "elastic/test_runs.py",
+    "runtime/test_schedules_equality.py",
+    "measuring/test_forms.py",
+    "passes/rules/test_coverage.py",
+    "measuring/test_session.py",
+    "test_branches.py",
+    "runtime/test_failures.py",
+    "capture/test_replay.py",
+    "test_cli_profile.py",
+    "runtime/test_compiled.py",
+    "test_cli_run.py",
+    "test_examples.py",
+    "test_readme.py",
+)
+_TURNS = {f"tests/{name}": number for number, name in enumerate(_FIRST)}
+
 
 def is_long(case: str) -> bool:
     """Whether a test case, by its full name, is one of the longest."""
     return _LONG.search(case) is not None
+
+
+def turn(case: str) -> int:
+    """When a test case's file comes: the longest first, all others as they are found."""
+    return _TURNS.get(case.partition("::")[0], len(_TURNS))

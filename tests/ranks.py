@@ -178,13 +178,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def python_path(*folders: Path) -> str:
+    """``PYTHONPATH`` with these folders first, for a process that a test starts."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
+
+
 def _environment() -> dict[str, str]:
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": python_path(TESTS.parent, TESTS),
     }
 
 

@@ -113,17 +113,14 @@ def test_training_data(target: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_training_on_two_processes(target: str) -> None:
+def test_training_on_two_processes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same losses as in one process, in order and told once."""
-    name = f"{target}:net"
-    both = [
-        fresh("train", name, *where, "--steps", "3", "--constraint", "stages=2", "--json")
-        for where in (("--cluster", "local:2"), ("--nproc", "2"))
-    ]
-    for done in both:
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-    one, two = ([json.loads(line) for line in done.stdout.splitlines()] for done in both)
+    given = ("train", f"{target}:net", "--steps", "3", "--constraint", "stages=2", "--json")
+    out, _ = call(capsys, *given, "--cluster", "local:2")
+    done = fresh(*given, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    one, two = ([json.loads(line) for line in text.splitlines()] for text in (out, done.stdout))
     assert [r["step"] for r in two] == [1, 2, 3]
     assert [r["loss"] for r in one] == [r["loss"] for r in two]
 

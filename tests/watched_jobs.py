@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ranks import die_with_parent
+from ranks import die_with_parent, python_path
 
 from fxpart.launching.rendezvous import loopback_store
 
 HERE = Path(__file__).resolve().parent
-PATHS = os.pathsep.join(map(str, (HERE.parent, HERE)))
+PATHS = python_path(HERE.parent, HERE)
 
 
 class Job:

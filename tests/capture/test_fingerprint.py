@@ -11,6 +11,7 @@ import pytest
 import torch
 from fxpart.passes import PREPARE
 from inplace_programs import Builder
+from ranks import python_path
 from torch import fx, nn
 from zoo_graphs import captured, prepared
 
@@ -91,7 +92,7 @@ print(fingerprint(prepared("side_mask")), fingerprint(prepared("dropouts")))
 @pytest.mark.slow
 def test_equal_in_another_process_with_another_hash_seed() -> None:
     root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests")])
+    path = python_path(root, root / "tests")
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", _CODE], capture_output=True, text=True, env=environment, check=True

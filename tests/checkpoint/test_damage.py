@@ -325,16 +325,17 @@ def test_a_file_that_is_larger_than_is_listed(root: Path) -> None:
 @pytest.mark.slow
 def test_killed_while_saving(tmp_path: Path) -> None:
     """The newest complete one loads each time; `saving_killed.py` does it 100 times."""
-    draw, step = random.Random(3), 0
+    draw, step, generation = random.Random(3), 0, 0
     Sample.make(0, most=24).save(tmp_path, 0)
-    for generation in range(1, 11):
+    while generation < 10 or step < 3:  # a busy machine saves less before it is killed
+        generation += 1
+        assert generation < 60
         killed(tmp_path, step + 1, generation, 2, draw.uniform(0.0, 0.4))
         found = left(tmp_path)
         assert found >= step
         assert len(folder.complete(tmp_path)) <= 3
         step = found
-    assert step >= 3
-    folder.prune(tmp_path, 2, generation=11)
+    folder.prune(tmp_path, 2, generation=generation + 1)
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
 
 

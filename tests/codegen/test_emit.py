@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import EXACT, FLOATING, RandomModel, Step
+from ranks import python_path
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
 
 from fxpart.codegen import emit, load_stage, split
@@ -58,9 +59,7 @@ def test_another_process_with_another_hash_seed_gives_the_same_text() -> None:
     found = set()
     for seed in ("0", "12345"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            map(str, (root, root / "tests", Path(__file__).parent))
-        )
+        environment["PYTHONPATH"] = python_path(root, root / "tests", Path(__file__).parent)
         code = "import sys, test_emit; sys.stdout.write(test_emit.digest())"
         command = [sys.executable, "-c", code]
         run = subprocess.run(

@@ -43,6 +43,8 @@ class Outcome:
 def bounded() -> Iterator[None]:
     """Memory and time as they are allowed to a reader: MemoryError and :class:`TooLong` else."""
     gc.collect()
+    often = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # as programs have it; the tests' own number lets garbage wait
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
@@ -53,6 +55,7 @@ def bounded() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        gc.set_threshold(*often)
 
 
 def _stop(*_: object) -> None:

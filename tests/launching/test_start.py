@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import die_with_parent
+from ranks import die_with_parent, python_path
 
 HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Linux only")]
@@ -28,7 +28,7 @@ def launcher(
     root = HERE.parent.parent
     process = subprocess.Popen(
         [sys.executable, str(HERE / "launcher.py"), kind, str(folder), str(restarts), *untold],
-        env={**os.environ, "PYTHONPATH": f"{root}:{HERE}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(root, HERE), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import TESTS, die_with_parent
+from ranks import TESTS, die_with_parent, python_path
 
 SCRIPT = Path(__file__).with_name("copies_script.py")
 STEPS, HOLD = 8, 5
@@ -26,13 +26,13 @@ def machines(run: Path, memory: Path, hold: int) -> Iterator[list[subprocess.Pop
     """A launcher for each of two machines, killed at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    paths = [str(TESTS.parent), str(TESTS)]
+    paths = python_path(TESTS.parent, TESTS)
     made = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
              "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
              str(SCRIPT), str(run), str(memory / "ab"[node]), str(STEPS), str(hold)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
                  "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent,
         )
