@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -146,3 +147,45 @@ def test_tensorboard_tells_of_the_run(
     if installed:
         assert written[-1] == ("closed", 0)
         assert {("train/loss", 60), ("evaluation/accuracy", 60)} <= set(written)
+
+
+def recommender() -> ModuleType:
+    """The example as a module; it needs nothing that is optional."""
+    path = EXAMPLES / "recommender.py"
+    spec = importlib.util.spec_from_file_location("example_recommender", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_recommender_learns_as_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """From chance to a ranking, the same as of a loop without fxpart; and both say so."""
+    example, rows = recommender(), 24 * 256
+    found = example.main(rows)
+    assert abs(found["auc_before"] - 0.5) < 0.05 and found["auc"] > 0.6
+    assert "AUC " in capsys.readouterr().out
+    with tempfile.TemporaryDirectory() as folder:
+        train = example.write_logs(Path(folder) / "train.npy", rows)
+        new = example.write_logs(Path(folder) / "new.npy", 16 * 256, seed=1)
+        model = example.model()
+        optimizer = example.adagrad(model.parameters())
+        for numbers, ids, clicks in example.batches(train):
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(numbers, ids), clicks)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        auc = example.Auc()
+        with torch.no_grad():
+            for numbers, ids, clicks in example.batches(new):
+                auc.update(model(numbers, ids), (clicks,))
+    assert found["auc"] == pytest.approx(auc.compute(), abs=1e-3)
+
+
+def test_auc_by_hand() -> None:
+    """Clicks 0.9, 0.4; none 0.4, 0.1: of four pairs three are right and one is even."""
+    auc = recommender().Auc()
+    auc.update(torch.tensor([0.9, 0.4]), (torch.tensor([1.0, 0.0]),))
+    auc.update(torch.tensor([0.4, 0.1]), (torch.tensor([1.0, 0.0]),))
+    assert auc.compute() == pytest.approx(3.5 / 4)
