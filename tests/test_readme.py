@@ -132,6 +132,13 @@ def test_the_table_of_choices_is_the_result(benchmark: Any) -> None:
     assert rows and written.count("\n|") == 1 + len(rows)
 
 
+def test_the_table_of_profiling_is_the_result(benchmark: Any) -> None:
+    readme = benchmark("readme")
+    written = readme.blocks(README)["profiling"]
+    assert written.strip() == readme.TABLES["profiling"]().strip()
+    assert written.count("\n|") == 3 and "FXP406" in written
+
+
 def test_every_model_of_the_zoo_is_in_the_table(benchmark: Any) -> None:
     from zoo import ZOO
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 _PLANS = 5  # plans of which the stages are measured whole
 _STRETCH = 1.0  # seconds at most in which so many ranks compute together
 _CROWDING = 0.3  # of what is left of the budget, about
+_CAPTURING = 0.1  # of the budget, at most
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 
 
@@ -81,10 +82,11 @@ def profile(
     """Measure the workload's ops, stages, crowding and best plans into the profile at ``path``.
 
     The profile is made where there is none; what it holds for this device is not measured again.
-    budget: seconds for measurements. rehearse: run the plans that may be the best, where all
-    devices of the cluster are this host's processors. date: YYYY-MM-DD, kept with them. progress:
-    told what is measured. The other arguments are those of :func:`fxpart.compile`, and so are
-    errors; FXP602 where the cluster's first device is not of this machine's kind.
+    budget: seconds for measurements, and for capturing the model as far as that is short. rehearse:
+    run the plans that may be the best, where all devices of the cluster are this host's processors.
+    date: YYYY-MM-DD, kept with them. progress: told what is measured. The other arguments are those
+    of :func:`fxpart.compile`, and so are errors; FXP602 where the cluster's first device is not of
+    this machine's kind.
     """
     start = time.monotonic()
     front = make_front(
@@ -111,14 +113,15 @@ def profile(
             device=device,
             setting=setting(front.request.cluster.devices[0].model, device),
             microbatches=microbatches,
-            start=captured,
+            start=max(start, captured - _CAPTURING * budget),
             budget=budget,
             date=date,
             progress=progress or _silent,
             rehearse=rehearse,
         )
         found = session.run()
-    return msgspec.structs.replace(found, capture_seconds=captured - start)
+    took = time.monotonic() - captured
+    return msgspec.structs.replace(found, capture_seconds=captured - start, seconds=took)
 
 
 def _of_one_model(front: Front) -> Front:

@@ -1,17 +1,22 @@
-"""Predicted and measured step time and process peak: 6 models, 6 plans each, real processes.
+"""Predicted and measured step time and process peak: 6 models, 7 plans each, real processes.
 
     python tests/benchmarks/accuracy.py          (--models gpt2,vit for some; --dry for a try)
 
 The links are measured once (``fxpart cluster bench``, 60 s), and each model is profiled once
 (``fxpart profile --no-rehearse``, 60 s), for up to 4 ranks of one thread. The plans are fixed
 beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of
-microbatches, two replicas. Predictions are made before anything of them is run; then each plan runs
-over gloo on this machine, in fresh processes, and the median step is compared.
+microbatches, two replicas, stages that recompute their activations. Predictions are made before
+anything of them is run; then each plan runs on this machine in fresh processes, several times, and
+the median of the runs' median steps is compared. Run it on an idle machine; the load that was found
+is kept with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
+from what is in it: one run in several parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import sys
 import tempfile
@@ -33,6 +38,7 @@ PLANS: tuple[tuple[dict[str, int | float | str | bool], int], ...] = (
     ({"mesh": "none", "stages": 3, "schedule": "1f1b"}, 8),
     ({"mesh": "none", "stages": 4, "schedule": "gpipe"}, 4),
     ({"mesh": "dp=2", "stages": 1}, 1),
+    ({"dp": 1, "tp": 1, "stages": 2, "schedule": "1f1b", "recompute": "full"}, 4),
 )
 
 
@@ -40,15 +46,11 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
     """The rows of one model: profile, predict all plans, then measure them."""
     import cpu_models
 
-    import fxpart
     from fxpart.errors import FxpartError
-    from fxpart.measuring.rehearsals import Rehearsals
     from fxpart.measuring.session import profile
     from fxpart.profile import Crowding
 
     work = cpu_models.build(name)
-    given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
-    example: Any = {given: work.example}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         path = Path(folder) / "model.profile"
@@ -57,25 +59,51 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
         programs = []
         for constraints, count in PLANS[: options.plans]:
             try:
-                program = fxpart.compile(
-                    work.model, cluster, loss=work.loss, microbatches=count, cost_model=path,
-                    constraints=constraints, **example,
-                )  # fmt: skip
+                program = planned(work, cluster, path, constraints, count)
             except FxpartError as fault:
                 say(f"{name} {words(constraints, count)}: {fault.problems[0].why}")
                 continue
             programs.append((words(constraints, count), program))
         crowding = found.crowding or Crowding()
         for label, program in programs:
-            with Rehearsals(program.plan.world) as bench:
-                measured = bench.run(program.plan, program.parts, steps=options.steps)
-            rows.append(row(name, label, program.plan, crowding, measured))
-            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {measured.seconds.seconds:.4f} s")
+            rows.append(row(name, label, program.plan, crowding, run(program, options)))
+            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
     return rows
 
 
-def row(model: str, label: str, plan: Any, crowding: Any, measured: Rehearsal) -> dict[str, Any]:
-    """A plan's figures: seconds of a step, and bytes of its largest process."""
+def planned(
+    work: Any, cluster: Any, path: Path, constraints: dict[str, Any], microbatches: int
+) -> Any:
+    """A program with its predictions; which recompute is asked of the planner of all plans."""
+    import fxpart
+
+    given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
+    asked: Any = {
+        "loss": work.loss, "microbatches": microbatches, "cost_model": path, given: work.example,
+    }  # fmt: skip
+    if "recompute" not in constraints:
+        return fxpart.compile(work.model, cluster, constraints=constraints, **asked)
+    found = fxpart.propose(work.model, cluster, constraints=constraints, **asked)
+    del asked["microbatches"], asked["cost_model"]
+    return fxpart.compile(work.model, cluster, plan=found.plan, **asked)
+
+
+def run(program: Any, options: argparse.Namespace) -> list[Rehearsal]:
+    """The plan's runs: in processes of their own, each with a trainer of its own."""
+    from fxpart.measuring.rehearsals import Rehearsals
+
+    with Rehearsals(program.plan.world) as bench:
+        return [
+            bench.run(program.plan, program.parts, steps=options.steps)
+            for _ in range(options.turns)
+        ]
+
+
+def row(model: str, label: str, plan: Any, crowding: Any, runs: list[Rehearsal]) -> dict[str, Any]:
+    """A plan's figures: seconds of a step, and bytes of its largest process in the first run."""
+    measured = runs[0]
+    taken = [one.seconds.seconds for one in runs]
+    middle = statistics.median(taken)
     needs = {rank: process(e.memory, crowding) for e in plan.prediction.ranks for rank in e.ranks}
     thought = [needs[rank] for rank in range(plan.world)]
     fullest = max(range(plan.world), key=lambda rank: measured.peaks[rank])
@@ -84,10 +112,12 @@ def row(model: str, label: str, plan: Any, crowding: Any, measured: Rehearsal) -
         "plan": label,
         "ranks": plan.world,
         "predicted": plan.prediction.simulated_seconds,
-        "measured": measured.seconds.seconds,
+        "measured": middle,
+        "runs": taken,
+        "load": os.getloadavg()[0],
         "cpu": measured.cpu,
-        "error": plan.prediction.simulated_seconds / measured.seconds.seconds - 1,
-        "spread": measured.seconds.high / measured.seconds.low - 1,
+        "error": plan.prediction.simulated_seconds / middle - 1,
+        "spread": max(one.seconds.high for one in runs) / min(o.seconds.low for o in runs) - 1,
         "stages": plan.provenance.get("choice", ""),
         "predicted_bytes": thought[fullest],
         "measured_bytes": measured.peaks[fullest],
@@ -96,19 +126,21 @@ def row(model: str, label: str, plan: Any, crowding: Any, measured: Rehearsal) -
 
 
 def process(memory: Any, crowding: Any) -> float:
-    """Bytes of a rank's process at its peak: what it has anyway, its weights, what training makes.
+    """Bytes of a rank's process at its peak: what it has anyway, its tensors, and the allocator's.
 
-    The last with what the allocator loses, as it was measured on the whole model in one process.
+    The last as it was measured on the whole model in one process.
     """
-    made = memory.total - memory.weights
-    return float(crowding.baseline + memory.weights + made * (1 + crowding.overhead))
+    return float(crowding.baseline + memory.total * (1 + crowding.overhead))
 
 
 def words(constraints: dict[str, int | float | str | bool], microbatches: int) -> str:
     """A plan in words: "2 stages, 4 microbatches, 1f1b"."""
-    mesh = "" if constraints["mesh"] == "none" else f"{constraints['mesh']}, "
-    schedule = f", {constraints['schedule']}" if "schedule" in constraints else ""
-    return f"{mesh}{constraints['stages']} stages, {microbatches} microbatches{schedule}"
+    mesh = constraints.get("mesh", "none")
+    first = [] if mesh == "none" else [str(mesh)]
+    last = [str(constraints[key]) for key in ("schedule",) if key in constraints]
+    last += [f"recompute {mode}" for key, mode in constraints.items() if key == "recompute"]
+    stages = f"{constraints['stages']} stages"
+    return ", ".join([*first, stages, f"{microbatches} microbatches", *last])
 
 
 def summary(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -131,26 +163,39 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--plans", type=int, default=len(PLANS))
-    made.add_argument("--steps", type=int, default=9)
+    made.add_argument("--steps", type=int, default=7)
+    made.add_argument("--turns", type=int, default=3, help="runs of each plan")
+    made.add_argument("--keep", default="", help="a file of rows to go on from")
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     options = made.parse_args()
 
+    import msgspec
     import torch
 
     from fxpart.cluster import Cluster
     from fxpart.measuring.bench import bench as measure_links
 
     torch.set_num_threads(1)
-    say("measuring links")
-    cluster = measure_links(Cluster.parse(CLUSTER), budget=options.budget).cluster
-    rows = []
+    kept = Path(options.keep) if options.keep else None
+    state: dict[str, Any] = json.loads(kept.read_text()) if kept and kept.exists() else {"rows": []}
+    if "cluster" not in state:
+        say("measuring links")
+        found = measure_links(Cluster.parse(CLUSTER), budget=options.budget).cluster
+        state["cluster"] = msgspec.to_builtins(found)
+    cluster = msgspec.convert(state["cluster"], Cluster)
+    rows: list[dict[str, Any]] = state["rows"]
+    done = {row["model"] for row in rows}
     for name in options.models.split(","):
-        rows += of_model(name, cluster, options)
+        if name not in done:
+            rows += of_model(name, cluster, options)
+        if kept:
+            kept.write_text(json.dumps(state))
     figures = {
         "rows": rows,
         "time": summary(rows, "error"),
         "memory": summary(rows, "bytes_error"),
     }
+    options.keep = bool(kept)
     write("accuracy", figures, options)
 
 

@@ -264,7 +264,8 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
     "startup": startup,
 }
 PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
-COSTS = {name: name for name in ("communication", "accuracy", "choice", "memory")}  # table: result
+COSTED = ("communication", "accuracy", "choice", "memory", "profiling")
+COSTS = {name: name for name in COSTED}  # table: result
 
 
 def planning(name: str) -> str:

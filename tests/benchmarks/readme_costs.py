@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from record import read
 
 _NAMES = {
@@ -51,8 +53,33 @@ def accuracy(note: str) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     time, memory = (_errors(found[kind]) for kind in ("time", "memory"))
-    words = f"Median and worst error of steps {time}; of process peaks {memory}."
+    runs = max(len(row.get("runs", [0])) for row in found["rows"])
+    each = f" (of {runs} runs each)" if runs > 1 else ""
+    words = f"Median and worst error of steps{each} {time}; of process peaks {memory}."
     return "\n".join([*lines, "", f"{words} {note}"])
+
+
+def profiling(note: str) -> str:
+    """How long profiling takes, and what is measured once."""
+    found = read("profiling")["figures"]
+    head = ("run", "profiling", "capturing", "whole command", "ops measured", "known", "left out")
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: | --- |"]
+    for name in ("first", "again"):
+        row = found[name]
+        cells = [
+            name, f"{row['seconds']:.1f} s", f"{row['capture_seconds']:.1f} s",
+            f"{row['wall']:.1f} s", str(row["ops"]), str(row["known_ops"]),
+            "; ".join(row["left_out"]) or "-",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    words = [
+        f"{layers} layers have {row['operations']} operations, of which {row['distinct']} are"
+        " distinct and measured"
+        for layers, row in found["layers"].items()
+    ]
+    answers = [f"of another {what}: {code}" for what, code in sorted(found["refused"].items())]
+    text = f"{'; '.join(words)}. A plan by a profile {', '.join(answers)}. {note}"
+    return "\n".join([*lines, "", text])
 
 
 def choice(note: str) -> str:
@@ -71,26 +98,34 @@ def choice(note: str) -> str:
 
 
 def memory(note: str) -> str:
-    """Predicted and measured bytes of ranks' processes."""
+    """Predicted and measured peaks of ranks' processes, of each plan that of the largest."""
     found = read("memory")["figures"]
-    head = (
-        "model",
-        "rank",
-        "malloc frees",
-        "predicted tensors",
-        "measured above baseline",
-        "error",
-        "process",
-    )
-    lines = [f"| {' | '.join(head)} |", "| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
-    for row in found["rows"]:
-        cells = [
-            row["model"], f"{row['rank']} of {row['ranks']}",
-            "at once" if row["prompt"] else "as it is",
-            f"{row['predicted'] / 2**20:.0f} MiB", f"{row['measured'] / 2**20:.0f} MiB",
-            f"{100 * row['error']:+.1f} %", f"{100 * row['process_error']:+.1f} %",
-        ]  # fmt: skip
+    head = ("model", "plan", "tensors", "beside them", "allocator", "predicted", "measured",
+            "error")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for row in _fullest(found["rows"]):
+        parts = ("tensors", "process", "allocator", "predicted", "measured")
+        sizes = [f"{row[part] / 2**20:.0f} MiB" for part in parts]
+        cells = [row["model"], row["plan"], *sizes, f"{100 * row['error']:+.1f} %"]
         lines.append(f"| {' | '.join(cells)} |")
-    bare = found["bare_baseline"] / 2**20
-    text = f"process: the error of baseline and tensors together; a bare rank takes {bare:.0f} MiB."
-    return "\n".join([*lines, "", f"{text} {note}"])
+    largest, every = found["fullest"], found["every rank"]
+    limits = found["limits"]
+    kept = sum(row["fits"] and row["measured"] <= row["memory"] for row in limits)
+    refused = sum(not row["less_fits"] for row in limits)
+    words = (
+        f"Median and worst error {_errors(largest)}, at most {100 * largest['under']:.1f} % too "
+        f"low; of all {every['rows']} ranks {_errors(every)}, {100 * every['under']:.1f} %. "
+        f"On devices that a plan just fits {kept} of {len(limits)} kept within their memory; "
+        f"{refused} were refused 8 MiB less."
+    )
+    return "\n".join([*lines, "", f"{words} {note}"])
+
+
+def _fullest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each plan the rank whose process was the largest."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["model"], row["plan"]
+        if key not in found or row["measured"] > found[key]["measured"]:
+            found[key] = row
+    return list(found.values())
