@@ -19,8 +19,9 @@ def command(run: str, ranks: int, as_json: bool) -> int:
     """Ask the run in folder RUN to go on with RANKS ranks, at its next step.
 
     It has to be under way: started by `fxpart train --nproc MIN:MAX --run RUN`. All ranks save
-    after the step they are at and stop; the launcher plans for the new number, and training goes on
-    from there. More: fxpart/docs/elastic.md.
+    after the step they are at and stop, and training goes on from there by the plan for the new
+    number. Where there is none, the launcher says so, and nobody stops. More:
+    fxpart/docs/elastic.md.
     """
     from fxpart.elastic.wishes import ask
     from fxpart.rundir import RunDir

@@ -16,7 +16,7 @@ from fxpart.cli import output
 from fxpart.cli.options import Request
 from fxpart.cluster import Cluster
 from fxpart.elastic.bounds import Bounds
-from fxpart.elastic.cache import Asked, Plans, check_elastic, newest, planned
+from fxpart.elastic.cache import Asked, Plans, newest, planned
 from fxpart.elastic.clusters import for_ranks, without
 from fxpart.elastic.moves import seat
 from fxpart.elastic.shared_plan import of_hosts, shared_plan
@@ -83,7 +83,7 @@ def with_shared_plan(request: Request, run: RunDir, started: Launch) -> Request:
     if request.plan is not None:
         return request
     if not (started.supervised and started.keeps_store):
-        # Nobody else keeps the store that the plan would go through; all plan the same.
+        # Nobody else keeps the store over restarts; compile() gives rank 0's plan to all.
         return fixed(request, run)
     here = started.local_world
     bounds = Bounds(max(1, started.world - here), started.world + here)
@@ -99,8 +99,7 @@ def with_shared_plan(request: Request, run: RunDir, started: Launch) -> Request:
             planning.made, cluster, started.world,
             lambda: whole.compile(whole.workload(), quiet=True).plan,
         )  # fmt: skip
-        if plan.schedule != "async":  # which keeps its number of ranks
-            planning.advance((bounds.least, bounds.most))
+        planning.advance((bounds.least, bounds.most))
         return seat(plan, newest(run)).plan
 
     plan = shared_plan(started, make)
@@ -136,10 +135,7 @@ class Planning:
         request = replace(fixed(self.request, self.run), cluster=given)
         cluster = for_ranks(given, ranks)
         whole = request.on_ranks(ranks, "--nproc")
-        found = planned(self.made, cluster, ranks, lambda: whole.compile(whole.workload()).plan)
-        if self.bounds.elastic:
-            check_elastic(found[0], f"--nproc {self.bounds}")
-        return found
+        return planned(self.made, cluster, ranks, lambda: whole.compile(whole.workload()).plan)
 
     def advance(self, numbers: Iterable[int]) -> None:
         """Have the plans that are missing made by a process of its own, at low priority."""

@@ -119,11 +119,10 @@ def check_same(plan: Plan, before: Plan, where: str) -> None:
     """The plan's updates are those of the run's plan ``before``, whatever their ranks.
 
     FXP109 where the global batch, the microbatches, the schedule's way with weights, the precision
-    or the optimizer differs: each of them changes the numbers. So does another number of stages,
-    where they do not wait for each other (:func:`check_elastic`).
+    or the optimizer differs: each of them changes the numbers. So does another number of stages
+    that do not wait for each other, as their forwards miss more updates: that is what an
+    asynchronous run of several numbers of ranks asks for.
     """
-    if len(plan.stages) != len(before.stages):
-        check_elastic(plan, f"--run {where}")
     rows = [
         (name, getattr(before, name), getattr(plan, name))
         for name in (
@@ -140,18 +139,6 @@ def check_same(plan: Plan, before: Plan, where: str) -> None:
             why=f"the run has {name.replace('_', ' ')} {was!r}, and {now!r} is asked for: its "
             "updates would be others",
             fix=f"leave it as it was ({was!r}), or begin a run in another folder",
-        )
-
-
-def check_elastic(plan: Plan, where: str) -> None:
-    """FXP109 for a plan whose numbers change with its number of ranks: an asynchronous one."""
-    if plan.schedule == "async":
-        raise error(
-            "FXP109",
-            where=where,
-            why="an asynchronous pipeline's forwards miss more updates the more stages it has, so "
-            "that its numbers would change with the ranks",
-            fix="--mode sync, or the number of ranks that the run began with",
         )
 
 

@@ -90,9 +90,13 @@ def test_what_cannot_be_elastic(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path / "run")
-    whole = request(target, mode="async", microbatches=4)
-    with pytest.raises(FxpartError, match="asynchronous"):
-        Planning(whole, Bounds(1, 2), run).plan(2)
+    planning = Planning(request(target, mode="async", microbatches=4), Bounds(1, 2), run)
+    plan, _ = planning.plan(2)
+    assert plan.schedule == "async" and len(plan.stages) == 2
+    plan.dump(run.plan)
+    # One rank misses no update: its plan is a synchronous one.
+    with pytest.raises(FxpartError, match="the run has weights 'spectrain', and 'flush' is asked"):
+        planning.plan(1)
     _, err = call(capsys, "plan", target, "--nproc", "2:4", status=2)
     assert "give --run DIR too" in err
     _, err = call(capsys, "plan", target, "--nproc", "4:2", "--run", str(run.path), status=2)

@@ -18,7 +18,9 @@ from typing import Any
 import elastic_programs as programs
 import pytest
 import ranks
+import torch
 
+import fxpart
 from fxpart.elastic.progress import finished, reached, saved
 from fxpart.elastic.wishes import ask, running
 from fxpart.plan import Plan
@@ -124,6 +126,77 @@ def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"]) for row in bits] == [(2, 2), (2, 1), (1, 2)]
     assert all(row["wrong"] == [] and row["tensors"] > 60 for row in bits)
+
+
+def emulated(run: RunDir, root: Path) -> tuple[list[float], Path]:
+    """The losses and the last checkpoint of the same plans one after the other, in one process."""
+    plans = {Plan.load(path).world: path for path in run.plans.glob("*-*.json")}
+    begun = ledger.begins(run.ledger)
+    losses: list[float] = []
+    stops = [line.after for line in begun[1:]] + [len(ledger.updates(run.ledger))]
+    for line, stop in zip(begun, stops, strict=True):
+        trainer = fxpart.compile(
+            programs.model(), example_inputs=programs.batch(0), plan=plans[line.world],
+            loss=torch.nn.functional.cross_entropy,
+        ).trainer(programs.adamw)  # fmt: skip
+        if line.after:
+            trainer.load_checkpoint(root)
+        told = [trainer.step(programs.batch(s % programs.EPOCH)) for s in range(line.after, stop)]
+        told += trainer.drain()
+        losses += [float(loss) for loss in told if loss is not None]
+        last = trainer.save_checkpoint(root)
+        trainer.close()
+    return losses, last
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_scaled(tmp_path: Path) -> None:
+    """Each change drains the pipeline; then it is the stream of the next plan, from those weights.
+
+    What one process has that runs the same plans over the same batches, to the bit.
+    """
+    folder = tmp_path / "run"
+    options = ("--nproc", "2:3", "--mode", "async", "--fix", "tp=1", "--fix", "dp=1")
+    with launched(folder, *options, "--every", "100000", "--steps", "100000") as run:
+        run.goes_on([3])
+        ask(run.run, 2)
+        run.goes_on([3, 2])
+        ask(run.run, 3)
+        run.goes_on([3, 2, 3])
+        run.process.send_signal(signal.SIGTERM)
+        said = run.said()
+        assert run.process.returncode == 0, said
+    assert not ledger.check(run.run.ledger).problems
+    bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
+    assert [(row["from"], row["to"]) for row in bits] == [(3, 2), (2, 3)]
+    # All but what a checkpoint says of the stages themselves, which are others.
+    of_stages = ("stage/", "trainer/stages")
+    assert not [key for row in bits for key in row["wrong"] if not key.startswith(of_stages)]
+    assert all(row["tensors"] > 60 for row in bits)
+    assert Plan.load(run.run.plan).schedule == "async"
+    losses, last = emulated(run.run, tmp_path / "emulated")
+    assert [update.number for update in ledger.updates(run.run.ledger)] == losses
+    newest = run.run.checkpoints / f"step-{saved(run.run):010d}"
+    assert programs.differences(newest, last) == []
+
+
+@pytest.mark.slow
+def test_a_number_without_a_plan_disturbs_nobody(tmp_path: Path) -> None:
+    """Of a model in two stages at least, one rank; the ranks that train hear nothing of it."""
+    options = ("--nproc", "1:2", "--fix", "stages=2", "--steps", "100000")
+    with launched(tmp_path / "run", *options) as run:
+        run.goes_on([2])
+        children = run.children()
+        ask(run.run, 1)
+        before = reached(run.run)
+        run.until(lambda: reached(run.run) >= before + 60)
+        assert run.children() == children and run.worlds() == [2]
+        run.process.send_signal(signal.SIGTERM)
+        said = run.said()
+        assert run.process.returncode == 0, said
+    assert said.count("no plan for 1 ranks") == 1 and "going on with 2" in said
+    # Who ends the job says how to go on, and nobody else does.
+    assert said.count("the same command goes on") == 1
 
 
 @pytest.mark.slow

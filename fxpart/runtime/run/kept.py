@@ -182,6 +182,7 @@ class Kept:
             begin = Begin(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=_same(fit), own=fit.run.local,
+                stream=_is_stream(fit),
             )  # fmt: skip
             self._ledger.begin(begin)
             _write(self._run.plan, fit.trainer.plan_text)
@@ -310,6 +311,13 @@ def _opened(path: Path) -> tuple[Checkpoint, str]:
 def _back(fit: Fit, extra: Mapping[str, Any]) -> tuple[None, str]:
     put_back(fit, extra)
     return None, f"step {fit.step} epoch {fit.position.epoch}"
+
+
+def _is_stream(fit: Fit) -> bool:
+    """Whether its stages go on without waiting for each other."""
+    from fxpart.runtime.stream.trainer import StreamTrainer  # which needs this module
+
+    return isinstance(fit.trainer, StreamTrainer)
 
 
 def _same(fit: Fit) -> str:

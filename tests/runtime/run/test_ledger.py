@@ -85,6 +85,12 @@ def test_what_is_wrong_is_found(lines: list[Any], why: str, tmp_path: Path) -> N
     assert len(problems) == 1 and why in problems[0]
 
 
+def test_a_stream_of_the_same_plan_is_done_again_to_the_bit(tmp_path: Path) -> None:
+    again = [begin(2, 0, stream=True), line(1, loss=1 + 1e-9)]
+    found = check(written(tmp_path / "a.jsonl", begin(1, 0, stream=True), line(1), *again))
+    assert len(found.problems) == 1 and "loss" in found.problems[0]
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -93,6 +99,8 @@ def test_what_is_wrong_is_found(lines: list[Any], why: str, tmp_path: Path) -> N
         # Rank 0 had other inputs, or its own rows among fewer ranks.
         [begin(1, 0), line(1), begin(2, 0, "b"), line(1, digest="00000009bb")],
         [begin(1, 0, own=True), line(1), begin(2, 0, own=True, world=3), line(1, digest="0" * 10)],
+        # Stages that do not wait miss another number of updates, where there are others of them.
+        [begin(1, 0, stream=True), line(1), begin(2, 0, "b", stream=True), line(1, loss=2.0)],
     ],
 )
 def test_what_may_differ(lines: list[Any], tmp_path: Path) -> None:
