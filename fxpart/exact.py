@@ -116,10 +116,7 @@ def solve_exactly(
         plan = with_process(plan, request.cost_model)
         return with_live_tensors(plan, problem, local, captured, sharing), parts
     made = _stages(problem, places, request)
-    if is_measured(request.cost_model):
-        made, plan, parts = answer.compared(made)
-    else:
-        plan, parts = answer.plan(made, made.solution)
+    made, plan, parts = answer.compared(made)
     if set(wished(request)) - set(PLAIN):
         plan, parts = answer.arranged(problem, plan, parts)
     plan = with_process(plan, request.cost_model)
@@ -205,7 +202,12 @@ class _Answer:
         return hosts_of(cluster, sorted(self.devices(stages)), model.crowding)
 
     def compared(self, made: Staged) -> tuple[Staged, Plan, Parts]:
-        """The best chain by what is expected of it, or the graph of stages where that is better."""
+        """With a profile the best chain by what is expected of it, or a graph of stages if better.
+
+        Otherwise what was solved for.
+        """
+        if not is_measured(self.request.cost_model):
+            return (made, *self.plan(made, made.solution))
         if not made.over:
             return (made, *self.reranked(made))
         plan, parts = self.plan(made, made.solution)

@@ -96,7 +96,7 @@ def measured(case: Case, steps: int) -> dict[str, list[float]]:
 
 def figures_of(case: Case, found: dict[str, list[float]]) -> dict[str, Any]:
     """What was chosen, what was fastest, and all that ran."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for label in case.labels:
         prediction = case.every[label].plan.prediction
         rows.append(
@@ -239,6 +239,7 @@ def main() -> None:
     made.add_argument("--keep", default="", help="folder for links and profiles")
     made.add_argument("--go-on", action="store_true")
     options = made.parse_args()
+    keep = vars(options).pop("keep")  # where it is says nothing of the results
 
     import torch
 
@@ -247,7 +248,7 @@ def main() -> None:
     had = {(row["model"], row["ranks"]) for row in figures}
     counts = sorted(map(int, options.ranks.split(",")), reverse=True)
     with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh:
-        folder = Path(options.keep or fresh)
+        folder = Path(keep or fresh)
         clusters = {ranks: links(ranks, folder) for ranks in counts}
         for name in options.models.split(","):
             path = folder / f"{name}.profile"
