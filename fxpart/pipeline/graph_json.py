@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpart.compat import fake_mode, python_dispatcher, symbolic_input
-from fxpart.errors import error
+from fxpart.errors import error, quoted
 from fxpart.pipeline.annotation import (
     BLOCKS_KEY,
     KEY,
@@ -183,13 +183,17 @@ def _check_names(item: Mapping[str, Json]) -> None:
 
 def _distinct(hints: Mapping[str, int]) -> dict[str, int]:
     """Sizes for the symbols, no two alike: equal sizes would become one symbol."""
-    taken: set[int] = set()
+    after: dict[int, int] = {}  # of a size that is taken: from where on to look for a free one
     result = {}
     for name, size in sorted(hints.items()):
-        while size in taken or size < 2:
-            size += 1
-        taken.add(size)
-        result[name] = size
+        if not isinstance(size, int) or size >= 1 << 62:
+            raise ValueError(f"{quoted(size)} is no size")
+        free, passed = max(size, 2), []
+        while free in after:
+            passed.append(free)
+            free = after[free]
+        after |= dict.fromkeys([*passed, free], free + 1)
+        result[name] = free
     return result
 
 

@@ -19,6 +19,7 @@ from fxpart.bounded import toml
 from fxpart.cluster import Cluster
 from fxpart.cluster_io.files import to_json
 from fxpart.errors import FxpartError
+from fxpart.pipeline.graph_json import _distinct
 from fxpart.plan import Plan
 from fxpart.profile import Profile
 from fxpart.sharding import Mesh
@@ -250,6 +251,27 @@ def test_a_path_that_is_no_text() -> None:
         Plan.load(os.fsdecode(b"/none/\xff.json"))
     assert "/none/\\udcff.json" in str(caught.value)
     assert cli.run(["explain", os.fsdecode(b"/none/\xff.json"), "--json"]) == 2
+
+
+@pytest.mark.slow
+def test_a_reproducer_whose_symbols_have_no_size_or_all_the_same() -> None:
+    """Sizes were counted up one by one until they were free, and at least 2."""
+    document = json.loads(READERS["reproducer"].samples()[0].data)
+    for size in (-(1 << 62), 1e308, 1 << 62, None, "x"):
+        changed = json.dumps({**document, "symbols": {"s0": size, "s1": size}}).encode()
+        start = time.process_time()
+        try:
+            READERS["reproducer"].read(changed)
+        except FxpartError as caught:
+            assert caught.code == "FXP109"
+        assert time.process_time() - start < 1
+    start = time.process_time()
+    found = _distinct({f"s{n}": n % 7 for n in range(20_000)})
+    assert time.process_time() - start < 1
+    assert sorted(found.values()) == list(range(2, 20_002))
+    assert _distinct({"a": 5, "b": 5, "c": -9, "d": 6, "e": 2}) == {
+        "a": 5, "b": 6, "c": 2, "d": 7, "e": 3,
+    }  # fmt: skip
 
 
 def test_weights_whose_header_is_nested_deep_or_endless() -> None:
