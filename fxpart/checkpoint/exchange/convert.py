@@ -100,6 +100,8 @@ def detect(path: Path) -> Format:
     if path.is_dir():
         why = "no format is known that has such files"
         fix = "checkpoints, .safetensors files, or *_dist0.pdattr.json; pickles are not read"
+    elif path.exists():
+        why = "it is neither a folder nor a regular file"
     raise foreign(str(path), why, fix)
 
 

@@ -124,7 +124,7 @@ class Folder:
             key = str(prefixes.key(name))
             self.tensors[key], self._chunks[key] = _whole(name, held)
         rest = path / REST
-        self.rest = parse_rest(read_text(rest), str(rest)) if rest.is_file() else Rest()
+        self.rest = parse_rest(read_text(rest), str(rest)) if rest.exists() else Rest()
 
     def read(self, key: str) -> Bytes:
         """The parts put together."""
@@ -201,7 +201,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
         return [path], []
     index, listed = path / INDEX, list[str]()
     files = sorted(path.glob("*.safetensors"))
-    if index.is_file():
+    if index.exists():
         try:
             found: Any = from_json(read_text(index))["weight_map"]
             listed, names = list(found), sorted(set(found.values()))

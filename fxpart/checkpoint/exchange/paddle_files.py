@@ -70,7 +70,7 @@ class PaddleFolder:
         if strange:
             raise foreign(str(path), f"{shown(min(strange))} has no dictionary")
         rest = path / REST
-        self.rest = parse_rest(read_text(rest), str(rest)) if rest.is_file() else Rest()
+        self.rest = parse_rest(read_text(rest), str(rest)) if rest.exists() else Rest()
 
     def read(self, key: str) -> Bytes:
         """The parts of all ranks put together; of copies, the first one's."""
