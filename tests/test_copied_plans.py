@@ -166,11 +166,12 @@ def test_faults(change: dict[str, object], why: str) -> None:
         wrong.validate()
 
 
-def _over_gloo(text: str) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    return trained(Plan.loads(text))
+def _over_gloo(text: str) -> tuple[list[float], dict[str, object], float]:
+    losses, state, evaluated = trained(Plan.loads(text))
+    return losses, {name: value.tolist() for name, value in state.items()}, evaluated
 
 
 @pytest.mark.slow
 def test_over_gloo(pool: Pool) -> None:
-    for found in pool.run(_over_gloo, plan().dumps(), ranks=3):
-        check(found)
+    for losses, state, evaluated in pool.run(_over_gloo, plan().dumps(), ranks=3):
+        check((losses, {name: torch.tensor(value) for name, value in state.items()}, evaluated))
