@@ -159,8 +159,9 @@ class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
     rehearsed_seconds: what a step of this very plan took when the profile rehearsed it; 0 where it
     did not. corrected_seconds: where it has run others, the simulated seconds times by what runs of
-    plans that are alike were longer than their simulations; else 0. flushed_seconds: of an asynchronous plan, a step of the same stages if they drained
-    before each update (1F1B, simulated); its other seconds are a minibatch's in the full stream.
+    plans that are alike were longer than their simulations; else 0. flushed_seconds: of an
+    asynchronous plan, a step of the same stages if they drained before each update (1F1B,
+    simulated); its other seconds are a minibatch's in the full stream.
     """
 
     step_seconds: float

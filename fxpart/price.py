@@ -83,9 +83,8 @@ def price(
     whole = weights(graph.graph, captured, trained, choice)
     state = tuple(map(shared.divided, whole))
     pricer = _Pricer(
-        graph.graph, specs, model, own, whole, len(blocks), shared.mesh, rings, transfer_dtype
+        graph.graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype
     )
-    packed = largest_bucket(whole, shared)
     sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
@@ -93,7 +92,7 @@ def price(
         values=pricer.values,
         weights=state,
         variants=tuple(
-            pricer.variant(split, Sizes(captured, split, shared.parts), packed) for split in cuts
+            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
         ),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), sums.by_block)) for each in own
@@ -104,7 +103,7 @@ def price(
         schedules=_schedules(schedules),
         min_stages=min_stages,
         max_stages=max(most, 1),
-        packed=packed,
+        packed=pricer.packed,
     )
     return problem, _provenance(model, cluster, choice.name, captured, pricer)
 
@@ -175,10 +174,11 @@ class _Pricer:
         own: Sequence[Own],
         state: Sequence[Weight],
         blocks: int,
-        mesh: Mesh,
+        shared: Sharing,
         rings: Rings,
         transfer_dtype: str,
     ) -> None:
+        self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
         self.unknown: set[str] = set()
@@ -190,7 +190,7 @@ class _Pricer:
         for node in graph.nodes:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
-                self._moves.append((block, *moves(node, specs, mesh)))
+                self._moves.append((block, *moves(node, specs, shared.mesh)))
                 if is_plain(node):
                     continue
             op = specs.op(node) if block is not None else None
@@ -202,8 +202,8 @@ class _Pricer:
         self._workspace = Workspace(graph, specs, blocks)
         self._state = tuple(state)
 
-    def variant(self, split: Split, sizes: Sizes, packed: int = 0) -> Variant:
-        """All costs at one microbatch size. packed: bytes beside those of each block's own."""
+    def variant(self, split: Split, sizes: Sizes) -> Variant:
+        """All costs at one microbatch size; workspaces have room for gradients that are packed."""
         rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
         variant = Variant(
             microbatch_size=split.size,
@@ -211,7 +211,7 @@ class _Pricer:
             forward=tuple(forward for forward, _ in rows),
             backward=tuple(backward for _, backward in rows),
             activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
-            workspace=tuple(packed + size for size in self._workspace.bytes(sizes)),
+            workspace=tuple(self.packed + size for size in self._workspace.bytes(sizes)),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._talking(sizes),
         )

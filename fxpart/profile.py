@@ -114,8 +114,8 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was run for some steps on the devices that it is for.
 
     seconds: of a step; turns: in how many turns, apart in time, of whose medians it is the mean.
-    label: the plan in words; model: its fingerprint. predicted: its simulated seconds, before. kind:
-    what plans that are alike have in common (:func:`fxpart.planned.corrected.kind_of`).
+    label: the plan in words; model: its fingerprint. predicted: its simulated seconds, before.
+    kind: what plans that are alike have in common (:func:`fxpart.planned.corrected.kind_of`).
     peaks, baselines: by rank, bytes of its process at its peak, and before it held the model. cpu:
     by rank, the processor's seconds of a step.
     """

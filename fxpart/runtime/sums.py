@@ -160,11 +160,11 @@ class StageSums:
         self._queue.make_room()
         self._next += 1
         with torch.no_grad():
-            lines = [self._line(term) for term in bucket.terms]
             if bucket.scattered:
+                lines = [self._line(term) for term in bucket.terms]
                 self._queue.add(self._start_scatter(bucket, lines))
             else:
-                self._queue.add(self._start_sum(bucket, lines))
+                self._queue.add(self._start_sum(bucket))
 
     def _line(self, term: Term) -> torch.Tensor:
         """The gradient as a flat tensor; zeros where there is none."""
@@ -173,7 +173,8 @@ class StageSums:
             return torch.zeros_like(term.parameter, memory_format=torch.contiguous_format).view(-1)
         return dense(term.parameter).reshape(-1)
 
-    def _start_sum(self, bucket: Bucket, lines: list[torch.Tensor]) -> Callable[[], None]:
+    def _start_sum(self, bucket: Bucket) -> Callable[[], None]:
+        lines = [self._line(term) for term in bucket.terms]
         layouts = [_layout(term.parameter.grad) for term in bucket.terms]
         if bucket.flags:
             absent = {id(term) for term in self._absent}
@@ -181,9 +182,10 @@ class StageSums:
             like = bucket.flags[0].parameter
             lines = [*lines, torch.tensor(there, dtype=like.dtype, device=like.device)]
         flat = lines[0] if len(lines) == 1 else torch.cat(lines)
-        handle = self._mesh.start_all_reduce(flat, bucket.axes, reuse=True)
+        del lines  # the bucket has them; what is received takes as much once more
         for term in bucket.terms:
-            term.parameter.grad = None  # the bucket has it
+            term.parameter.grad = None
+        handle = self._mesh.start_all_reduce(flat, bucket.axes, reuse=True)
 
         def end() -> None:
             found, at = handle.wait(), 0

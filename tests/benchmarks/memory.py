@@ -7,11 +7,12 @@ that trains the whole of it (``fxpart profile`` does the same); what tensors tak
 Then each plan runs in fresh processes for some steps, and every rank's highest resident set is
 compared with that. One plan of each model is planned again for devices that have just the memory
 for it, and for ones that have a little less. Nothing is timed: the machine need not be idle. A
-model takes about two minutes; ``--keep FOLDER`` keeps what each came to, and goes on from there.
+model takes about two minutes; ``--keep FOLDER`` keeps what each plan came to, and goes on there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -51,37 +52,60 @@ class Weighing:
         return getattr(self.base, name)
 
 
-def of_model(name: str, steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: plan by plan every rank's row, and what a plan that just fits comes to."""
     import cpu_models
 
+    from fxpart.measuring.memory import Growth
+
+    work = cpu_models.build(name)
+    file = Path(options.keep) / f"{name}.json" if options.keep else None
+    kept: dict[str, Any] = {"done": [], "rows": [], "tight": {}}
+    if file is not None and file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+
+    def keep() -> None:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(kept), encoding="utf-8")
+
+    if "growth" not in kept:
+        found = growth_of(work)
+        kept["growth"] = [found.baseline, found.overhead]
+        keep()
+    growth = Growth(*kept["growth"])
+    say(f"{name}: {growth.baseline / MIB:.0f} MiB beside tensors, {growth.overhead:.1%} of them")
+    for place, (constraints, count) in enumerate(PLANS):
+        label = words(constraints, count)
+        if label in kept["done"] or "recompute" in constraints:  # that is another planner's
+            continue
+        planned = partial(compiled, work, constraints=constraints, count=count)
+        rows, tight = of_plan(partial(planned, model=Weighing(growth)), options, place == _TIGHT)
+        kept["rows"] += [{"model": name, "plan": label, **one} for one in rows]
+        kept["tight"] = {"model": name, "plan": label, **tight} if tight else kept["tight"]
+        kept["done"].append(label)
+        keep()
+        for one in kept["rows"][-len(rows) :] if rows else ():
+            say_row(one)
+    return kept
+
+
+def of_plan(
+    planned: Any, options: argparse.Namespace, tight: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of one plan's ranks. tight: also what it comes to where it just fits."""
     from fxpart.errors import FxpartError
     from fxpart.measuring.rehearsals import Rehearsals
 
-    work = cpu_models.build(name)
-    growth = growth_of(work)
-    say(f"{name}: {growth.baseline / MIB:.0f} MiB beside tensors, {growth.overhead:.1%} of them")
-    planned = partial(compiled, work, model=Weighing(growth))
-    rows: list[dict[str, Any]] = []
-    tight: dict[str, Any] = {}
-    for place, (constraints, count) in enumerate(PLANS):
-        if "recompute" in constraints:  # asked of another planner
-            continue
-        label = words(constraints, count)
-        try:
-            program = planned("local:4", constraints, count)
-        except FxpartError as fault:
-            say(f"{name} {label}: {fault.problems[0].why}")
-            continue
-        with Rehearsals(program.plan.world) as bench:
-            measured = bench.run(program.plan, program.parts, steps=steps)
-        for rank, entry in ranks_of(program.plan):
-            rows.append({"model": name, "plan": label, **row(rank, entry, measured)})
-            say_row(rows[-1])
-        if place == _TIGHT:
-            limits = partial(planned, constraints=constraints, count=count)
-            tight = {"model": name, "plan": label, **at_limit(program.plan, limits, measured)}
-    return rows, tight
+    try:
+        program = planned("local:4")
+    except FxpartError as fault:
+        say(fault.problems[0].why)
+        return [], {}
+    with Rehearsals(program.plan.world) as bench:
+        measured = bench.run(program.plan, program.parts, steps=options.steps)
+    rows = [row(rank, entry, measured) for rank, entry in ranks_of(program.plan)]
+    return rows, at_limit(program.plan, planned, measured) if tight else {}
 
 
 def compiled(work: Any, cluster: Any, constraints: Any, count: int, model: Any = "auto") -> Any:
@@ -194,27 +218,17 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--steps", type=int, default=9)
-    made.add_argument("--keep", default="", help="a folder for what each model came to")
+    made.add_argument("--keep", default="", help="a folder for what each plan came to")
     options = made.parse_args()
 
     import torch
 
     torch.set_num_threads(1)
-    rows, limits = [], []
-    for name in options.models.split(","):
-        kept = Path(options.keep) / f"{name}.json" if options.keep else None
-        if kept is not None and kept.exists():
-            found, tight = json.loads(kept.read_text(encoding="utf-8"))
-        else:
-            found, tight = of_model(name, options.steps)
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps([found, tight]), encoding="utf-8")
-        rows += found
-        limits.append(tight)
+    models = [of_model(name, options) for name in options.models.split(",")]
+    rows = [one for model in models for one in model["rows"]]
     figures = {
         "rows": rows,
-        "limits": limits,
+        "limits": [model["tight"] for model in models],
         "every rank": summary(rows),
         "fullest": summary(fullest(rows)),
     }
