@@ -17,8 +17,8 @@ class InBlocks:
 
     Each rank has the function make the blocks of its own rows alone, one at a time. Random numbers
     are seeded by the program's seed, the name and the number of the block, so that they depend on
-    no plan. init: name, a meta tensor of a block's shape (of the whole for a tensor of fewer rows, or
-    without dims) -> a tensor of that shape.
+    no plan. init: name, a meta tensor of a block's shape (of the whole for a tensor of fewer rows,
+    or without dims) -> a tensor of that shape.
     """
 
     def __init__(self, init: Init, rows: int = 1 << 16) -> None:

@@ -29,5 +29,5 @@ def load_stage(source: str, spec: StageSpec, device: str | torch.device = "cpu")
     (made,) = (value for name, value in namespace.items() if re.fullmatch("Stage[0-9]+", name))
     module = made(device)
     assert isinstance(module, torch.nn.Module)
-    module.INDEX = spec.index
+    module.__dict__["INDEX"] = spec.index  # a copy's own
     return module

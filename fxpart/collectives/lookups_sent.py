@@ -67,8 +67,9 @@ def embedding_bag_sent(
     if mesh.fake:
         rows, kept, first = _assumed(weight, indices), indices, 0
     else:
-        none = padding_idx is None or padding_idx == _NONE
-        there = torch.ones_like(indices, dtype=torch.bool) if none else indices.ne(padding_idx)
+        there = torch.ones_like(indices, dtype=torch.bool)
+        if padding_idx is not None and padding_idx != _NONE:
+            there = indices.ne(padding_idx)
         before = torch.cat([offsets.new_zeros(1), there.cumsum(0).to(offsets.dtype)])
         bags = offsets.shape[0] - include_last_offset
         offsets, kept = before[offsets], indices[there]

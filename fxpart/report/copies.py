@@ -21,7 +21,7 @@ def copies_rows(plan: Plan) -> list[tuple[str, ...]]:
         return []
     rows = {row.stage: row for row in plan.prediction.ranks}
     groups = {group[0]: tuple(dict.fromkeys(group)) for group in plan.replicas}
-    found = []
+    found: list[tuple[str, ...]] = []
     for first in plan.firsts:
         stages = groups.get(first, (first,))
         each = [rows[stage].microbatch_seconds for stage in stages]

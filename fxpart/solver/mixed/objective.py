@@ -148,9 +148,9 @@ class MixedScorer:
         for number, group in enumerate(groups):
             if len(set(group.turns)) < len(group.copies):
                 faults.append(f"group {number} has a copy without a microbatch")
-            for kind, cost in set(zip(group.kinds, group.copies, strict=True)):
+            for place, cost in set(zip(group.kinds, group.copies, strict=True)):
                 if cost.memory.total > cost.memory_limit:
-                    name, total = problem.kinds[kind].name, cost.memory.total
+                    name, total = problem.kinds[place].name, cost.memory.total
                     faults.append(
                         f"group {number} needs {total} bytes of {cost.memory_limit} ({name})"
                     )

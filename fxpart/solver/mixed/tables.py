@@ -50,7 +50,10 @@ class GroupTable:
 
     def may_fit(self) -> Mask:
         """Where memory suffices for one microbatch in flight: no schedule needs less."""
-        return np.all([allowed >= 1 for allowed in self.flights], axis=0)
+        found = np.ones(self.slowest.shape, dtype=bool)
+        for allowed in self.flights:
+            found &= allowed >= 1
+        return found
 
 
 class MixedTables:

@@ -52,7 +52,7 @@ def makespans(
     most = [np.floor(ideal / each * (1 + 1e-12)).astype(np.int64) for each in seconds]
     left = microbatches - sum(n * x for n, x in zip(counts, most, strict=True))
     least = [x.copy() for x in most]
-    while bool((left > 0).any()):
+    while np.any(left > 0):
         after = np.stack([(x + 1) * each for x, each in zip(most, seconds, strict=True)])
         first = after.argmin(axis=0)
         for kind, n in enumerate(counts):
