@@ -219,6 +219,8 @@ class Held:
                     mine[name] = rest, dense(held).clone()
                 elif (parts := rows.get((name, lane.index))) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
+                elif (parts := self.rows.pending(parameter)) is not None:
+                    mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, dense(parameter).clone()
             self._sum(lane.index, stage, mine)

@@ -1,15 +1,14 @@
 """A sparse gradient as what each backward added to it, and such parts in the order of one process.
 
-Torch adds sparse gradients by putting their rows one behind the other, and sums what came for one
-row in that order when an optimizer asks for it. So where rows of several ranks stand in the order
-of one process, microbatch by microbatch, the sums have the bits of one process.
+Torch adds sparse gradients by merging their rows: the result depends on how they came, part by
+part, and so do the bits of what an optimizer sums. So the parts are kept, those of one microbatch
+are put together in the order of one process, and then added as torch's autograd adds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -26,25 +25,33 @@ class Parts:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, gradient: torch.Tensor, ends: Sequence[int]) -> Parts:
-        """ends: how many rows there were after each backward."""
-        if not gradient.is_sparse:  # a compiled stage has made it so: what is not zero of it
-            gradient = gradient.to_sparse(1)
-        ids, values = gradient._indices()[0], gradient._values()
-        rising = all(a <= b for a, b in pairwise((0, *ends)))
-        if not ends or ends[-1] != len(ids) or not rising:  # coalesced meanwhile: one part
-            ends = (len(ids),)
-        return cls(tuple(b - a for a, b in pairwise((0, *ends))), ids, values)
+    def of(cls, gradients: Sequence[torch.Tensor]) -> Parts:
+        """Of what each backward gave, at least one."""
+        # of a compiled stage it may be plain: what is not zero of it
+        rows = [g if g.is_sparse else g.to_sparse(1) for g in gradients]
+        return cls(
+            tuple(g._nnz() for g in rows),
+            torch.cat([g._indices()[0] for g in rows]),
+            torch.cat([g._values() for g in rows]),
+        )
 
     def copy(self) -> Parts:
         """The same in memory of its own."""
         return Parts(self.lengths, self.ids.clone(), self.values.clone())
 
     def gradient(self, like: torch.Tensor) -> torch.Tensor:
-        """The sparse gradient of the parameter ``like``."""
-        return torch.sparse_coo_tensor(
-            self.ids.unsqueeze(0), self.values, like.shape, check_invariants=False
-        )
+        """The sparse gradient of the parameter ``like``, added up as autograd does it."""
+        total: torch.Tensor | None = None
+        with torch.no_grad():
+            for ids, values in zip(
+                self.ids.split(self.lengths), self.values.split(self.lengths), strict=True
+            ):
+                part = torch.sparse_coo_tensor(
+                    ids.unsqueeze(0), values, like.shape, check_invariants=False
+                )
+                total = part if total is None else total.add_(part)
+        assert total is not None, "there is a part"
+        return total
 
 
 def merged(parts: Iterable[tuple[Iterable[int], Parts]]) -> Parts:

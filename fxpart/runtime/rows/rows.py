@@ -29,11 +29,12 @@ class Rows:
             for name, entry in state.entries.items()
             if entry.trainable and entry.spec.sparse and (shared or len(entry.stages) == 1)
         }
-        self._ends: dict[int, list[int]] = {}
+        self._given: dict[int, list[torch.Tensor]] = {}
+        self._summed: dict[int, Parts] = {}  # over lanes, of tables that other stages hold, too
         for _, parameter in self._copies():
-            if id(parameter) not in self._ends:
-                self._ends[id(parameter)] = []
-                parameter.register_post_accumulate_grad_hook(self._note)
+            if id(parameter) not in self._given:
+                self._given[id(parameter)] = []
+                parameter.register_post_accumulate_grad_hook(self._take)
 
     def __contains__(self, name: str) -> bool:
         """Whether a parameter's gradient is sparse."""
@@ -41,27 +42,33 @@ class Rows:
 
     def reset(self) -> None:
         """Gradients were dropped."""
-        for ends in self._ends.values():
-            ends.clear()
+        for given in self._given.values():
+            given.clear()
+        self._summed.clear()
 
     def drop(self, parameter: torch.Tensor) -> None:
         """The gradient of one parameter was dropped."""
-        if id(parameter) in self._ends:
-            self._ends[id(parameter)].clear()
+        self._given.get(id(parameter), []).clear()
+        self._summed.pop(id(parameter), None)
 
     def finish(self, lane: Lane, stage: int) -> None:
         """Give every lane the rows of all; all lanes of the stage call it."""
-        groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        groups: dict[tuple[str, ...], list[tuple[Entry, torch.Tensor]]] = {}
         for entry in self.entries.values():
-            axes, parameter = self._axes(entry), entry.copies.get((stage, lane.index))
-            if axes and parameter is not None:
-                groups.setdefault(axes, []).append(parameter)
-        for axes, parameters in groups.items():
-            assert self._meshes is not None, "axes are of a mesh"
-            mine = [(parameter, self._parts(parameter)) for parameter in parameters]
-            found = gather(self._meshes.of(stage, lane.index), axes, mine)
-            for parameter, parts in zip(parameters, found, strict=True):
-                self._set(parameter, parts)
+            parameter = entry.copies.get((stage, lane.index))
+            if parameter is not None:
+                groups.setdefault(self._axes(entry), []).append((entry, parameter))
+        for axes, held in groups.items():
+            mine = [(parameter, self.pending(parameter)) for _, parameter in held]
+            found = [parts for _, parts in mine]
+            if axes:
+                assert self._meshes is not None, "axes are of a mesh"
+                found = gather(self._meshes.of(stage, lane.index), axes, mine)
+            for (entry, parameter), parts in zip(held, found, strict=True):
+                if len(entry.stages) == 1:
+                    self._set(parameter, parts)
+                elif parts is not None:
+                    self._summed[id(parameter)] = parts
 
     def share(self) -> None:
         """Give all holders of a table the sum of what they have, which the owner puts in order."""
@@ -85,7 +92,7 @@ class Rows:
                 once: dict[int, int] = {}
                 for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
                     once.setdefault(id(holders[stage]), stage)
-                parts = {s: self._parts(t) if once[id(t)] == s else None
+                parts = {s: self.pending(t) if once[id(t)] == s else None
                          for s, t in holders.items()}  # fmt: skip
                 if parts:
                     found[name, lane.index] = collect(self._state, entry, lane.index, parts)
@@ -96,9 +103,9 @@ class Rows:
         for name, entry in self.entries.items():
             for (_, lane), parameter in entry.copies.items():
                 held, (start, stop) = place(name, entry, lane, parameter)
-                parts = None if held is parameter else self._parts(parameter)
-                if parts is not None:
-                    held.grad = _range(parts, parameter, start, stop)
+                if held is not parameter and parameter.grad is not None:
+                    whole = parameter.grad.coalesce()  # in parts it would be summed otherwise
+                    held.grad = _range(Parts.of([whole]), parameter, start, stop)
                     parameter.grad = None
 
     def _copies(self) -> Iterator[tuple[Entry, torch.Tensor]]:
@@ -112,22 +119,21 @@ class Rows:
         mesh = self._meshes.mesh
         return tuple(axis for axis in entry.partial if mesh.shape[mesh.index(axis)] > 1)
 
-    def _note(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            self._ends[id(parameter)].append(gradient._nnz())
+    def _take(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._given[id(parameter)].append(parameter.grad)
+            parameter.grad = None
 
-    def _parts(self, parameter: torch.Tensor) -> Parts | None:
-        if parameter.grad is None:
-            return None
-        return Parts.of(parameter.grad, self._ends[id(parameter)])
+    def pending(self, parameter: torch.Tensor) -> Parts | None:
+        """What backwards have given to a parameter of this process since the last update."""
+        if id(parameter) in self._summed:
+            return self._summed[id(parameter)]
+        given = self._given.get(id(parameter))
+        return Parts.of(given) if given else None
 
     def _set(self, parameter: torch.Tensor, parts: Parts | None) -> None:
-        ends = self._ends[id(parameter)]
-        ends.clear()
+        self.drop(parameter)
         parameter.grad = None if parts is None else parts.gradient(parameter)
-        for length in () if parts is None else parts.lengths:
-            ends.append(length + (ends[-1] if ends else 0))
 
 
 def _range(parts: Parts, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
