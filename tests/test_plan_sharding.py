@@ -19,12 +19,8 @@ from fxpart.report.sharding import why
 GOLDEN = Path(__file__).parent / "golden"
 
 LATER = ("predict_seconds", "staleness")  # of a rank, since version 6
-LAST = (
-    "update",
-    "process",
-    "allocator",
-    "microbatches",
-)  # of a rank, and "sums" of its memory, since version 7
+# Of a rank since version 7; and "sums" of its memory.
+LAST = ("update", "process", "allocator", "microbatches")
 
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:

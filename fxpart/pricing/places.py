@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
 RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers
+# Peaks of equal runs differ by so much: a heap falls to pieces in another way each time.
+VARIES = 0.03
 _LARGE = float(1 << 30)
 
 
@@ -102,7 +104,10 @@ def usable(device: Device, model: CostModel, reserve: float = RESERVE) -> int:
     if device.kind != "cpu" or not isinstance(model, Weighed):
         return most
     found = model.crowding(device.host)
-    return max(0, min(most, int((device.memory - found.baseline) / (1 + found.overhead))))
+    if not found.baseline:
+        return most
+    kept = device.memory * (1 - VARIES) - found.baseline
+    return max(0, min(most, int(kept / (1 + found.overhead))))
 
 
 def line(model: CostModel, links: Links, source: str, target: str) -> tuple[float, float]:

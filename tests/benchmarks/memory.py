@@ -139,6 +139,7 @@ def at_limit(plan: Any, planned: Any, measured: Any) -> dict[str, Any]:
 
     from fxpart.cluster import Cluster
     from fxpart.errors import FxpartError
+    from fxpart.pricing.places import VARIES
 
     def fits(memory: int) -> bool:
         whole = Cluster.parse("local:4")
@@ -149,7 +150,7 @@ def at_limit(plan: Any, planned: Any, measured: Any) -> dict[str, Any]:
             return False
         return True
 
-    most = max(entry.resident for entry in plan.prediction.ranks)
+    most = int(max(entry.resident for entry in plan.prediction.ranks) / (1 - VARIES))
     return {
         "memory": most,
         "fits": fits(most + MIB),
