@@ -19,7 +19,9 @@ from fxpart.schedule.weight_modes import MODES
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
+_HUGE = 1 << 1000  # no float holds what is computed with such
 _TOO_LARGE = "the number is too large"
+_NO_FLOAT = "the number is too large for any computation"
 _FIX = "make the plan again with `fxpart plan`, or correct this place"
 
 
@@ -31,7 +33,7 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
             found.append(Problem("FXP303", where, why, _FIX))
             if len(found) >= MAX_PROBLEMS:
                 return tuple(found)
-        if any(problem.why == _TOO_LARGE for problem in found):
+        if any(problem.why == _NO_FLOAT for problem in found):
             return tuple(found)  # what follows computes with floats
     certificates = {"certificate": plan.certificate}
     if plan.degrees is not None:
@@ -53,7 +55,7 @@ def _numbers(plan: Plan) -> Faults:
             if isinstance(number, float) and not math.isfinite(number):
                 yield path, f"{number} is not a finite number"
             elif abs(number) >= _LARGEST and isinstance(number, int):
-                yield path, _TOO_LARGE
+                yield path, _NO_FLOAT if abs(number) >= _HUGE else _TOO_LARGE
             elif number < 0 and name not in signed:
                 yield path, f"{number} is negative"
 

@@ -175,7 +175,9 @@ def test_a_plan_with_a_number_beyond_a_float(number: int) -> None:
             changed = json.dumps({**plan, key: number}).encode()
             with pytest.raises(FxpartError) as caught:
                 READERS["plan"].read(changed)
-            assert [p.where for p in caught.value.problems] == [key]
+            found = [p.where for p in caught.value.problems]
+            assert found[0] == key  # and what follows from it, where that can be computed
+            assert found == [key] or abs(number) < HUGE
             named += 1
     assert named >= 3
 
