@@ -47,12 +47,17 @@ def weights(
                 blocks=tuple(sorted(users[name])),
                 weight=size,
                 gradient=touched.get(name, size) if name in state else 0,
-                optimizer=state.get(name, 0),
+                optimizer=state.get(name, 0) + _numbered(name in touched, tensor, state.get(name)),
                 buffer=name not in parameters,
                 sparse=name in state and name in touched,
             )
         )
     return tuple(sorted(result, key=lambda weight: (weight.blocks, weight.name)))
+
+
+def _numbered(sparse: bool, table: torch.Tensor, state: int | None) -> int:
+    """What an optimizer with state takes beside it: ``sparse_mask`` numbers a table's rows."""
+    return 8 * table.shape[0] if sparse and state else 0
 
 
 def _held(node: fx.Node, captured: Captured) -> torch.Tensor:

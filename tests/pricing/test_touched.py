@@ -45,7 +45,7 @@ def test_weights_have_the_real_optimizers_state() -> None:
     found = {w.name: w for w in weights(graph.graph, held, trained_names(held), choice)}
     table = found["bags.weight"]
     assert (table.weight, table.gradient) == (22 * 16, 2 * 32 * ROW)
-    assert table.optimizer == 2 * table.weight
+    assert table.optimizer == 2 * table.weight + 22 * 8, "and its rows, numbered while it steps"
     assert found["first"].gradient == found["first"].weight and not found["first"].optimizer
 
 
