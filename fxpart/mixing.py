@@ -27,6 +27,7 @@ from fxpart.pricing.mixed import mixed_problem, unlike
 from fxpart.pricing.places import kinds
 from fxpart.report import units
 from fxpart.runtime.replicas import rounds_of
+from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.mixed.dp import size_of, solve_mixed
 from fxpart.solver.mixed.objective import GroupCost, MixedEvaluation, evaluate
 from fxpart.solver.mixed.problem import MixedChoice, MixedProblem, MixedSolution
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fxpart.requests import Request
 
 _ALIKE = "equal stages"
+_KEPT = ("microbatches", "schedule")  # wishes that plans with copies keep to
 _LOOKED = 8  # answers that are simulated
 _MOST = 40_000_000  # of the dynamic programme's size: larger ones are left to equal stages
 
@@ -47,10 +49,16 @@ Found = tuple[Plan, Parts]
 
 
 def mixes(request: Request) -> bool:
-    """Whether copies are considered: where devices differ, or where they are asked for."""
+    """Whether copies are considered: where devices differ, or where they are asked for.
+
+    Not where degrees or cuts are wished for, which copies would have to keep to.
+    """
     wish = str(request.constraints.get("copies", "auto"))
     free = request.open or (request.mesh.size == 1 and request.zero == 0)
-    if wish == "none" or not free or request.mode != "sync" or len(request.cluster.devices) < 2:
+    stages = ("pp",) if "stages" in request.constraints else ()  # by the name that is kept to
+    wishes = read_wishes(request.constraints)
+    kept = all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes)
+    if wish == "none" or not (free and kept) or request.mode != "sync":
         return False
     return wish == "always" or unlike(request.cluster)
 

@@ -138,6 +138,11 @@ def test_copies_are_left_alone_where_that_is_asked() -> None:
     assert program(given, copies="none").plan.replicas == ()
 
 
+@pytest.mark.parametrize("wish", [{"dp": 1}, {"tp": 1}, {"forbid": "dp"}, {"stage": "table=0"}])
+def test_wishes_about_degrees_and_cuts_leave_them_out(wish: dict[str, object]) -> None:
+    assert "kinds" not in program(cluster(*MIXES[0]), **wish).plan.provenance
+
+
 def test_copies_on_equal_devices_where_that_is_asked() -> None:
     """Three equal devices, two stages: the longer one gets two."""
     given = cluster(("only", 3, 0.02, 5.0, 400.0))
