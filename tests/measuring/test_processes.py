@@ -115,9 +115,11 @@ def test_ranks_die_with_the_process_that_started_them(how: int, tmp_path: Path) 
         end = time.monotonic() + 60
         while not (pids.exists() and pids.read_text()) and time.monotonic() < end:
             time.sleep(0.05)
-    finally:
+        assert pids.exists(), "no rank has started within 60 s"
         parent.send_signal(how)
         parent.wait(30)
+    finally:
+        parent.kill()
     child, end = int(pids.read_text()), time.monotonic() + 10
     while alive(child) and time.monotonic() < end:
         time.sleep(0.05)
