@@ -17,7 +17,8 @@ from itertools import product
 from typing import Any
 
 from learning_jobs import METHODS, SEEDS, STAGES, Job, at, best_rate, configurations
-from readme import conditions, replaced
+from readme import replaced
+from readme_figures import conditions
 from record import ROOT, parser, read
 
 from fxpart.schedule.weight_modes import MODES

@@ -1,4 +1,4 @@
-"""The README's tables about asynchronous training. Imported by readme.py."""
+"""Tables about asynchronous training. Imported by readme.py."""
 
 from __future__ import annotations
 

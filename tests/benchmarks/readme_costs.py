@@ -1,4 +1,4 @@
-"""The README's tables about costs: predictions beside what was measured."""
+"""Tables about costs: predictions beside what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's tables about planning: large models, others' rules, the max-load problem."""
+"""Tables about planning: large models, others' rules, the max-load problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's table about the runtime. Imported by readme.py."""
+"""Tables about the runtime. Imported by readme.py."""
 
 from __future__ import annotations
 

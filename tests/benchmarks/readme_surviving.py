@@ -1,4 +1,4 @@
-"""The README's table about what a run survives. Imported by readme.py."""
+"""Tables about what a run survives. Imported by readme.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""Tables of models, and of single figures with their commands. Imported by readme.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from record import read
+
+
+def made_by(result: Mapping[str, Any]) -> str:
+    """The command of a result and its conditions."""
+    return f"Made by `{result['command']}`: {conditions(result)}."
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """The machine and versions of a result, in words."""
+    machine = result["machine"]
+    date = f"{result['date']}, " if result["date"] else ""
+    return (
+        f"{date}{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']},"
+        f" load {machine['load']}"
+    )
+
+
+def zoo() -> str:
+    """The compatibility table."""
+    rows = [
+        "| model | parameters | captured by | batch | 2 stages | 4 stages | loss against the module"
+        " | gradient | what it tries |",
+        "| --- | ---: | --- | --- | --- | --- | ---: | ---: | --- |",
+    ]
+    result = read("compatibility")
+    rows += [zoo_row(row) for row in result["figures"]]
+    return "\n".join([*rows, "", made_by(result)])
+
+
+def zoo_row(row: Mapping[str, Any]) -> str:
+    """One model."""
+    if "fault" in row:
+        return f"| `{row['model']}` | | {row['fault']} | | | | | | {row['note']} |"
+    verdicts = [
+        (f"({row['stages'][k]}) " if row["stages"][k] != int(k) else "")
+        + ("bit-equal" if row["equal"][k] else f"within {row['largest']:.0e}")
+        for k in ("2", "4")
+    ]
+    batch = "symbolic" if row["symbolic_batch"] else "fixed"
+    cells = [
+        f"`{row['model']}`", f"{row['parameters']:,}", row["capture"], batch, *verdicts,
+        difference(row["eager_loss"]), difference(row["eager_gradient"]), row["note"],
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def difference(value: float | None) -> str:
+    """A relative difference, or that there is none."""
+    return "not run" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def figures() -> str:
+    """The table of figures; each row names its command."""
+    rows = ["| what | figure | command |", "| --- | --- | --- |"]
+    notes = []
+    for name, render in FIGURES.items():
+        result = read(name)
+        rows += [f"| {what} | {figure} | `{name}.py` |" for what, figure in render(result)]
+        notes.append(f"`{name}.py`: {conditions(result)}")
+    return "\n".join([*rows, "", "Scripts are in `tests/benchmarks/`. " + "; ".join(notes) + "."])
+
+
+def overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+    low, high = min(found["ratios"]), max(found["ratios"])
+    return [
+        (
+            "throughput of fxpart's 1F1B over `torch.distributed.pipelining`'s `Schedule1F1B`, the"
+            " same two stages, 2 ranks over gloo",
+            f"**{found['ratio']:.2f}** (median of {len(found['ratios'])} pairs, {low:.2f} to"
+            f" {high:.2f}); {found['ours_ms']:.0f} and {found['theirs_ms']:.0f} ms a step",
+        )
+    ]
+
+
+def tensor_overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+    wall, cpu, calls = found["wall"], found["cpu"], found["collectives"]
+    return [
+        (
+            "time of a tensor-parallel step over that with DTensor's `parallelize_module`, the"
+            f" same {result['options']['layers']} small blocks, {calls['ours']} and"
+            f" {calls['theirs']} collectives, 2 ranks over gloo",
+            f"**{wall['ratio']:.2f}** (median of {len(wall['ratios'])} pairs,"
+            f" {min(wall['ratios']):.2f} to {max(wall['ratios']):.2f}); {wall['ours_ms']:.0f} and"
+            f" {wall['theirs_ms']:.0f} ms a step, of CPU time {cpu['ours_ms']:.0f} and"
+            f" {cpu['theirs_ms']:.0f} ms ({cpu['ratio']:.2f})",
+        )
+    ]
+
+
+def zero(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+
+    def memory(row: Mapping[str, Any]) -> str:
+        kept, peak = row["kept_bytes"] / 1e6, row["peak_bytes"] / 1e6
+        return f"{kept:.0f} MB kept, {peak:.0f} at the peak"
+
+    rows = [(level, found[f"zero{level}"]) for level in (1, 2, 3)]
+    return [
+        (
+            "ZeRO beside torch's `fully_shard`"
+            f" ({memory(found['fully_shard'])}), the same small GPT, 2 ranks over gloo",
+            "; ".join(
+                f"ZeRO-{level}: a step takes **{row['ratio']:.2f}** of its time, {memory(row)}"
+                for level, row in rows
+            ),
+        )
+    ]
+
+
+def placement(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for row in result["figures"]:
+        solved = [row, *row["tight"]]
+        worst = max(each["gap"] for each in solved)
+        slowest = max(each["solve_cpu_seconds"] for each in solved)
+        rows.append(
+            (
+                f"choosing placements of 96 layers of GPT-3 on a mesh {row['mesh']},"
+                f" {row['microbatches']} microbatches, memory free and tight",
+                f"tables **{row['build_cpu_seconds']:.1f} CPU s**, solved in at most"
+                f" {slowest:.2f}, gap at most {100 * worst:.2g} %; step"
+                f" {row['step_seconds'] / row['megatron_step_seconds']:.3f} of Megatron's"
+                " placements' under the same costs",
+            )
+        )
+    return rows
+
+
+def propagation_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    row = max(result["figures"].values(), key=lambda found: found["nodes"])
+    return [
+        (
+            f"propagating annotations over {row['nodes']:,} nodes, two axes",
+            f"**{row['propagate_s']:.1f} CPU s**",
+        )
+    ]
+
+
+def large_models(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (
+            f"planning {row['model']} ({row['parameters'] / 1e9:.1f} G parameters, {row['ops']:,}"
+            f" ops) for {row.get('devices', 128):,} H100, without its weights",
+            f"**{row['compile_cpu_seconds']:.0f} CPU s** (capture"
+            f" {row['capture_cpu_seconds']:.0f}), peak {row['peak_rss_gib']:.2f} GiB;"
+            f" {row['stages']} stages, {row['microbatches']} microbatches, {row['certificate']}",
+        )
+        for row in result["figures"]
+    ]
+
+
+def startup(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]["cpu_seconds"]
+    torch = "with" if result["figures"]["torch_imported"] else "without"
+    return [
+        (
+            f"a fresh process of `{name}`",
+            f"{1e3 * found[name]:.0f} CPU ms, {torch} torch (Python alone"
+            f" {1e3 * found['python -c pass']:.0f})",
+        )
+        for name in found
+        if name.startswith("fxpart")
+    ]
+
+
+def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = result["figures"]
+    step = found["step_ms"]
+    return [
+        (
+            "training step of `examples/gpt2_text.py` on 2 ranks of one thread, against the user's"
+            " own loop in one process",
+            f"{step['partitioned']:.0f} ms; own loop {step['one thread']:.0f} ms with one thread"
+            f" (speed-up **{found['speed_up_over_one_thread']:.2f}**),"
+            f" {step['two threads']:.0f} ms with two"
+            f" (**{found['speed_up_over_two_threads']:.2f}**)",
+        ),
+        (
+            "the same step as predicted from formulas",
+            f"{found['predicted_ms']:.0f} ms predicted, {step['partitioned']:.0f} ms measured:"
+            f" {found['predicted_ms'] / step['partitioned']:.2f} of it",
+        ),
+    ]
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
+    "overhead": overhead,
+    "tensor_overhead": tensor_overhead,
+    "zero": zero,
+    "propagation_speed": propagation_speed,
+    "placement": placement,
+    "pipeline_speed": pipeline_speed,
+    "large_models": large_models,
+    "startup": startup,
+}
