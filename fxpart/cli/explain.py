@@ -14,9 +14,9 @@ from fxpart.plan import Plan
 
 PAGES = (
     "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "failures", "glossary",
-    "how_it_chooses", "learning", "one_process", "postmortem", "precision", "prediction",
-    "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve", "surviving",
-    "training",
+    "how_it_chooses", "learning", "measured", "one_process", "postmortem", "precision",
+    "prediction", "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve",
+    "surviving", "training",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
     Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `failures`,
-    `glossary`, `how_it_chooses`, `learning`, `one_process`, `postmortem`, `precision`,
+    `glossary`, `how_it_chooses`, `learning`, `measured`, `one_process`, `postmortem`, `precision`,
     `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`,
     `surviving`, `training`.
     """
