@@ -276,7 +276,8 @@ class Program:
         """A trainer of this process's ranks: all of them, or under torchrun its own.
 
         A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or a
-        ``weight_mode`` is given, a :class:`~fxpart.runtime.stream.StreamTrainer`.
+        ``weight_mode`` is given, a :class:`~fxpart.runtime.stream.StreamTrainer`; or, with
+        ``routing="queue"``, a :class:`~fxpart.runtime.queued.trainer.QueueTrainer`.
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
@@ -287,7 +288,8 @@ class Program:
         timeout: seconds that any wait between ranks may take, by default many of the steps that
         were predicted and then measured (:mod:`fxpart.runtime.deadline`). need_loss: refuse a
         model without a loss (FXP106) rather than train it on the mean square of its outputs.
-        options: further fields of :class:`fxpart.runtime.options.Options`.
+        options: further fields of :class:`fxpart.runtime.options.Options`; ``routing="queue"`` and
+        fields of :class:`fxpart.runtime.queued.options.QueueOptions`, such as ``staleness``.
         """
         from fxpart.running import make_trainer
 

@@ -22,9 +22,13 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.queued.living import Living
+from fxpart.runtime.queued.options import QueueOptions, routed
+from fxpart.runtime.queued.trainer import QueueTrainer
 from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
+from fxpart.runtime.transport import Transport
 from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
@@ -40,13 +44,14 @@ def make_trainer(
     timeout: float | None,
     strict: bool = True,
     **options: Any,
-) -> Trainer | StreamTrainer:
+) -> Trainer | StreamTrainer | QueueTrainer:
     """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own.
 
     weights: where they come from. weight_mode: in place of the plan's.
     """
     plan, spec = program.plan, program.spec
-    options["stream"] = chosen_mode(plan, weight_mode, options)
+    queue = routed(plan, weight_mode, options)
+    options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)
     _check_frozen(program)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
@@ -67,6 +72,7 @@ def make_trainer(
         check_same(places.transport, state, used)
     made = places.trainer(
         lanes,
+        queue=queue,
         optimizer=program.optimizer if optimizer is None else optimizer,
         evaluation=lambda: evaluation(program, lanes),
         prediction=lambda loss: prediction(program, lanes, loss),
@@ -154,17 +160,33 @@ class _Places:
         return lanes
 
     def trainer(
-        self, lanes: Sequence[Lane], *, stream: WeightMode | None, **options: Any
-    ) -> Trainer | StreamTrainer:
-        """The trainer of this process's lanes by the plan; stream: the mode of one not drained."""
+        self,
+        lanes: Sequence[Lane],
+        *,
+        stream: WeightMode | None,
+        queue: bool = False,
+        **options: Any,
+    ) -> Trainer | StreamTrainer | QueueTrainer:
+        """The trainer of this process's lanes by the plan.
+
+        stream: the mode of one not drained. queue: whether copies take microbatches from queues.
+        """
         first = lanes[0]
         if stream is not None:
             options["weights"] = stream
-        made = (Trainer if stream is None else StreamTrainer)(
+        kind: type[Trainer] | type[StreamTrainer] | type[QueueTrainer] = Trainer
+        if queue:
+            kind = QueueTrainer
+        elif stream is not None:
+            kind = StreamTrainer
+        transport: Transport = self.transport
+        if queue and isinstance(self.transport, Distributed):
+            transport = Living(self.transport, QueueOptions.of(options).patience)
+        made = kind(
             first.spec,
             first.modules,
             ranks=self.ranks,
-            transport=self.transport,
+            transport=transport,
             microbatches=self.plan.microbatches,
             schedule=as_given(self.plan) if stream is None else FLUSHED,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
@@ -193,7 +215,7 @@ def load_trainer(
     weights: Any,
     timeout: float | None = None,
     **options: Any,
-) -> Trainer | StreamTrainer:
+) -> Trainer | StreamTrainer | QueueTrainer:
     """A trainer of an exported program: no model, no capture and no solver are needed.
 
     directory: what Program.export wrote; every digest is checked before anything is imported
@@ -215,11 +237,14 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
-    options["stream"] = chosen_mode(plan, None, options)
+    options["queue"] = routed(plan, None, options)
+    options["stream"] = None if options["queue"] else chosen_mode(plan, None, options)
     return _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
 
 
-def _of_plan(made: Trainer | StreamTrainer, plan: Plan) -> Trainer | StreamTrainer:
+def _of_plan(
+    made: Trainer | StreamTrainer | QueueTrainer, plan: Plan
+) -> Trainer | StreamTrainer | QueueTrainer:
     """The trainer, which knows what a checkpoint says of its plan."""
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
     return made

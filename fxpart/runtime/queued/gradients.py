@@ -1,0 +1,149 @@
+"""A copy's part of a minibatch's gradients, and the sum of those of all copies of its group.
+
+Dense gradients add up in one tensor for each parameter, and copies' sums in the order of the
+copies, so that all have the same bits. Sparse ones are kept microbatch by microbatch and put in
+their order, as in one process, whoever did them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.queued.orders import Said
+from fxpart.runtime.rows import Parts, Rows
+from fxpart.runtime.rows.parts import merged
+
+
+class Gradients(Said, frozen=True):
+    """A copy's part of a minibatch's gradients. What comes with it: dense ones, then ids, values.
+
+    microbatches: those it has done. dense: places of parameters. rows: of sparse ones, (place,
+    microbatches, rows of each).
+    """
+
+    minibatch: int
+    attempt: int
+    copy: int
+    microbatches: tuple[int, ...]
+    dense: tuple[int, ...]
+    rows: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass
+class Part:
+    """What backwards of one minibatch have left in one copy."""
+
+    microbatches: list[int] = field(default_factory=list)
+    dense: dict[int, torch.Tensor] = field(default_factory=dict)
+    sparse: dict[int, list[tuple[int, Parts]]] = field(default_factory=dict)
+
+
+class Parameters:
+    """The parameters of a copy that get gradients: the same, in the same order, on all copies."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], rows: Rows) -> None:
+        """rows: which takes away the sparse gradients of some."""
+        self.all = list(parameters)
+        self._rows = rows
+
+    def enter(self, part: Part) -> None:
+        """Before a backward: what is there already is added to."""
+        for place, parameter in enumerate(self.all):
+            parameter.grad = part.dense.get(place)
+
+    def leave(self, part: Part, microbatch: int) -> None:
+        """After it: keep what it has left."""
+        for place, parameter in enumerate(self.all):
+            gradient, parameter.grad = parameter.grad, None
+            taken = self._rows.pending(parameter)
+            self._rows.drop(parameter)
+            if taken is None and gradient is not None and gradient.is_sparse:
+                taken = Parts.of([gradient])
+            elif gradient is not None:
+                part.dense[place] = gradient
+            if taken is not None:
+                part.sparse.setdefault(place, []).append((microbatch, taken))
+        part.microbatches.append(microbatch)
+
+    def set(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """For the optimizer's step."""
+        for parameter, gradient in zip(self.all, gradients, strict=True):
+            parameter.grad = gradient
+
+    def packed(
+        self, part: Part, minibatch: int, attempt: int, copy: int
+    ) -> tuple[Gradients, list[torch.Tensor]]:
+        """A part as a message."""
+        dense = sorted(part.dense)
+        tensors = [part.dense[place] for place in dense]
+        rows = []
+        for place, pieces in sorted(part.sparse.items()):
+            whole = merged(((number,) * len(p.lengths), p) for number, p in pieces)
+            numbers = tuple(sorted({number for number, _ in pieces}))
+            rows.append((place, numbers, whole.lengths))
+            tensors += [whole.ids, whole.values]
+        said = Gradients(
+            minibatch, attempt, copy, tuple(part.microbatches), tuple(dense), tuple(rows)
+        )
+        return said, tensors
+
+    def total(
+        self, parts: Sequence[tuple[Gradients, Sequence[torch.Tensor]]], count: int
+    ) -> list[torch.Tensor | None]:
+        """The sum, by place; FXP900 unless each of ``count`` microbatches is there once.
+
+        parts: in the order of the copies.
+        """
+        done = sorted(m for said, _ in parts for m in said.microbatches)
+        if done != list(range(count)):
+            where = f"minibatch {parts[0][0].minibatch}"
+            why = f"gradients of microbatches {done} of {count}"
+            raise error("FXP900", where=where, why=why, fix="")
+        found: list[torch.Tensor | None] = [None] * len(self.all)
+        own: set[int] = set()
+        sparse: dict[int, list[tuple[tuple[int, ...], Parts]]] = {}
+        for said, tensors in parts:
+            for place, tensor in zip(said.dense, tensors, strict=False):
+                tensor, before = tensor.to(self.all[place].device), found[place]
+                if before is None:
+                    found[place] = tensor
+                elif place in own:
+                    before.add_(tensor)
+                else:  # a part stays as it is: it may have to be given again
+                    found[place] = before + tensor
+                    own.add(place)
+            rest = iter(tensors[len(said.dense) :])
+            for place, numbers, lengths in said.rows:
+                device = self.all[place].device
+                piece = Parts(tuple(lengths), next(rest).to(device), next(rest).to(device))
+                sparse.setdefault(place, []).append((tuple(numbers), piece))
+        for place, pieces in sparse.items():
+            gradient = merged(pieces).gradient(self.all[place])
+            dense = found[place]
+            found[place] = gradient if dense is None else dense + gradient
+        return found
+
+
+def square(gradients: Sequence[torch.Tensor | None]) -> float:
+    """Of the norm of all together."""
+    total = 0.0
+    for gradient in gradients:
+        if gradient is not None:
+            values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+            total += float(torch.linalg.vector_norm(values, 2.0)) ** 2
+    return total
+
+
+def clipped(gradients: Sequence[torch.Tensor | None], factor: float, value: float | None) -> None:
+    """Scale them by a factor; cut them at a value. In place, but for those that are parts."""
+    for gradient in gradients:
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            if factor < 1.0:
+                values.mul_(factor)
+            if value is not None:
+                values.clamp_(-value, value)

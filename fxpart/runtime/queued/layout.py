@@ -1,0 +1,118 @@
+"""What flows between the groups of a program, as its copies see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program import ProgramSpec
+from fxpart.runtime.links import Link, links
+from fxpart.runtime.options import Options
+from fxpart.runtime.queued.dispatcher import Queues
+from fxpart.runtime.stage import trains
+from fxpart.schedule.action import Kind, Schedule, members
+
+Parts = tuple[tuple[int, tuple[Link, ...]], ...]  # (group, what it sends or is sent)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The groups of a program, and the links between the first copies of each.
+
+    groups: copies by group, in the order of the stages. links: their gradients go back to where the
+    values came from.
+    """
+
+    spec: ProgramSpec
+    groups: tuple[tuple[int, ...], ...]
+    links: tuple[Link, ...]
+
+    @classmethod
+    def of(cls, spec: ProgramSpec) -> Layout:
+        """Of a program; a stage without copies is a group of one."""
+        rounds = {group[0]: tuple(sorted(members(group))) for group in spec.replicas}
+        others = {copy for group in rounds.values() for copy in group[1:]}
+        groups = tuple(
+            rounds.get(stage.index, (stage.index,))
+            for stage in spec.stages
+            if stage.index not in others
+        )
+        return cls(spec, groups, tuple(replace(f, back=f.source) for f in links(spec)))
+
+    def group(self, copy: int) -> int:
+        """The group of a copy."""
+        return next(g for g, group in enumerate(self.groups) if copy in group)
+
+    def found(self, copy: int) -> tuple[Link, ...]:
+        """A copy's links, as if each other group had its first copy only."""
+        firsts = {group[0] for group in self.groups}
+        return tuple(
+            link
+            for link in self.links
+            if (link.target == copy and link.source in firsts)
+            or (link.source == copy and link.target in firsts)
+        )
+
+    def into(self, copy: int, *, back: bool) -> Parts:
+        """By group, ascending: values that a copy takes; back: gradients that it gives for them."""
+        return self._parts(copy, back, into=True)
+
+    def out(self, copy: int, *, back: bool) -> Parts:
+        """By group, ascending: values that a copy gives; back: gradients that it is given back."""
+        return self._parts(copy, back, into=False)
+
+    def _parts(self, copy: int, back: bool, *, into: bool) -> Parts:
+        found: dict[int, list[Link]] = {}
+        for link in self.found(copy):
+            here, other = (link.target, link.source) if into else (link.source, link.target)
+            if here == copy and (link.gradient or not back):
+                found.setdefault(self.group(other), []).append(link)
+        return tuple((group, tuple(found[group])) for group in sorted(found))
+
+    def queues(self, placed: Schedule) -> Queues:
+        """What the dispatcher knows; placed: whose microbatches in flight are kept to."""
+        firsts = [group[0] for group in self.groups]
+        return Queues(
+            self.groups,
+            tuple(tuple(g for g, _ in self.into(first, back=False)) for first in firsts),
+            tuple(tuple(g for g, _ in self.out(first, back=True)) for first in firsts),
+            tuple(trains(self.spec, self.spec.stages[first]) for first in firsts),
+            in_flight(placed),
+        )
+
+
+def in_flight(placed: Schedule) -> dict[int, int]:
+    """By stage how many microbatches are between forward and backward at most."""
+    most: dict[int, int] = dict.fromkeys(range(placed.stages), 1)
+    for actions in placed.ranks:
+        now: dict[int, int] = {}
+        for action in actions:
+            if action.kind in (Kind.F, Kind.B):
+                change = 1 if action.kind is Kind.F else -1
+                now[action.stage] = now.get(action.stage, 0) + change
+                most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
+def check_program(
+    spec: ProgramSpec, ranks: Sequence[Sequence[int]], options: Options, asked: Mapping[str, object]
+) -> None:
+    """FXP109 with all that cannot be trained from queues. asked: other arguments, by name."""
+    problems = []
+    firsts = [row[0] for row in ranks]
+    if spec.sharding is not None:
+        problems.append(("stages whose ranks share their work", 'constraints={"mesh": "none"}'))
+    if len(set(firsts)) < len(firsts):
+        problems.append(("several stages on a rank", "one stage a rank"))
+    if spec.ties:
+        names = ", ".join(sorted(spec.ties)[:3])
+        problems.append((f"parameters that several stages share ({names})", 'routing="turns"'))
+    if options.compile_stages:
+        problems.append(("compiled stages", "compile_stages=False"))
+    problems += [(f"{name}=", "leave it out") for name, value in asked.items() if value]
+    if problems:
+        raise FxpartError(
+            Problem("FXP109", "routing=queue", f"queues are not made for {why}", fix)
+            for why, fix in problems
+        )

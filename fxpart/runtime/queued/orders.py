@@ -1,0 +1,127 @@
+"""What copies and their dispatcher say to each other: small messages without tensors."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Said(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One message. minibatch, microbatch: numbers from 0; copies go by their stage's number."""
+
+
+# -- events: a copy tells the dispatcher --------------------------------------------------------
+
+
+class Begun(Said, frozen=True):
+    """The copy has the batch of a minibatch, in so many microbatches; text: what all must have."""
+
+    minibatch: int
+    count: int
+    text: str
+
+
+class Ran(Said, frozen=True):
+    """A forward, or with ``back`` a backward, has run. loss: its part of the minibatch's loss."""
+
+    back: bool
+    minibatch: int
+    microbatch: int
+    loss: float | None = None
+
+
+class Gathered(Said, frozen=True):
+    """The copy has the gradients of all copies of its group. square: of their sum's norm."""
+
+    minibatch: int
+    attempt: int
+    square: float = 0.0
+
+
+class Met(Said, frozen=True):
+    """The copy waits until all others have come as far."""
+
+    number: int
+
+
+class Failed(Said, frozen=True):
+    """The copy cannot go on. problems: (code, where, why, fix) of each."""
+
+    problems: tuple[tuple[str, str, str, str], ...]
+
+
+class Lost(Said, frozen=True):
+    """Another copy is not reached any more."""
+
+    copy: int
+
+
+Event = Begun | Ran | Gathered | Met | Failed | Lost
+
+# -- orders: the dispatcher tells a copy ----------------------------------------------------------
+
+To = tuple[tuple[int, int], ...]  # (group, copy of it)
+
+
+class Forward(Said, frozen=True):
+    """Run a forward when its values are there; send what it gives to these copies."""
+
+    minibatch: int
+    microbatch: int
+    to: To
+
+
+class Backward(Said, frozen=True):
+    """Run a backward when its gradients are there; send what it gives to these copies."""
+
+    minibatch: int
+    microbatch: int
+    to: To
+
+
+class Send(Said, frozen=True):
+    """Send what a forward (with ``back``: a backward) gave for a group to this copy of it."""
+
+    back: bool
+    minibatch: int
+    microbatch: int
+    group: int
+    copy: int
+
+
+class Exchange(Said, frozen=True):
+    """Send the minibatch's gradients to these copies of the group, and gather theirs.
+
+    count: of its microbatches.
+    """
+
+    minibatch: int
+    attempt: int
+    copies: tuple[int, ...]
+    count: int
+
+
+class Apply(Said, frozen=True):
+    """Update with what was gathered: every group has it. square: of the norm of all gradients.
+
+    What was kept for the minibatch is not asked for again. loss: of the minibatch.
+    """
+
+    minibatch: int
+    loss: float | None
+    square: float
+
+
+class Here(Said, frozen=True):
+    """All have come as far as :class:`Met` said. lost: copies that are gone."""
+
+    number: int
+    lost: tuple[int, ...]
+
+
+class Stop(Said, frozen=True):
+    """The training has ended. problems: as of :class:`Failed`."""
+
+    problems: tuple[tuple[str, str, str, str], ...]
+
+
+Order = Forward | Backward | Send | Exchange | Apply | Here | Stop

@@ -1,0 +1,398 @@
+"""The trainer of copies that take microbatches from queues."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.runtime.agreement import AgreedError, agree, reporting
+from fxpart.runtime.batch import Cut
+from fxpart.runtime.compiled import Compiler
+from fxpart.runtime.engine import place, used_inputs
+from fxpart.runtime.fit import Fitted
+from fxpart.runtime.groups import Groups, own
+from fxpart.runtime.instruction import Failure
+from fxpart.runtime.lanes import lane_ranks
+from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.optimizer import describe_groups, groups_of, make_optimizer
+from fxpart.runtime.queued.dispatcher import Dispatcher
+from fxpart.runtime.queued.gradients import Parameters
+from fxpart.runtime.queued.layout import Layout, check_program
+from fxpart.runtime.queued.living import Living
+from fxpart.runtime.queued.mail import InMemory, Mail
+from fxpart.runtime.queued.options import QueueOptions
+from fxpart.runtime.queued.orders import Event, Failed, Here, Met, Stop
+from fxpart.runtime.queued.report import CopyReport, together
+from fxpart.runtime.queued.weights import QueueWeights
+from fxpart.runtime.queued.worker import Batch, Clip, Worker
+from fxpart.runtime.rows import check_gradients
+from fxpart.runtime.sharded_state import ShardedState
+from fxpart.runtime.stage import StageTable
+from fxpart.runtime.state import ModelState
+from fxpart.runtime.stream.fit import StreamFit, checked
+from fxpart.runtime.stream.optimizers import Optimizers
+from fxpart.runtime.stream.whole import Whole
+
+_AFTER = "go on from the last checkpoint, or saved weights"
+
+
+class QueueTrainer(Whole):
+    """Trains copies of stages from queues; every rank makes one and gives it equal batches.
+
+    queue: its options. optimizers: of this process, by stage and lane. updates: minibatches that
+    were applied, the same on every rank. last_rows: of the last global batch. lost: stages whose
+    process has ended, as far as all ranks know.
+    """
+
+    shared_rows = True  # they are taken after each backward, and travel with their microbatches
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments: see :class:`~fxpart.runtime.assembly.Assembly` and :class:`QueueOptions`.
+
+        transport: of one process, or a :class:`~fxpart.runtime.queued.transport.Living`. FXP109 for
+        what cannot be trained so.
+        """
+        self.queue = QueueOptions.taken(kwargs)
+        self.optimizers: Optimizers = {}
+        self.lost: tuple[int, ...] = ()
+        super().__init__(*args, **kwargs)
+        if self.optimizer is None:
+            raise error(
+                "FXP109", where="a trainer from queues", why="it was given no optimizer",
+                fix="program.trainer(optimizer=torch.optim.AdamW)",
+            )  # fmt: skip
+        self.updates = self.last_rows = 0
+        self.last_grad_norm: torch.Tensor | None = None
+        self.listeners: list[Callable[[str], object]] = []
+        self._losses: deque[tuple[int, torch.Tensor]] = deque()
+        self._met = self._here = -1
+        self._gone: tuple[int, ...] = ()
+        self._first_ranks = [row[0] for row in self._ranks]
+        self._broken = ""
+        layout = Layout.of(self.spec)
+        placed = place(
+            self.options.schedule, self.spec, lane_ranks(self._ranks, 0),
+            self.microbatches, self._transport.ranks,
+        )  # fmt: skip
+        queues = layout.queues(placed)
+        first = 0 in self._transport.local
+        self.dispatcher = Dispatcher(queues, self.queue.staleness) if first else None
+        self._mail: Mail
+        if isinstance(self._transport, Living):
+            self._mail = self._transport.wire
+            self._transport.wire.start(self._first_ranks, self.dispatcher)
+        else:
+            assert self.dispatcher is not None, "one process has all ranks"
+            self._mail = InMemory(self.dispatcher)
+        self._workers = {stage: self._worker(stage, layout) for stage in self._lanes[0].modules}
+
+    # -- training -------------------------------------------------------------------------------
+
+    def step(
+        self, batch: Any, accumulate: bool = False, *, local: bool = False
+    ) -> torch.Tensor | None:
+        """One more minibatch into the queues; the newest loss that is known.
+
+        With staleness 0 that is this minibatch's, of which every copy has the update then; else of
+        the one ``staleness`` calls before, None before there is one; :meth:`drain` gives the rest.
+        accumulate, local: refused, FXP109: each minibatch is an update, and any copy may take any
+        of its rows. A failure on any rank is raised on every rank as the same error.
+        """
+        if accumulate:
+            raise error(
+                "FXP109", where="step(accumulate=True)", why="each minibatch is an update",
+                fix="give larger batches, and more microbatches",
+            )  # fmt: skip
+        self.feed(batch, local=local)
+        return self._losses.pop()[1] if self._losses else None
+
+    def feed(self, batch: Any, *, local: bool = False) -> int:
+        """As :meth:`step`, and losses wait to be :meth:`taken`; the number of this call."""
+        self._check_whole()
+        if not self.spec.loss:
+            raise error(
+                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+            )
+        if local:
+            raise error(
+                "FXP109", where="step(local=True)",
+                why="whichever copy is free takes a microbatch: it needs all rows",
+                fix="give every rank the global batch",
+            )  # fmt: skip
+        call = self.calls
+        try:
+            cut = self._feed.read(batch, self.microbatches)
+        except FxpartError as cause:
+            self._stop(list(cause.problems))
+        text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
+        for stage, worker in self._workers.items():
+            worker.begin(call, self._batch(stage, cut), text)
+        self.last_rows = sum(cut.rows)
+        self.calls += 1
+        self._until(call - self.queue.staleness)
+        return call
+
+    def drain(self) -> list[torch.Tensor]:
+        """Finish what is in flight; the losses that no call has returned, in order."""
+        return [loss for _, loss in self.finish()]
+
+    def finish(self) -> list[tuple[int, torch.Tensor]]:
+        """As :meth:`drain`, with the calls."""
+        self._check_whole()
+        self._until(self.calls - 1)
+        return self.taken()
+
+    def taken(self) -> list[tuple[int, torch.Tensor]]:
+        """The losses that are known and were not taken or returned, with their calls."""
+        found = list(self._losses)
+        self._losses.clear()
+        return found
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a minibatch is not applied yet."""
+        return self.updates < self.calls
+
+    def spoil(self, cause: Exception) -> None:
+        """Have it raised on every rank, by what each calls next."""
+        found = cause if isinstance(cause, FxpartError) else _problem("the run", cause)
+        self._announce(Failed(_rows(list(found.problems))))
+
+    def again(self) -> int:
+        """After :meth:`spoil`: wait for it."""
+        self._until(self.calls)
+        raise AssertionError("the training has ended")
+
+    def fit(self, batches: Any, **run: Any) -> Fitted:
+        """As :meth:`fxpart.runtime.stream.StreamTrainer.fit`; FXP109 for ``checkpoints=`` too."""
+        given = checked(run)
+        if given.checkpoints is not None:
+            self._refuse("fit(checkpoints=)")
+        return StreamFit(self, batches, given).go()  # type: ignore[arg-type]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, FXP109."""
+        self._refuse("save_checkpoint()")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, FXP109."""
+        self._refuse("load_checkpoint()")
+
+    def record(self, **_: Any) -> NoReturn:
+        """Refused, FXP109: a recording is of a schedule's actions, and here there is none."""
+        self._refuse("record()", "there is no schedule whose actions could be measured")
+
+    def report(self) -> tuple[CopyReport, ...]:
+        """Of every copy that lives: what it took and how stale it was. Every rank calls it."""
+        self._settle()
+        mine = [
+            CopyReport(
+                stage=stage, microbatches=worker.forwards, staleness=worker.staleness,
+                updates=worker.applied, sets=worker.weights.most,
+            )
+            for stage, worker in self._workers.items()
+        ]  # fmt: skip
+        with reporting(self._transport, "sharing reports"):
+            return together(self._transport, mine)
+
+    def lose(self, stage: int) -> None:
+        """In one process: have a copy end, as if its process had; to rehearse it."""
+        assert isinstance(self._mail, InMemory), "a process of its own can be killed"
+        del self._workers[stage]
+        self._mail.lose(stage)
+
+    def close(self) -> None:
+        """Finish what is in flight, unless the training has failed; then as any trainer."""
+        if not self._broken:
+            try:
+                self._settle()
+            except FxpartError:
+                pass  # it was told, or will be, by what all ranks call
+        super().close()
+
+    # -- a call ---------------------------------------------------------------------------------
+
+    def _until(self, minibatch: int) -> None:
+        """Work until a minibatch is applied by all copies of this process."""
+        self._work(lambda: all(w.applied > minibatch for w in self._workers.values()))
+        first = next(iter(self._workers.values()))
+        while first.losses:
+            call, loss = first.losses.popleft()
+            self.updates = call + 1
+            if loss is not None:
+                self._losses.append((call, self._as_loss(loss)))
+        for worker in self._workers.values():
+            worker.losses.clear()
+
+    def _work(self, done: Callable[[], bool]) -> None:
+        """Take what comes and compute what is ready, each copy in turn."""
+        while not done():
+            moved = False
+            for worker in list(self._workers.values()):
+                if worker.copy not in self._workers:
+                    continue  # it was lost meanwhile
+                try:
+                    moved |= self._hear(worker)
+                    moved |= worker.turn()
+                except AgreedError as cause:
+                    self._broken = cause.problems[0].why
+                    raise
+                except Exception as cause:
+                    failure = Failure(self._ranks[worker.copy][0], worker.doing, cause)
+                    self._stop([failure.problem(_AFTER)], cause)
+            if not moved and not done():
+                self._mail.wait()
+
+    def _hear(self, worker: Worker) -> bool:
+        """All that has come for a copy; whether anything has."""
+        found = False
+        while (letter := self._mail.take(worker.copy)) is not None:
+            found = True
+            said, tensors = letter
+            if isinstance(said, Stop):
+                raise AgreedError([Problem(*each) for each in said.problems])
+            if isinstance(said, Here):
+                self._here, self._gone = said.number, said.lost
+            else:
+                worker.take(said, tensors)
+        return found
+
+    def _announce(self, event: Event) -> None:
+        for stage in self._workers:
+            self._mail.tell(stage, event)
+
+    def _stop(self, problems: list[Problem], cause: Exception | None = None) -> NoReturn:
+        """Tell all ranks, and raise it here."""
+        self._broken = problems[0].why
+        self._announce(Failed(_rows(problems)))
+        raise AgreedError(problems) from cause
+
+    def _settle(self) -> None:
+        """For calls that look at the whole model: drain, meet, and stand in for those lost."""
+        self._check_whole()
+        self._until(self.calls - 1)
+        self._met += 1
+        self._announce(Met(self._met))
+        self._work(lambda: self._here >= self._met)
+        if self._gone != self.lost:
+            self._stand_in(self._gone)
+
+    def _stand_in(self, lost: tuple[int, ...]) -> None:
+        """A living copy takes the place of each lost one in all that looks at the whole model."""
+        groups = Layout.of(self.spec).groups
+        ranks = list(self._ranks)
+        modules = cast(dict[int, nn.Module], self._lanes[0].modules)
+        heirs: dict[int, int] = {}
+        for group in groups:
+            living = [copy for copy in group if copy not in lost]
+            heirs |= {copy: living[0] for copy in group if copy in lost}
+        if isinstance(self._transport, Living):
+            renamed = self._transport.shrink([self._first_ranks[copy] for copy in lost])
+            ranks = [(renamed.get(rank, 0),) for rank in self._first_ranks]
+            devices = {self._transport.local[0]: next(iter(self._devices.values()))}
+            self._devices = devices
+        for copy, heir in heirs.items():
+            ranks[copy] = ranks[heir]
+            modules.pop(copy, None)
+            if heir in modules:
+                modules[copy] = modules[heir]
+        self._ranks, self.lost = tuple(ranks), lost
+        self._state = ModelState(self._lanes, self._ranks, self._transport, self._devices)
+        self._sharded_state = ShardedState(self._state, None)
+        self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
+        self._eval, self._predictors = None, {}
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _batch(self, stage: int, cut: Cut) -> Batch:
+        rank = self._ranks[stage][0]
+        names = used_inputs(self._lanes, self._ranks, rank)
+        return Batch(cut.taken(names, self._devices[rank]), cut.weights, self._keys(cut))
+
+    def _worker(self, stage: int, layout: Layout) -> Worker:
+        module = self._lanes[0].modules[stage]
+        optimizer = self.optimizers[stage, 0]
+        table = StageTable.of(
+            self.spec, self.spec.stages[stage], module, layout.found(stage), False,
+            self.options.recomputes(len(self.spec.stages)).get(stage, "none"),
+        )  # fmt: skip
+        make = self.queue.scheduler
+        weights = QueueWeights(
+            module, optimizer, self.queue.mode, self.queue.staleness if table.trains else 0,
+            scheduler=None if make is None else make(optimizer),
+        )  # fmt: skip
+        return Worker(
+            stage, layout, table, weights,
+            Parameters([p for _, p in self._mine(stage)], self._held.rows),
+            bound=self.queue.staleness,
+            clip=Clip(self.options.clip_norm, self.options.clip_value),
+            device=self._devices[self._ranks[stage][0]],
+            post=lambda target, said, tensors: self._mail.post(stage, target, said, tensors),
+            tell=lambda event: self._mail.tell(stage, event),
+        )  # fmt: skip
+
+    def _mine(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters of a copy, in the model's order."""
+        return [
+            (name, tensor)
+            for name, entry in self._state.entries.items()
+            if entry.trainable and isinstance(tensor := entry.copies.get((stage, 0)), nn.Parameter)
+        ]
+
+    def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
+        """One for each copy of this process, with the same groups everywhere; the first."""
+
+        def make() -> tuple[Optimizers, str]:
+            self._groups = groups_of(given, groups, self._state.trainable())
+            made: dict[tuple[int, int], torch.optim.Optimizer] = {}
+            for stage in self._lanes[0].modules:
+                mine = self._mine(stage)
+                made[stage, 0] = make_optimizer(
+                    given, [p for _, p in mine], own(self._groups, mine)
+                )
+                check_gradients(made[stage, 0], self._state, self._held.rows)
+            names = " ".join(",".join(group.names) for group in self._groups)
+            return made, f"{describe_groups(next(iter(made.values())))} {names}"
+
+        self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
+        return next(iter(self.optimizers.values()))
+
+    def _compile(self, splits: bool) -> Compiler | None:
+        asked: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}
+        check_program(self.spec, self._ranks, self.options, asked)
+        return super()._compile(splits)
+
+    def _describe(self, optimizer: Any) -> str:
+        return f"{super()._describe(optimizer)} queue {self.queue.describe()}"
+
+    def _as_loss(self, value: float) -> torch.Tensor:
+        values = [
+            v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
+        ]
+        device = self._devices[self._transport.local[0]]
+        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
+
+    def _refuse(self, what: str, why: str = "a trainer from queues has no checkpoints") -> NoReturn:
+        fix = 'save_pretrained() and state_dict() keep the weights; or routing="turns"'
+        raise error("FXP109", where=what, why=why, fix=fix)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise error(
+                "FXP504", where="this process",
+                why=f"an earlier failure ended the training: {self._broken}", fix=_AFTER,
+            )  # fmt: skip
+
+
+def _rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
+    return tuple((p.code, p.where, p.why, p.fix) for p in problems)
+
+
+def _problem(where: str, cause: Exception) -> FxpartError:
+    fix = "correct it there; every rank has ended this run, and none waits"
+    return error("FXP507", where=where, why=f"{type(cause).__name__}: {cause}", fix=fix)

@@ -1,0 +1,116 @@
+"""Queues without processes: random speeds and deaths, every gradient once, no wait without end."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from queued_rehearsal import Rehearsal
+
+from fxpart.runtime.queued.dispatcher import Dispatcher, Queues
+from fxpart.runtime.queued.orders import Begun, Failed, Forward, Lost, Met, Ran, Stop
+
+
+def queues(
+    counts: list[int], edges: set[tuple[int, int]], frozen: int, limits: list[int]
+) -> Queues:
+    """Groups of so many copies. edges: who feeds whom; the first ``frozen`` have no backward."""
+    groups, start = [], 0
+    for count in counts:
+        groups.append(tuple(range(start, start + count)))
+        start += count
+    back = {(a, b) for a, b in edges if a >= frozen}
+    return Queues(
+        tuple(groups),
+        tuple(tuple(sorted(a for a, b in edges if b == g)) for g in range(len(counts))),
+        tuple(tuple(sorted(b for a, b in back if a == g)) for g in range(len(counts))),
+        tuple(g >= frozen for g in range(len(counts))),
+        {copy: limits[copy % len(limits)] for group in groups for copy in group},
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Queues:
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    chain = {(g, g + 1) for g in range(len(counts) - 1)}
+    skips = {(a, b) for a in range(len(counts)) for b in range(a + 2, len(counts))}
+    extra = draw(st.sets(st.sampled_from(sorted(skips)))) if skips else set()
+    if draw(st.booleans()) and len(counts) > 2:  # two branches that meet
+        chain = {(0, g) for g in range(1, len(counts) - 1)}
+        chain |= {(g, len(counts) - 1) for g in range(1, len(counts) - 1)}
+    frozen = draw(st.integers(0, 1)) if len(counts) > 1 else 0
+    limits = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    return queues(counts, chain | extra, frozen, limits)
+
+
+@given(shapes(), st.integers(0, 3), st.integers(1, 5), st.integers(0, 2**32), st.data())
+def test_every_gradient_once(
+    shape: Queues, staleness: int, count: int, seed: int, data: st.DataObject
+) -> None:
+    minibatches = 4
+    found = Rehearsal(shape, staleness, minibatches, count, seed)
+    mortal = [copy for group in shape.groups for copy in group[1:]]
+    dying = data.draw(st.sets(st.sampled_from(mortal))) if mortal else set()
+    moments = st.floats(0.0, 40.0, allow_nan=False)
+    deaths = {data.draw(moments) + 1e-6 * copy: copy for copy in sorted(dying)}
+    found.run(deaths)
+    living = [copy for copy in found.copies.values() if not copy.dead]
+    assert [copy.version for copy in living] == [minibatches] * len(living)
+    assert found.dispatcher.applied == minibatches and not found.stopped
+    assert found.most <= staleness
+    for copy, most in found.flew.items():
+        # One more at most: the oldest microbatch of all waits for no limit; another for each copy
+        # that is lost, whose microbatches are older. Frozen groups hold none.
+        group = found.copies[copy].group
+        lost = sum(found.copies[other].dead for other in shape.groups[group])
+        if shape.trains[group]:
+            assert most <= shape.limits[copy] + 1 + lost
+
+
+@given(shapes(), st.integers(0, 2), st.integers(0, 2**32))
+def test_a_group_without_copies_ends_it(shape: Queues, staleness: int, seed: int) -> None:
+    found = Rehearsal(shape, staleness, 4, 3, seed)
+    if len(shape.groups) == 1:
+        return
+    gone = shape.groups[-1]
+    found.run({1.0 + 0.01 * n: copy for n, copy in enumerate(gone)})
+    assert found.dispatcher.problems[0][0] == "FXP514" or found.dispatcher.applied == 4
+    if found.dispatcher.problems:
+        living = {copy.number for copy in found.copies.values() if not copy.dead}
+        assert found.stopped == living
+
+
+def chain(staleness: int = 0) -> Dispatcher:
+    return Dispatcher(queues([2, 1], {(0, 1)}, 0, [2, 2, 2]), staleness)
+
+
+def test_the_free_copy_takes_the_next() -> None:
+    desk = chain()
+    orders = [o for copy in (0, 1, 2) for o in desk.hear(copy, Begun(0, 4, "x"))]
+    assert orders == [(0, Forward(0, 0, ((1, 2),))), (1, Forward(0, 1, ((1, 2),)))]
+    first = desk.hear(1, Ran(False, 0, 1))
+    # Copy 1 was faster: it takes microbatch 2, and copy 2 begins with what is there.
+    assert first == [(2, Forward(0, 1, ())), (1, Forward(0, 2, ((1, 2),)))]
+
+
+def test_batches_must_be_alike() -> None:
+    desk = chain()
+    desk.hear(0, Begun(0, 4, "12 rows"))
+    orders = desk.hear(1, Begun(0, 3, "9 rows"))
+    assert {type(order) for _, order in orders} == {Stop}
+    assert desk.problems[0][0] == "FXP501" and "9 rows" in desk.problems[0][2]
+
+
+def test_a_failure_stops_all() -> None:
+    desk = chain()
+    problem = (("FXP105", "x", "y", "z"),)
+    assert desk.hear(1, Failed(problem)) == [(copy, Stop(problem)) for copy in (0, 1, 2)]
+    assert desk.hear(0, Begun(0, 1, "")) == []
+
+
+def test_those_that_live_meet() -> None:
+    desk = chain()
+    assert desk.hear(0, Met(0)) == desk.hear(2, Met(0)) == []
+    orders = desk.hear(0, Lost(1))
+    assert [(copy, order.number, order.lost) for copy, order in orders] == [
+        (0, 0, (1,)), (2, 0, (1,)),
+    ]  # fmt: skip

@@ -1,0 +1,224 @@
+"""Copies that take microbatches from queues, in one process: one process's numbers, any death."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from queued_programs import ROWS, adagrad, alone, batch, model, plan, program, sgd, touched, trainer
+from torch import nn
+
+from fxpart.errors import FxpartError
+
+
+def steps(made: Any, lose: dict[int, int] | None = None) -> list[float]:
+    """All steps; lose: before which of them which copy ends."""
+    losses = []
+    for step, rows in enumerate(ROWS):
+        if lose and step in lose:
+            made.lose(lose[step])
+        loss = made.step(batch(rows, step))
+        losses += [] if loss is None else [float(loss)]
+    return losses + [float(loss) for loss in made.drain()]
+
+
+def check(made: Any, losses: list[float]) -> None:
+    """The numbers of one process."""
+    wanted, state = alone()
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    found = made.state_dict()
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert touched(found) == touched(state)
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 2), (1, 2, 1)])
+def test_the_numbers_of_one_process(counts: tuple[int, ...]) -> None:
+    made = trainer(plan(counts))
+    check(made, steps(made))
+    report = made.report()
+    assert [each.staleness for each in report] == [0] * sum(counts)
+    taken = sum(each.microbatches for each in report if each.stage < counts[0])
+    assert taken == sum(min(4, rows) for rows in ROWS)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "lose"),
+    [
+        ((2, 1), {1: 0}),
+        ((2, 1), {3: 1}),
+        ((1, 2), {2: 1}),
+        ((2, 2), {1: 0, 3: 3}),
+        ((3, 1), {1: 1, 2: 0}),
+    ],
+)
+def test_a_copy_that_ends_is_missed_by_nobody(
+    counts: tuple[int, ...], lose: dict[int, int]
+) -> None:
+    """Between two steps; in the midst of one, see below."""
+    made = trainer(plan(counts))
+    check(made, steps(made, lose))
+    assert made.lost == tuple(lose.values())
+    x, ids, y = batch(10, 9)
+    net = model()
+    net.load_state_dict(alone()[1])
+    wanted = nn.functional.cross_entropy(net(x, ids), y).item()
+    assert float(made.eval_step((x, ids, y))) == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(made.predict((x, ids)), net(x, ids), rtol=1e-4, atol=1e-5)
+    made.close()
+
+
+@pytest.mark.parametrize("after", range(1, 16, 2))
+@pytest.mark.parametrize("copy", [0, 3])
+def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
+    """After so many computations of the second step."""
+    made = trainer(plan((2, 2)))
+    found = [float(made.step(batch(ROWS[0], 0)))]
+    turns = 0
+    for worker in made._workers.values():
+
+        def turn(worker: Any = worker, own: Any = worker.turn) -> bool:
+            nonlocal turns
+            turns += 1
+            if turns == after:
+                made.lose(copy)
+            return bool(own()) if worker.copy in made._workers else False
+
+        worker.turn = turn
+    for step, rows in enumerate(ROWS[1:], 1):
+        found.append(float(made.step(batch(rows, step))))
+    check(made, found)
+    assert made.lost == (copy,)
+    made.close()
+
+
+@pytest.mark.parametrize("weights", ["stash", "naive", "spectrain-v2", "pipeoptim"])
+def test_staleness_keeps_to_its_bound(weights: str) -> None:
+    made = trainer(plan((2, 1)), sgd, staleness=2, weight_mode=weights)
+    losses = steps(made)
+    assert len(losses) == len(ROWS) and made.updates == len(ROWS)
+    report = made.report()
+    assert 1 <= max(each.staleness for each in report) <= 2
+    assert all(each.sets <= 4 for each in report)
+    wanted, _ = alone()
+    assert losses[0] == pytest.approx(wanted[0], rel=1e-6)
+    made.close()
+
+
+def test_staleness_outlives_a_copy() -> None:
+    made = trainer(plan((2, 2)), sgd, staleness=1)
+    losses = steps(made, {2: 1, 4: 2})
+    assert len(losses) == len(ROWS) and all(0 < loss < 5 for loss in losses)
+    assert max(each.staleness for each in made.report()) <= 1
+    states = [worker._parameters.all for worker in made._workers.values()]
+    assert len(states) == 2
+    made.close()
+
+
+def test_copies_hold_the_same_bits() -> None:
+    made = trainer(plan((3, 1)), staleness=1)
+    steps(made)
+    first, *others = (made._workers[copy]._parameters.all for copy in range(3))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    made.close()
+
+
+def test_fit_tells_and_ends() -> None:
+    told: list[float] = []
+    made = trainer(plan(), staleness=1)
+    data = [batch(rows, step) for step, rows in enumerate(ROWS)]
+    fitted = made.fit(
+        lambda: data, callbacks=[lambda info: told.append(info.loss)], evaluate=data[:1], epochs=1
+    )
+    assert fitted.steps == len(ROWS) == len(told) and "loss" in fitted.values
+    assert told[-1] == fitted.loss
+    made.close()
+
+
+def test_a_failing_callback_is_raised() -> None:
+    made = trainer(plan())
+
+    def fails(info: object) -> None:
+        raise ValueError("no disk")
+
+    with pytest.raises(FxpartError, match="no disk"):
+        made.fit([batch()], callbacks=[fails])
+    made.close()
+
+
+def test_clipping_is_that_of_a_synchronous_trainer() -> None:
+    def run(**more: Any) -> list[float]:
+        made = program(plan()).trainer(sgd, clip_norm=0.05, **more)
+        found = [float(made.step(batch(rows, step))) for step, rows in enumerate(ROWS)]
+        made.close()
+        return found
+
+    assert run(routing="queue") == pytest.approx(run(), rel=1e-5)
+
+
+def test_the_optimizers_state_goes_over() -> None:
+    made = trainer(plan())
+    made.step(batch())
+    kept, weights = made.optimizer_state_dict(), made.state_dict()
+    other = program(plan()).trainer(adagrad)
+    other.load_state_dict(weights)
+    other.load_optimizer_state_dict(kept)
+    assert float(other.step(batch(9, 1))) == pytest.approx(float(made.step(batch(9, 1))), rel=1e-6)
+    back = trainer(plan((1, 2)))
+    back.load_state_dict(other.state_dict())
+    back.load_optimizer_state_dict(other.optimizer_state_dict())
+    again = [float(t.step(batch(12, 2))) for t in (made, back)]
+    assert again[0] == pytest.approx(again[1], rel=1e-6)
+    for one in (made, other, back):
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"routing": "lottery"}, "no such routing"),
+        ({"routing": "turns", "staleness": 1}, "no staleness to choose"),
+        ({"staleness": -1}, "below 0"),
+        ({"weight_mode": "pipemare"}, "has no queues"),
+        ({"scheduler": 3}, "a function of an optimizer"),
+        ({"log_grad_norm": True}, "not made for log_grad_norm"),
+    ],
+)
+def test_refusals(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(FxpartError, match=why):
+        program(plan()).trainer(adagrad, **{"routing": "queue", **options})
+
+
+def test_what_is_not_there() -> None:
+    made = trainer(plan())
+    for call in (
+        lambda: made.save_checkpoint("x"), lambda: made.load_checkpoint("x"), made.record,
+        lambda: made.fit([batch()], checkpoints="x"), lambda: made.step(batch(), local=True),
+        lambda: made.step(batch(), accumulate=True), made.gradients,
+    ):  # fmt: skip
+        with pytest.raises(FxpartError) as caught:
+            call()
+        assert caught.value.code == "FXP109"
+    made.close()
+
+
+def test_the_last_copy_of_a_stage_ends_it() -> None:
+    made = trainer(plan())
+    made.step(batch())
+    made.lose(2)
+    with pytest.raises(FxpartError, match="the last copy of stage 2 is gone") as caught:
+        made.step(batch())
+    assert caught.value.code == "FXP514"
+    with pytest.raises(FxpartError, match="an earlier failure ended the training"):
+        made.step(batch())
+    made.close()
+
+
+def test_a_batch_that_does_not_fit() -> None:
+    made = trainer(plan())
+    with pytest.raises(FxpartError, match="it is missing"):
+        made.step((batch()[0],))
