@@ -5,11 +5,12 @@
 
 Ranks are processes of one thread over gloo on CPUs. GPT-like and ResNet-like models are cut by
 fxpart; both runtimes run the very same stage modules in the same processes, in turn, without an
-optimizer, and medians over the rounds are compared. Beside that: how far a step is above the
-schedule's ideal (fxpart's simulator with the stage times measured in the run, transfers free), what
-an action takes beside its computation where stages are tiny, and the module that fxpart emits for
-one rank against the user's own in eager. Stages with much to send and little to compute are a group
-of their own ("transfers"), each with what its transfers are of torch's step.
+optimizer; what else the machine does changes within seconds, so that only neighbours in time are
+compared, and the median of their ratios counts. Beside that: how far a step is above the schedule's
+ideal (fxpart's simulator with the stage times that were recorded in the very same steps, transfers
+free), what an action takes beside its computation where stages are tiny, and the module that fxpart
+emits for one rank against the user's own in eager. Stages with much to send and little to compute
+are a group of their own ("transfers"), each with what its transfers are of torch's step.
 """
 
 from __future__ import annotations
@@ -24,42 +25,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipelining_models import FAMILIES, TINY, TRANSFERS, Case, batch_of, model_of
+from pipelining_rounds import Rounds, Stages, alternate, ratio, timed
 from pipelining_transfers import Wires, chosen, rows, with_shares
 from record import parser, read, write
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 TINY_MICROBATCHES = 32
-
-
-def timed(step: Callable[[], object], steps: int) -> float:
-    """Seconds per step until all ranks are done."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    dist.barrier()
-    return (time.perf_counter() - start) / steps
-
-
-def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round, in turn, the order reversed every other round."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds):
-        for name in list(runs) if index % 2 == 0 else list(reversed(runs)):
-            taken[name].append(runs[name]())
-    return taken
-
-
-def ratio(slow: list[float], fast: list[float]) -> float:
-    """The median over the rounds of slow / fast."""
-    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 3)
 
 
 class Pair:
@@ -122,26 +97,22 @@ class Pair:
 
         return step
 
-    def stage_seconds(self, name: str, steps: int) -> tuple[list[float], list[float]]:
-        """Per stage, the median seconds of a forward and of a backward while all ranks work."""
+    def recorded(self, name: str, steps: int) -> tuple[float, Stages]:
+        """Seconds per step, and of each stage the median of its forwards and of its backwards."""
         from fxpart.schedule.action import Kind, parse
 
-        step = self.fxpart(name)
         with self.trainers[name].record() as recorder:
-            for _ in range(steps):
-                step()
+            taken = timed(self.fxpart(name), steps)
         found: dict[tuple[int, Kind], list[float]] = {}
         for span in recorder.recording.spans:
             if span.lane == "compute":
                 action = parse(span.name)
                 found.setdefault((action.stage, action.kind), []).append(span.end - span.start)
         count = len(self.program.spec.stages)
-        return (
-            [statistics.median(found[stage, Kind.F]) for stage in range(count)],
-            [statistics.median(found[stage, Kind.B]) for stage in range(count)],
-        )
+        forward = [statistics.median(found[stage, Kind.F]) for stage in range(count)]
+        return taken, (forward, [statistics.median(found[k, Kind.B]) for k in range(count)])
 
-    def ideal(self, name: str, seconds: tuple[list[float], list[float]]) -> float:
+    def ideal(self, name: str, seconds: Stages) -> float:
         """The schedule's step with these stage times and free transfers."""
         from fxpart.schedule.simulate import simulate
 
@@ -175,22 +146,18 @@ def measure(case: Case, ranks: int, options: argparse.Namespace) -> dict[str, An
     pair = Pair(case, ranks, 2 * ranks)
     found: dict[str, Any] = {"boundary_mb": max(pair.crossing())}
     for name in SCHEDULES:
-        steps = {"fxpart": pair.fxpart(name), "torch": pair.torch(name)}
-        for step in steps.values():
-            timed(step, 2)
-        count = repeats(timed(steps["fxpart"], 1), options.seconds)
-        runs = {n: partial(timed, step, count) for n, step in steps.items()}
-        taken = alternate(runs, options.rounds)
-        seconds = pair.stage_seconds(name, max(2, min(count, 5)))
-        ideal = pair.ideal(name, seconds)
-        own = statistics.median(taken["fxpart"])
+        rounds = Rounds(pair, name, options.seconds, options.rounds)
+        ideals = [pair.ideal(name, stages) for stages in rounds.stages]
+        whole = [[f + b for f, b in zip(*stages, strict=True)] for stages in rounds.stages]
         found[name] = {
-            "step_ms": {n: round(1e3 * statistics.median(t), 2) for n, t in taken.items()},
-            "throughput_over_torch": ratio(taken["torch"], taken["fxpart"]),
-            "ideal_ms": round(1e3 * ideal, 2),
-            "above_ideal": round(own / ideal - 1, 4),
-            "torch_above_ideal": round(statistics.median(taken["torch"]) / ideal - 1, 4),
-            "stage_ms": [round(1e3 * (f + b), 2) for f, b in zip(*seconds, strict=True)],
+            "step_ms": {n: round(ms, 2) for n, ms in rounds.step(1e-3).items()},
+            "throughput_over_torch": rounds.over(),
+            "ideal_ms": round(1e3 * statistics.median(ideals), 2),
+            "above_ideal": round(ratio(rounds.taken["recorded"], ideals) - 1, 4),
+            "torch_above_ideal": round(ratio(rounds.taken["torch"], ideals) - 1, 4),
+            "stage_ms": [
+                round(1e3 * statistics.median(times), 2) for times in zip(*whole, strict=True)
+            ],
         }
     return found
 
@@ -200,44 +167,35 @@ def overhead(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     pair = Pair(TINY, ranks, TINY_MICROBATCHES)
     found: dict[str, Any] = {}
     for name in SCHEDULES:
-        steps = {"fxpart": pair.fxpart(name), "torch": pair.torch(name)}
-        for step in steps.values():
-            timed(step, 3)
-        count = repeats(timed(steps["fxpart"], 3), options.seconds / 2)
-        runs = {n: partial(timed, step, count) for n, step in steps.items()}
-        taken = alternate(runs, options.rounds)
-        forward, backward = pair.stage_seconds(name, 5)
+        rounds = Rounds(pair, name, options.seconds / 2, options.rounds)
         schedule, _ = pair.schedule(name)
         # The rank with most to do: what others wait for it is theirs, not overhead.
         busiest = max(range(ranks), key=lambda rank: len(schedule.ranks[rank]))
-        busy = TINY_MICROBATCHES * (forward[busiest] + backward[busiest])
         actions = len(schedule.ranks[busiest])
+        busy = [TINY_MICROBATCHES * (f[busiest] + b[busiest]) for f, b in rounds.stages]
         # Ranks that share cores cannot all compute at once: that is no overhead either.
-        whole = TINY_MICROBATCHES * (sum(forward) + sum(backward))
-        shared = max(busy, whole / len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        whole = [TINY_MICROBATCHES * (sum(f) + sum(b)) / cores for f, b in rounds.stages]
+        shared = [max(times) for times in zip(busy, whole, strict=True)]
         found[name] = {
-            "step_us": {n: round(1e6 * statistics.median(t)) for n, t in taken.items()},
+            "step_us": {n: round(us) for n, us in rounds.step(1e-6).items()},
             "actions": actions,
-            "us_per_action": {
-                n: round(1e6 * (statistics.median(t) - busy) / actions, 1) for n, t in taken.items()
-            },
-            "us_per_action_shared_cores": {
-                n: round(1e6 * (statistics.median(t) - shared) / actions, 1)
-                for n, t in taken.items()
-            },
-            "throughput_over_torch": ratio(taken["torch"], taken["fxpart"]),
+            "us_per_action": _beside(rounds, busy, actions),
+            "us_per_action_shared_cores": _beside(rounds, shared, actions),
+            "throughput_over_torch": rounds.over(),
         }
     return found
 
 
-def repeats(step: float, seconds: float) -> int:
-    """How many steps of the slowest rank's time fill the seconds; the same on every rank."""
-    import torch
-    import torch.distributed as dist
-
-    slowest = torch.tensor([step])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return max(1, min(200, round(seconds / slowest.item())))
+def _beside(rounds: Rounds, computing: list[float], actions: int) -> dict[str, float]:
+    """Microseconds of an action beside so many seconds of computation a step, round by round."""
+    return {
+        name: round(
+            1e6 * statistics.median(t - c for t, c in zip(taken, computing, strict=True)) / actions,
+            1,
+        )
+        for name, taken in (("fxpart", rounds.taken["fxpart"]), ("torch", rounds.taken["torch"]))
+    }
 
 
 def emitted(case: Case, options: argparse.Namespace) -> dict[str, float]:
@@ -359,8 +317,8 @@ def main() -> None:
     """Start the ranks, then compare the emitted module in this process."""
     own = parser(__doc__)
     own.add_argument("--quick", action="store_true", help="fewer and shorter rounds, 2 ranks")
-    own.add_argument("--rounds", type=int, default=7)
-    own.add_argument("--seconds", type=float, default=3.0, help="of each round, about")
+    own.add_argument("--rounds", type=int, default=9)
+    own.add_argument("--seconds", type=float, default=1.0, help="of each block, about")
     own.add_argument("--only", default="", help="a group, family or size; others stay as kept")
     own.add_argument("--output", default="", help=argparse.SUPPRESS)
     options = own.parse_args()
@@ -368,7 +326,7 @@ def main() -> None:
         on_ranks(options)
         return
     if options.quick:
-        options.rounds, options.seconds = 3, 0.5
+        options.rounds, options.seconds = 3, 0.3
     figures: dict[str, Any] = {"ranks": {}}
     for ranks in (2,) if options.quick else (2, 4):
         with tempfile.TemporaryDirectory() as folder:
