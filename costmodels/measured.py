@@ -129,9 +129,13 @@ class Measured:
         return next((Crowding(slowdown=h.slowdown) for h in known if h.name == host), Crowding())
 
     def full(self, device: Device) -> float:
-        """How many times longer the device computes while all ranks of its host do."""
-        ranks = sum(d.host == device.host for d in self._devices())
-        return factor(self.crowding(device.host).slowdown, max(1, ranks))
+        """How many times longer the device computes while all ranks of its host do.
+
+        Times are a processor's, so that a quota lengthens them; a rank under one counts for so
+        much less where ranks slow each other down.
+        """
+        busy = sum(d.share for d in self._devices() if d.host == device.host)
+        return factor(self.crowding(device.host).slowdown, max(1.0, busy)) / device.share
 
     def stage(self, key: str) -> StageTiming | None:
         """A stage that was measured whole, alone on its device; None where it was not."""
@@ -141,16 +145,16 @@ class Measured:
     def rehearsal(self, key: str) -> Rehearsal | None:
         """A plan that was run whole, by its decisions; None where it was not.
 
-        Plans run on one host, so what they took says nothing of a cluster of several.
+        Plans run on one host and without quotas, so what they took says nothing of others.
         """
-        if any(device.host != HERE for device in self._devices()):
+        if not self._here:
             return None
         tables = (m.rehearsals for m in self.measurements.values())
         return next((table[key] for table in tables if key in table), None)
 
     def rehearsed(self, model: str) -> tuple[Rehearsal, ...]:
         """All plans of the model with this fingerprint that were run, as :meth:`rehearsal` is."""
-        if any(device.host != HERE for device in self._devices()):
+        if not self._here:
             return ()
         tables = (m.rehearsals for m in self.measurements.values())
         return tuple(one for table in tables for one in table.values() if one.model == model)
@@ -214,6 +218,10 @@ class Measured:
         if setting not in self._estimates:
             self._estimates[setting] = Estimates(self.measurements[setting].ops)
         return self._estimates[setting]
+
+    @property
+    def _here(self) -> bool:
+        return all(device.host == HERE and device.share == 1 for device in self._devices())
 
     def _devices(self) -> tuple[Device, ...]:
         return self.cluster.devices if self.cluster is not None else ()

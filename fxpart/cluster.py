@@ -20,10 +20,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flops: peak FLOP/s by dtype ("float32", "bfloat16"). bandwidth: memory bytes/s. launch: seconds
     each op costs at least. source: where the figures come from. Ranks of one host may share its
     cores and memory: then these are the rates that each has while all of them compute.
-    threads: of computation, on a CPU. price: money an hour, in any one currency. domain: what
-    fails together (a rack, a zone). measured: rates that were measured here, beside the nominal
-    ones above, by dtype (FLOP/s) and "bandwidth" (bytes/s). extra: keys of a file that fxpart does
-    not know, kept as they are. These five are left out of files and of the hash where not given.
+    threads: of computation, on a CPU. quota: cores that the device may use on average, where a
+    container holds it to less than its threads would take; the rates above are those under it.
+    price: money an hour, in any one currency. domain: what fails together (a rack, a zone).
+    measured: rates that were measured here, beside the nominal ones above, by dtype (FLOP/s) and
+    "bandwidth" (bytes/s). extra: keys of a file that fxpart does not know, kept as they are. These
+    six are left out of files and of the hash where not given.
     """
 
     name: str
@@ -36,10 +38,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launch: float = 0.0
     source: str = ""
     threads: int | msgspec.UnsetType = msgspec.UNSET
+    quota: float | msgspec.UnsetType = msgspec.UNSET
     price: float | msgspec.UnsetType = msgspec.UNSET
     domain: str | msgspec.UnsetType = msgspec.UNSET
     measured: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
     extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def share(self) -> float:
+        """Of the time of its threads what the device's quota leaves, above 0, at most 1."""
+        if isinstance(self.quota, msgspec.UnsetType):
+            return 1.0
+        threads = 1 if isinstance(self.threads, msgspec.UnsetType) else self.threads
+        return min(1.0, self.quota / threads)
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from fxpart.planned.rearranged import overfull
 from fxpart.planning import make_plan, rank_prediction
 from fxpart.price import price
 from fxpart.pricing.mixed import mixed_problem, unlike
-from fxpart.pricing.places import kinds
+from fxpart.pricing.places import kinds, named
 from fxpart.report import units
 from fxpart.runtime.replicas import rounds_of
 from fxpart.solver.joint.wishes.parse import read_wishes
@@ -237,7 +237,7 @@ def _of_one_kind(request: Request) -> Iterator[tuple[str, tuple[int, ...], Reque
         part = _part(cluster, devices)
         wish = "stages" in request.constraints
         stages = request.stages if wish else (1, len(devices))
-        name = f"{len(devices)} {cluster.devices[devices[0]].model}"
+        name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
         yield name, tuple(devices), replace(request, cluster=part, stages=stages)
 
 

@@ -132,6 +132,16 @@ def test_never_slower_than_one_kind(
         assert plan.prediction.simulated_seconds <= alone.prediction.simulated_seconds * (1 + 1e-9)
 
 
+def test_kinds_that_quotas_make() -> None:
+    """Of one model and told apart by what their quotas leave."""
+    given = cluster(("cpu", 2, 8.0, 20.0, 400.0))
+    slow = msgspec.structs.replace(given.devices[1], quota=0.5, flops={"float32": 4e9})
+    given = msgspec.structs.replace(given, devices=(given.devices[0], slow))
+    plan = program(given).plan
+    assert "1 cpu of 0.5 cores only: " in plan.provenance["kinds"]
+    assert "1 cpu only: " in plan.provenance["kinds"]
+
+
 def test_copies_are_left_alone_where_that_is_asked() -> None:
     given = cluster(*MIXES[0])
     assert "kinds" not in program(given, copies="none").plan.provenance

@@ -163,6 +163,14 @@ def test_hosts_of_a_plan() -> None:
     assert hosts_of(cluster(2, cores=1), [0, 1], lambda _: Crowding()) == ()
 
 
+def test_ranks_under_quotas_keep_to_their_pace() -> None:
+    given = cluster(2, cores=1)
+    devices = tuple(msgspec.structs.replace(d, quota=0.5) for d in given.devices)
+    given = msgspec.structs.replace(given, devices=devices)
+    assert hosts_of(given, [0, 1]) == ()
+    assert hosts_of(given, [0, 1], lambda _: Crowding(slowdown=(1.0, 2.0))) == ()
+
+
 def test_hosts_that_do_not_say_what_seconds_are_for() -> None:
     """All of the cluster's devices there."""
     load = HostLoad(ranks=(0, 1), slowdown=(1.0, 1.5))

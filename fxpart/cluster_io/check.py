@@ -109,6 +109,8 @@ def _given(where: str, device: Device) -> list[Problem]:
     found = []
     if device.threads is not UNSET and not 1 <= device.threads <= MAX_COUNT:
         found.append(problem(where, f"threads is {quoted(device.threads)}", "give 1 or more"))
+    if device.quota is not UNSET:
+        found += positive(where, "quota", device.quota)
     if device.price is not UNSET:
         found += not_negative(where, "price", device.price)
     if device.domain is not UNSET:

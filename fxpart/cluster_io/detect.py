@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -9,9 +10,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from fxpart import environment
 from fxpart.cluster_io.check import MAX_DEVICES
 from fxpart.cluster_io.presets import device_data, grid, models, unknown
+from fxpart.cluster_io.quota import quota
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster
@@ -37,7 +41,8 @@ def detect() -> Cluster:
 def local(ranks: int) -> Cluster:
     """This host as ``ranks`` CPU devices, each with an even share of its cores and memory.
 
-    A rank computes with as many threads as it has cores, at least one.
+    A rank computes with as many threads as it has cores, at least one; in a container that may use
+    less than one core, each has its share of that as its quota.
 
     FLOP/s = cores x FLOP per cycle (instruction set) x clock x efficiency / ranks, from the data
     file "cpu"; the clock is nominal, so that the same host gives the same cluster every time.
@@ -47,11 +52,11 @@ def local(ranks: int) -> Cluster:
     if not 1 <= ranks <= MAX_DEVICES:
         raise unknown(f"local:{ranks}", f"{ranks} ranks is not between 1 and {MAX_DEVICES}")
     data = device_data("cpu")
-    count, cycle = cores(), flop_per_cycle()
-    host = count * cycle * data["clock"] * data["efficiency"]
-    bandwidth = min(count * data["core_bandwidth"], data["socket_bandwidth"])
+    allowed, cycle = computing(), flop_per_cycle()
+    host = allowed * cycle * data["clock"] * data["efficiency"]
+    bandwidth = min(allowed * data["core_bandwidth"], data["socket_bandwidth"])
     source = (
-        f"estimate: {count} cores x {cycle} FLOP/cycle x {data['clock'] / 1e9:g} GHz x "
+        f"estimate: {allowed:g} cores x {cycle} FLOP/cycle x {data['clock'] / 1e9:g} GHz x "
         f"{data['efficiency']:g}, shared by {ranks} ranks"
     )
     devices = tuple(
@@ -65,7 +70,8 @@ def local(ranks: int) -> Cluster:
             bandwidth=bandwidth / ranks,
             launch=data["launch"],
             source=source,
-            threads=max(1, count // ranks),
+            threads=max(1, int(allowed) // ranks),
+            quota=allowed / ranks if allowed < 1 else UNSET,
         )
         for rank in range(ranks)
     )
@@ -80,14 +86,20 @@ def local(ranks: int) -> Cluster:
             origin=link["source"],
         )
     ]
-    here = Host(name="local", cores=count, source="the cores that this process may use")
+    here = Host(name="local", cores=cores(), source="the cores that this process may use")
     return Cluster(name=f"local:{ranks}", devices=devices, links=tuple(links), hosts=(here,))
 
 
 def cores() -> int:
-    """The cores this process may use."""
+    """The cores this process may use at once; a part of one counts as one."""
+    return math.ceil(computing())
+
+
+def computing() -> float:
+    """The cores this process may use on average: those it may run on, or its container's quota."""
     affinity: Any = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    there = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(there, quota() or there)
 
 
 def memory() -> int:

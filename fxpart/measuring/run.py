@@ -92,7 +92,7 @@ class Run:
         """Whether plans can be run here: all devices are this host's processors, and not many."""
         request = self.front.request
         devices = request.cluster.devices
-        here = all(d.host == HERE and d.kind == "cpu" for d in devices)
+        here = all(d.host == HERE and d.kind == "cpu" and d.share == 1 for d in devices)
         few = len(devices) <= max(MOST, cores())
         return self.rehearse and here and few and by_name(request.optimizer)
 

@@ -36,7 +36,8 @@ def hosts_of(
 
     crowding: by host, what was measured (``Measured.crowding``), where the seconds of the plan come
     from measurements; nothing else is then assumed. Without it the cluster's hosts say it: their
-    measured curve, or else max(1, k threads / cores) for k ranks.
+    measured curve, or else max(1, k threads / cores) for k ranks. A host of ranks under quotas is
+    none of these.
     """
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
     if crowding is None and not known:
@@ -50,6 +51,8 @@ def hosts_of(
     found = []
     for name, mine in ranks.items():
         all_of = there[name]
+        if any(device.share < 1 for device in all_of):
+            continue  # quotas hold each to its pace, whatever the others do
         load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(all_of))
         if crowding is None:
             load = replace(load, slowdown=_curve(known.get(name), all_of))

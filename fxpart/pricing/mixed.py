@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.cluster_io.lookup import Links
-from fxpart.pricing.places import kinds, line
+from fxpart.pricing.places import kinds, line, named
 from fxpart.solver.mixed.problem import Kind, MixedProblem
 from fxpart.solver.problem import PartitionProblem
 
@@ -32,7 +32,7 @@ def mixed_problem(
         found.setdefault((limit.type, limit.memory, worst[index]), []).append(index)
     made = tuple(
         Kind(
-            name=cluster.devices[devices[0]].model or cluster.devices[devices[0]].name,
+            name=named(cluster.devices[devices[0]]),
             type=type_,
             devices=len(devices),
             memory=memory,

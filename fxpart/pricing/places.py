@@ -55,12 +55,19 @@ def kinds(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
         rates = tuple(sorted(device.flops.items()))
         curve = curves.get(device.host, ())
         shared = (ranks[device.host], curve) if curve or device.kind == "cpu" else ()
-        key = (device.kind, device.model, rates, device.bandwidth, device.launch, shared)
+        speed = (rates, device.bandwidth, device.launch, device.share)
+        key = (device.kind, device.model, *speed, shared)
         if key not in found:
             found[key] = len(samples)
             samples.append(device)
         types.append(found[key])
     return tuple(samples), tuple(types)
+
+
+def named(device: Device) -> str:
+    """What its kind is called: the model, and what a quota leaves of it."""
+    name = device.model or device.name
+    return name if device.quota is UNSET else f"{name} of {device.quota:g} cores"
 
 
 def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> list[DeviceLimit]:

@@ -45,6 +45,7 @@ def _devices(devices: Iterable[Device]) -> tuple[tuple[str, ...], str, list[list
         key = (
             device.model,
             "" if device.threads is UNSET else str(device.threads),
+            "" if device.quota is UNSET else f"{device.quota:g}",
             size(device.memory),
             f"{_rate(rates.get(main), 'FLOP/s')} / {_rate(device.flops[main], 'FLOP/s')} {main}",
             f"{_rate(rates.get('bandwidth'), 'B/s')} / {_rate(device.bandwidth, 'B/s')}",
@@ -54,8 +55,8 @@ def _devices(devices: Iterable[Device]) -> tuple[tuple[str, ...], str, list[list
         )
         groups.setdefault(key, []).append(device.name)
     rows = [[_names(names), str(len(names)), *key] for key, names in groups.items()]
-    heads = ("devices", "n", "model", "threads", "memory", "rate", "bandwidth", "price", "domain")
-    return _without_empty((*heads, "source"), "<><>>>>><<", rows)
+    heads = ("devices", "n", "model", "threads", "quota", "memory", "rate", "bandwidth", "price")
+    return _without_empty((*heads, "domain", "source"), "<><>>>>>><<", rows)
 
 
 def _hosts(hosts: Iterable[Host]) -> tuple[tuple[str, ...], str, list[list[str]]]:

@@ -55,6 +55,7 @@ def test_hash_of_a_cluster_without_new_fields_is_what_it_was() -> None:
         {"collectives": (CURVE,)},
         {"extra": {"rack": 4}},
         {"devices": (changed(CPU, threads=2),)},
+        {"devices": (changed(CPU, quota=0.5),)},
         {"devices": (changed(CPU, measured={"float32": 9e11}),)},
         {"links": (changed(ANY, curve=((8.0, 1e-5),)),)},
     ],

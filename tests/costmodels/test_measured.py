@@ -222,6 +222,28 @@ def test_seconds_are_alone_times_factor_times_crowd() -> None:
     assert model.op(replace(linear(8), gradients=0, gradient_inputs=()), device, True).seconds == 0
 
 
+def held(*quotas: float) -> Cluster:
+    """Ranks of one host under quotas."""
+    devices = [
+        msgspec.structs.replace(d, quota=quota)
+        for d, quota in zip(cluster(len(quotas)).devices, quotas, strict=True)
+    ]
+    return msgspec.structs.replace(cluster(len(quotas)), devices=tuple(devices))
+
+
+def test_a_quota_lengthens_what_a_processor_takes() -> None:
+    """And a rank under one slows others down by its share: three of 1.5 cores are no crowd of 3."""
+    known = {ahead(linear(8)): 1e-3}
+    on = held(0.75, 0.5, 0.25)
+    model = measured(known, on)
+    slowed = 1.25  # half between one rank and two
+    for device in on.devices:
+        assert model.full(device) == pytest.approx(slowed / device.share)
+        seconds = model.op(linear(8), device, False).seconds
+        assert seconds == pytest.approx(1e-3 * slowed / device.share)
+    assert measured(known, held(4.0, 1.0)).full(cluster().devices[0]) == 1.5
+
+
 def test_any_call_takes_something_more_within_a_stage() -> None:
     """So many times 3 us a call, also where nothing of the op was measured; backward by itself."""
     factors = {"matmul forward": 1.25, "calls forward": 2.0, "calls backward": 0.5}
@@ -318,8 +340,11 @@ def test_what_ran_on_one_host_says_nothing_of_several() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with Profile(Path(folder) / "a.db", create=True) as profile:
             profile.put("rehearsals", HERE, {"k": known})
-        here, there = (find(Path(folder) / "a.db", where) for where in (one, apart))
+        here, there, slow = (
+            find(Path(folder) / "a.db", where) for where in (one, apart, held(1.0, 0.5))
+        )
     assert isinstance(here, Measured) and isinstance(there, Measured)
+    assert isinstance(slow, Measured) and slow.rehearsal("k") is None and slow.rehearsed("") == ()
     assert here.rehearsal("k") == known and here.rehearsal("other") is None
     assert there.rehearsal("k") is None
 

@@ -9,6 +9,7 @@ TRUSTED = {
     "cli.explain._page": "a page of the package",
     "cli.supervised._digest": "only its digest is taken",
     "cluster_io.detect": "the kernel's",
+    "cluster_io.quota": "the kernel's",
     "cluster_io.presets._all": "a data file of the package",
     "launching.proc": "the kernel's",
     "measuring": "files of its own child processes, in a temporary folder",
