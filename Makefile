@@ -10,16 +10,18 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test long quick search lint format typecheck demo bench chaos clean
+.PHONY: help test tests long quick search lint format typecheck demo bench chaos clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-# torch comes first and alone, so that a CPU build that the machine offers is taken.
+# torch comes first and alone, so that a CPU build that the machine offers is taken. pip would compile
+# files one after the other; some are templates that nobody can compile.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "fxpart needs Python 3.11 or newer: make PYTHON=..." >&2; exit 4; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,models]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,models]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 # Two workers that take whole files, so that what a file captures or starts is kept for all its tests;
@@ -29,7 +31,11 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # One thread for each worker; compiled test files are kept for the next run, whatever the shell says.
 QUIET := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-test: lint typecheck  ## what has to pass: lint, types, all tests but the longest
+# Types are checked beside the tests: mypy has one core for a minute.
+test: lint  ## what has to pass: lint, types, all tests but the longest
+	$(MAKE) --no-print-directory --jobs 2 typecheck tests
+
+tests: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m "not long"
 
 long: $(STAMP)  ## the longest cases of tests over many models and seeds
