@@ -197,6 +197,20 @@ def for_rank(
     }
 
 
+def for_each(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment of one of ``world`` processes that may end without the others.
+
+    As :func:`for_rank`, of this process's own, with the threads that it has; no agent watches it.
+    port: where this process keeps the job's store on 127.0.0.1.
+    """
+    own = {name: os.environ[name] for name in (_THREADS, "PYTHONPATH") if name in os.environ}
+    found = for_rank(rank, world, port, 1)
+    for name in (_THREADS, "MKL_NUM_THREADS", "PYTHONPATH"):
+        del found[name]
+    keeps = {"TORCHELASTIC_USE_AGENT_STORE": "True", _LAUNCHER: str(os.getpid())}
+    return {**found, **own, **keeps}
+
+
 _LAUNCHER = "FXPART_LAUNCHER"
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # those that torch's agent takes for itself
 _launched = False

@@ -6,13 +6,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from queued_batches import ROWS, adagrad, batch
 from torch import nn
 
 import fxpart
 from fxpart.plan import Plan
 from fxpart.planned.copied import Copied, with_copies
-
-ROWS = (12, 12, 9, 12, 4, 12)
 
 
 class Clicks(nn.Module):
@@ -36,18 +35,6 @@ class Clicks(nn.Module):
 def model() -> Clicks:
     torch.manual_seed(0)
     return Clicks()
-
-
-def batch(rows: int = 12, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Numbers, ids, classes."""
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 6, generator=draw)
-    ids = torch.randint(0, 7, (rows, 4), generator=draw)
-    return x, ids, torch.randint(0, 3, (rows,), generator=draw)
-
-
-def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.1)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from queued_programs import ROWS, adagrad, alone, batch, model, plan, program, sgd, touched, trainer
+from queued_batches import ROWS, adagrad, batch
+from queued_programs import alone, model, plan, program, sgd, touched, trainer
 from torch import nn
 
 from fxpart.errors import FxpartError

@@ -125,7 +125,8 @@ def on_ranks(
     if kept is None:
         from fxpart.cli.processes import run_on
 
-        return run_on(request, bounds.most, "train", options, as_json)
+        each = options.get("--routing") == "queue"
+        return run_on(request, bounds.most, "train", options, as_json, each=each)
     from fxpart.cli.supervised import run_supervised
 
     more = {**options, **kept.options()}

@@ -6,21 +6,31 @@ import signal
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fxpart.cli import output
 from fxpart.cli.options import Request
 from fxpart.errors import error
 from fxpart.plan import Plan
 
+if TYPE_CHECKING:
+    from fxpart.launching import Failed
+
 
 def run_on(
-    request: Request, processes: int, verb: str, options: Mapping[str, object], as_json: bool
+    request: Request,
+    processes: int,
+    verb: str,
+    options: Mapping[str, object],
+    as_json: bool,
+    *,
+    each: bool = False,
 ) -> int:
     """Run ``fxpart VERB`` on ``processes`` ranks; the exit status of the first that failed.
 
-    options: further options by name, left out where None. Without a plan one is made here first,
-    so that all ranks run the same one and a user's mistake is told once. Raises FXP502 where the
-    plan is for another number of ranks.
+    options: further options by name, left out where None. each: ranks may end one by one. Without
+    a plan one is made here first, so that all ranks run the same one and a user's mistake is told
+    once. Raises FXP502 where the plan is for another number of ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = request.plan
@@ -31,7 +41,7 @@ def run_on(
             plan = str(Path(folder) / "plan.json")
             made.dump(plan)
         arguments = request.on_each_rank(verb, plan, options, as_json)
-        return start(processes, arguments)
+        return start(processes, arguments, each=each)
 
 
 def _plan(request: Request, processes: int) -> Plan:
@@ -50,12 +60,18 @@ def _check(plan: Plan, processes: int) -> None:
         )
 
 
-def start(processes: int, arguments: list[str]) -> int:
-    """The verb on so many ranks; FXP507 where one ended without saying why."""
+def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
+    """The verb on so many ranks; FXP507 where one ended without saying why.
+
+    each: where rank 0 goes on without another, so do the rest.
+    """
     from fxpart import launching
 
     output.note(f"starting {processes} processes")
-    ended = launching.start(arguments, processes)
+    if each:
+        ended = launching.start_each(arguments, processes, tell=_tell)
+    else:
+        ended = launching.start(arguments, processes)
     first = ended.first
     if first is None:
         return 0
@@ -72,3 +88,7 @@ def start(processes: int, arguments: list[str]) -> int:
         why=f"it ended with {first.how}",
         fix="see what it printed above; a killed process often ran out of memory",
     )
+
+
+def _tell(lost: Failed) -> None:
+    output.note(f"rank {lost.rank} (process {lost.pid}) ended with {lost.how}; the others go on")

@@ -14,6 +14,7 @@ import msgspec
 from fxpart.cli import output
 from fxpart.cli.kept import bounds_of, fit, kept_of, on_ranks, planned, run_options
 from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.cli.queued import on_command_line, queue_options, queued_of, tell_copies
 from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
 from fxpart.schedule.weight_modes import MODES, weight_mode
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "--compile", "compile_stages", is_flag=True, help="Compile each stage by torch.compile."
 )
+@queue_options
 @click.option("--pin", is_flag=True, help="Give each rank of this host cores of its own.")
 @click.option("--trace", type=click.Path(), help="Measure the last steps, for Perfetto and report.")
 @click.option("--trace-steps", type=click.IntRange(1, 1000), default=5, show_default=True)
@@ -66,9 +68,14 @@ def command(
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
     --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads. An
     asynchronous plan's losses are known a few steps later, and the last ones when it has drained.
+    With --routing queue, whichever copy of a stage is free takes the next microbatch, and with
+    --nproc a process that ends is missed by nobody while its stage has another.
     """
     from fxpart.environment import launch
 
+    queued, weights = queued_of(
+        options, weights, others={"--run": options["folder"], "--trace": trace}
+    )
     kept = kept_of(options, traced=trace is not None)
     how: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
@@ -80,6 +87,7 @@ def command(
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--load": load, "--save": save}
         more |= {"--clip-norm": clip_norm, "--pin": how["pin"], "--compile": how["compile_stages"]}
+        more |= on_command_line(queued)
         if asked is not None:
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return on_ranks(request, bounds, kept, more, steps, as_json)
@@ -92,8 +100,9 @@ def command(
     before = None if asked is None else bare_bytes()
     optimizer = _optimizer(request, workload, lr)
     trainer = program.trainer(
-        optimizer, clip_norm=clip_norm, weights=load, **how, **_watching(program.plan, steps)
-    )
+        optimizer, clip_norm=clip_norm, weights=load, **how, **queued,
+        **_watching(program.plan, steps),
+    )  # fmt: skip
     first = started is None or started.rank == 0
     if first:
         _note(trainer, workload, pinned=how["pin"])
@@ -202,14 +211,15 @@ class _Run:
 
 def is_stream(trainer: Any) -> bool:
     """Whether it is an asynchronous trainer."""
+    from fxpart.runtime.queued.trainer import QueueTrainer
     from fxpart.runtime.stream import StreamTrainer
 
-    return isinstance(trainer, StreamTrainer)
+    return isinstance(trainer, StreamTrainer | QueueTrainer)
 
 
 def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
     """Of an asynchronous trainer: what its stages missed and held. Every rank calls it."""
-    if not is_stream(trainer):
+    if not is_stream(trainer) or tell_copies(trainer, first=first, as_json=as_json):
         return
     from fxpart.runtime.stream.report import too_far
 

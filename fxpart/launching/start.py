@@ -75,7 +75,7 @@ def start(
         max_restarts=restarts, monitor_interval=0.1,
     )  # fmt: skip
     agent = telling(LocalElasticAgent, running.failed)(spec=spec, logs_specs=DefaultLogsSpecs())
-    with for_ranks(_LEFT_TO_TORCH), _handled(running) as install:
+    with for_ranks(_LEFT_TO_TORCH), handled(running) as install:
         try:
             agent.run()
         except _EndedError:
@@ -92,7 +92,7 @@ class _EndedError(Exception):
 
 
 @contextmanager
-def _handled(running: Running) -> Iterator[Callable[[], None]]:
+def handled(running: Running) -> Iterator[Callable[[], None]]:
     """Signals to this process are the ranks'; gives what makes sure of it, as torch has its own."""
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     main = threading.current_thread() is threading.main_thread()

@@ -99,7 +99,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _fill(peer: socket.socket, left: memoryview) -> None:

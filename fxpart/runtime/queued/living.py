@@ -81,7 +81,9 @@ class Living:
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> list[None]:
         """Several, in order."""
-        return [self.send(source, target, channel, tensor) for tensor in tensors]
+        for tensor in tensors:
+            self.send(source, target, channel, tensor)
+        return [None] * len(tensors)
 
     def post(
         self,

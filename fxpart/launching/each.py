@@ -1,0 +1,73 @@
+"""Start a verb as ranks on this machine that may end one by one: the others go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fxpart.environment import for_each, limit_threads
+from fxpart.launching.ended import Ended, Failed
+from fxpart.launching.running import Running
+from fxpart.launching.start import handled
+
+_LOOK = 0.05  # seconds
+_GRACE = 20.0  # seconds that the others may take once rank 0 has ended
+
+
+def start_each(
+    arguments: Sequence[str],
+    processes: int,
+    *,
+    tell: Callable[[Failed], object],
+    module: str = "fxpart",
+) -> Ended:
+    """Run ``python -m MODULE ARGUMENTS`` as ``processes`` ranks until rank 0 has ended.
+
+    Rank 0 knows whether the others can be missed: its end is that of the job, and those that are
+    left then are ended. tell: called with each other rank that failed. Signals and orphans: as for
+    :func:`fxpart.launching.start`.
+    """
+    from fxpart.launching.rendezvous import loopback_store
+
+    limit_threads(processes)
+    store = loopback_store()
+    running = Running()
+    command = [sys.executable, "-u", "-m", module, *arguments]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with handled(running):
+            for rank in range(processes):
+                environment = for_each(rank, processes, store.port)
+                started.append(subprocess.Popen(command, env=environment))
+            running.ranks = {rank: child.pid for rank, child in enumerate(started)}
+            return Ended(_watch(started, running, tell), 0, running.asked)
+    finally:
+        for child in started:
+            with suppress(OSError):
+                child.kill()
+            child.wait()
+
+
+def _watch(
+    started: Sequence[subprocess.Popen[bytes]], running: Running, tell: Callable[[Failed], object]
+) -> Failed | None:
+    """Rank 0, if it failed."""
+    told: set[int] = set()
+    limit = float("inf")
+    while time.monotonic() < limit:
+        running.tick()
+        for rank, child in enumerate(started):
+            if child.poll() is not None and rank not in told:
+                told.add(rank)
+                if rank and child.returncode:
+                    tell(Failed(rank, child.pid, child.returncode))
+        if 0 in told:
+            if len(told) == len(started):
+                break
+            limit = min(limit, time.monotonic() + _GRACE)
+        time.sleep(_LOOK)
+    first = started[0]
+    return Failed(0, first.pid, first.returncode) if first.returncode else None

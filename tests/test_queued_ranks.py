@@ -1,0 +1,116 @@
+"""Copies in processes of their own that take microbatches from queues, and one that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from queued_batches import ROWS, adagrad, batch
+from queued_programs import alone, model, plan, program
+from ranks import TESTS, Pool, die_with_parent, python_path
+from safetensors.torch import save_file
+
+from fxpart.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+
+def _trained(text: str, staleness: int) -> tuple[list[float], dict[str, Any], float, list[int]]:
+    made = program(Plan.loads(text)).trainer(adagrad, routing="queue", staleness=staleness)
+    losses = []
+    for step, rows in enumerate(ROWS):
+        loss = made.step(batch(rows, step))
+        losses += [] if loss is None else [float(loss)]
+    losses += [float(loss) for loss in made.drain()]
+    state = {name: value.tolist() for name, value in made.state_dict().items()}
+    evaluated = float(made.eval_step(batch(10, 9)))
+    stale = [each.staleness for each in made.report()]
+    made.close()
+    return losses, state, evaluated, stale
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+def test_the_numbers_of_one_process(pool: Pool, counts: tuple[int, ...]) -> None:
+    wanted, state = alone()
+    for losses, found, _, stale in pool.run(_trained, plan(counts).dumps(), 0, ranks=3):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-6)
+        assert stale == [0, 0, 0]
+
+
+def test_staleness_keeps_to_its_bound(pool: Pool) -> None:
+    found = pool.run(_trained, plan((2, 1)).dumps(), 2, ranks=3)
+    assert all(each == found[0] for each in found[1:])
+    losses, _, _, stale = found[0]
+    assert len(losses) == len(ROWS) and max(stale) <= 2
+
+
+def environment(dies: str) -> dict[str, str]:
+    """Of ranks that are started. dies: which of them, and when."""
+    path = python_path(TESTS.parent, TESTS)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FXPART_TEST_DIES": dies}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two copies that feed two, with their first weights."""
+    folder = tmp_path_factory.mktemp("exported")
+    program(plan((2, 2))).export(folder)
+    save_file(model().state_dict(), folder / "weights.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dies", "stage"),
+    [("1:2:1", 1), ("2:3:2", 2)],  # the second of those that feed; the first of those fed
+)
+def test_a_killed_copy_is_missed_by_nobody(
+    exported: Path, tmp_path: Path, dies: str, stage: int
+) -> None:
+    """kill -9 in the midst of a step: the numbers stay those of one process."""
+    answer = tmp_path / "answer.json"
+    code = (
+        "import sys; from fxpart.launching import start_each\n"
+        "def tell(failed): print(failed.rank, failed.how)\n"
+        "sys.exit(start_each(sys.argv[1:], 4, module='queued_killed', tell=tell).code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(exported), str(answer)], env=environment(dies),
+        capture_output=True, text=True, timeout=200, check=False, preexec_fn=die_with_parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{stage} signal 9\n"
+    found, (losses, state) = json.loads(answer.read_text()), alone()
+    assert found["losses"] == pytest.approx(losses, rel=1e-6)
+    for name, value in state.items():
+        got = torch.tensor(found["state"][name])
+        torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-6)
+    assert found["lost"] == [stage]
+    assert found["copies"] == [[copy, len(ROWS)] for copy in range(4) if copy != stage]
+
+
+def test_the_command_line_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
+    """Killed while it reads the third batch, or soon after."""
+    path = tmp_path / "plan.json"
+    plan((2, 1)).dump(path)
+    command = [
+        sys.executable, "-m", "fxpart", "train", f"{TESTS / 'queued_target.py'}:clicks",
+        "--plan", str(path), "--nproc", "3", "--routing", "queue", "--staleness", "1",
+        "--steps", str(len(ROWS)), "--json",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment("1:2:0"), capture_output=True, text=True, timeout=280,
+        check=False, preexec_fn=die_with_parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ended with signal 9; the others go on" in done.stderr
+    *steps, last = (json.loads(line) for line in done.stdout.splitlines())
+    assert [row["step"] for row in steps] == list(range(1, len(ROWS) + 1))
+    assert last["lost"] == [1] and [copy["stage"] for copy in last["copies"]] == [0, 2]
