@@ -107,7 +107,8 @@ def _bag_length(call: Call) -> Size | None:
                   if name == "offsets"), None)  # fmt: skip
     if found is None or not str(found.target).startswith("aten.arange.start_step"):
         return None
-    start, end, step = (_number(a) for a in found.args[:3])
+    # Bags of one index: the step is left out where it is one.
+    start, end, step = (_number(a) for a in (*found.args, 1)[:3])
     total = call.shape("indices")[0]
     fits = start == 0 and str(end) == str(total) and isinstance(step, int | type(total))
     return step if fits and operator.ne(step, 0) is not False else None
