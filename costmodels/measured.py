@@ -69,7 +69,7 @@ class Measured:
     settings: Mapping[str, Setting]
     measurements: Mapping[Setting, Measurements]
     model: str = ""
-    _known: dict[tuple[OpSpec, str, bool], Cost] = field(
+    _known: dict[tuple[OpSpec, str, float, float, bool], Cost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -166,7 +166,8 @@ class Measured:
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op, its shapes numbers, while all ranks of the device's host compute."""
-        key = (op, device.name, backward)
+        # A group of devices has the name of its first and the pace of its slowest.
+        key = (op, device.name, device.share, device.bandwidth, backward)
         if key not in self._known:
             self._known[key] = self._op(op, device, backward)
         return self._known[key]

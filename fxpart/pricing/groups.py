@@ -94,6 +94,7 @@ def _slowest(group: Sequence[Device]) -> Device:
         flops=_least([device.flops for device in group]),
         bandwidth=min(device.bandwidth for device in group),
         launch=max(device.launch for device in group),
+        quota=min(group, key=lambda device: device.share).quota,
         measured=_least([d.measured for d in group if d.measured is not msgspec.UNSET])
         if all(device.measured is not msgspec.UNSET for device in group)
         else msgspec.UNSET,

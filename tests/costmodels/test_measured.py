@@ -25,6 +25,7 @@ from zoo_graphs import captured, prepared
 
 from fxpart.cluster import Cluster, Device, Host
 from fxpart.costs import OpSpec, TensorSpec
+from fxpart.pricing.groups import grouped
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.profile import (
@@ -241,6 +242,9 @@ def test_a_quota_lengthens_what_a_processor_takes() -> None:
         assert model.full(device) == pytest.approx(slowed / device.share)
         seconds = model.op(linear(8), device, False).seconds
         assert seconds == pytest.approx(1e-3 * slowed / device.share)
+    (group,) = grouped(held(0.75, 0.25), 2).devices
+    assert group.name == on.devices[0].name and group.share == 0.25
+    assert model.op(linear(8), group, False).seconds == pytest.approx(1e-3 * slowed / 0.25)
     assert measured(known, held(4.0, 1.0)).full(cluster().devices[0]) == 1.5
 
 
