@@ -1,0 +1,359 @@
+"""Plans for ranks of unlike speed and memory, run: beside homogeneous ones, and as predicted.
+
+    python tests/benchmarks/heterogeneous_measured.py    (as root on Linux; --models gpt2 for some)
+
+Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
+and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
+once, on a whole core (``fxpart profile --no-rehearse``); a device's ``quota`` prices its ranks. It
+is what a mixture of ops was found to reach under the quota that is set, which is a little less.
+For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
+devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
+the batch; and the best plan of each kind of device alone. Throughput of the chosen plan over each
+of these is compared with what the predictions say. Predictions are made before anything runs.
+``--keep FOLDER`` keeps links, profiles and rows there as they come, and goes on from what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import namespaces
+import quotas
+from choice import links
+from record import ROOT, parser, write
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+    from fxpart.cluster import Cluster
+
+RANKS = 4  # for which links are measured and models profiled
+WHOLE = "chosen"
+_BOUND = 0.15
+_RICH = 4 << 30  # bytes of a device whose memory is no matter
+_LATENCY = 3e-4  # seconds between namespaces
+_PART = 0.5  # of what the whole model needs, in the device with the least memory
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """A cluster. quotas: of its devices, in cores; scarce: devices with half the others' memory.
+
+    hosts: each device's, where there are two; megabits: a second of the link between them.
+    """
+
+    quotas: tuple[float, ...]
+    scarce: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
+    megabits: float = 0.0
+
+
+CLUSTERS = {
+    "a fast one, a slow one": Kinds((0.9, 0.45)),
+    "two fast ones, a slow one": Kinds((0.64, 0.64, 0.32)),
+    "a fast one, two slow ones": Kinds((0.9, 0.3, 0.3)),
+    "a fast one with half the memory, two slow ones": Kinds((0.8, 0.4, 0.4), (0,)),
+    "two fast ones, a slow link, two slow ones": Kinds(
+        (0.6, 0.6, 0.3, 0.3), hosts=(0, 0, 1, 1), megabits=200.0
+    ),
+}
+MODELS = ("gpt2", "recommender")
+
+
+def workload(name: str) -> Any:
+    """A model that trains, and a batch: GPT-2 as in cpu_models.py, the example's recommender."""
+    import cpu_models
+    import torch
+
+    if name == "gpt2":
+        torch.manual_seed(0)
+        return cpu_models.gpt2(_ROWS)
+    sys.path.append(str(ROOT / "examples"))
+    import recommender
+    from torch.nn import functional
+
+    from fxpart.target import Workload
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = recommender.write_logs(Path(folder) / "log.npy", _CLICKS)
+        batch = next(recommender.batches(log, _CLICKS))
+    loss = functional.binary_cross_entropy_with_logits
+    return Workload(recommender.model(), batch, loss=loss, optimizer="adagrad")
+
+
+_ROWS = 12  # of a batch of GPT-2: equal shares for 2, 3 and 4 ranks
+_CLICKS = 4608  # rows of a batch of the recommender
+
+
+def found_shares(folder: Path) -> dict[float, float]:
+    """By quota what it leaves of a core, measured now or before."""
+    file = folder / "quotas.json"
+    if not file.exists():
+        every = sorted({quota for kinds in CLUSTERS.values() for quota in kinds.quotas})
+        rows = list(zip(every, quotas.shares(every), strict=True))
+        file.write_text(json.dumps(rows), encoding="utf-8")
+        say(f"quotas, and what they leave: {rows}")
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def cluster_of(
+    name: str, kinds: Kinds, base: Cluster, need: Any, shares: dict[float, float]
+) -> Cluster:
+    """Devices with quotas of a core of this host. need: of a process with the whole model.
+
+    shares: by quota what it leaves.
+    """
+    from msgspec.structs import replace
+
+    from fxpart.cluster import Cluster, Link
+    from fxpart.cluster_io.detect import cores
+
+    one = Cluster.local(cores()).devices[0]
+    scarce = round((need.process + _PART * (need.tensors + need.allocator)) / 0.97)
+    devices = [
+        replace(
+            one, name=f"local/cpu:{k}", quota=quota, threads=1, bandwidth=one.bandwidth * quota,
+            flops={kind: rate * quota for kind, rate in one.flops.items()},
+            memory=(scarce if k in kinds.scarce else 2 * scarce) if kinds.scarce else _RICH,
+        )
+        for k, quota in enumerate(shares[each] for each in kinds.quotas)
+    ]  # fmt: skip
+    if not kinds.hosts:
+        return replace(base, name=name, devices=tuple(devices)).validate()
+    apart = [
+        replace(d, name=f"host{h}/cpu:{k}", host=f"host{h}")
+        for k, (d, h) in enumerate(zip(devices, kinds.hosts, strict=True))
+    ]
+    inside = Cluster.local(1).links[0]  # over gloo: what is assumed of the loopback device
+    given = [replace(inside, source=host, target=host) for host in ("host0", "host1")]
+    rate = kinds.megabits * 1e6 / 8
+    between = Link(
+        source="*", target="*", latency=_LATENCY, bandwidth=rate, kind="net", shared=True
+    )
+    given.append(between)
+    return Cluster(name=name, devices=tuple(apart), links=tuple(given)).validate()
+
+
+def nominal(device: Any, kinds: Kinds) -> float:
+    """The quota that is set for a device, in cores."""
+    return kinds.quotas[int(device.name.rpartition(":")[2])]
+
+
+def plans(program: Program, cluster: Cluster, kinds: Kinds, path: Path) -> dict[str, Program]:
+    """The chosen plan and the homogeneous ones, predicted; one that does not fit is left out."""
+    from fxpart.errors import FxpartError
+
+    count = len(cluster.devices)
+    asked: dict[str, Callable[[], Program]] = {
+        WHOLE: lambda: program.replan(cluster, cost_model=path),
+        "equal stages": lambda: equal_stages(program, cluster, path),
+        "equal shares": lambda: program.replan(
+            cluster, constraints={"mesh": f"dp={count}", "stages": 1}, cost_model=path
+        ),
+    }
+    for part in kinds_of(cluster):
+        words = f"{len(part.devices)} of {nominal(part.devices[0], kinds):g} cores"
+        asked[words] = lambda part=part: program.replan(  # type: ignore[misc]
+            part, constraints={"copies": "none"}, cost_model=path
+        )
+    found = {}
+    for words, make in asked.items():
+        try:
+            found[words] = make()
+        except FxpartError as fault:
+            say(f"  {words}: {fault.problems[0].code} {fault.problems[0].why}")
+    return found
+
+
+def kinds_of(cluster: Cluster) -> list[Cluster]:
+    """The devices of each kind as clusters of their own."""
+    from msgspec.structs import replace
+
+    members: dict[tuple[object, int], list[Any]] = {}
+    for device in cluster.devices:
+        members.setdefault((device.quota, device.memory), []).append(device)
+    return [replace(cluster, devices=tuple(devices)) for devices in members.values()]
+
+
+def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
+    """The best pipeline of one rank a stage for as many devices of the mean speed, on these."""
+    from msgspec.structs import replace
+
+    count = len(cluster.devices)
+    mean = sum(d.quota for d in cluster.devices if isinstance(d.quota, float)) / count
+    least = min(device.memory for device in cluster.devices)
+    alike = tuple(
+        replace(
+            d, quota=mean, bandwidth=d.bandwidth * mean / d.share, memory=least,
+            flops={kind: rate * mean / d.share for kind, rate in d.flops.items()},
+        )
+        for d in cluster.devices
+    )  # fmt: skip
+    wish: dict[str, int | float | str | bool] = {"dp": 1, "tp": 1, "stages": count}
+    plan = program.replan(replace(cluster, devices=alike), constraints=wish, cost_model=path).plan
+    wish["schedule"] = plan.schedule
+    wish["stage"] = ";".join(f"#{s.first}-{s.last}={s.index}" for s in plan.stages)
+    made = program.replan(
+        cluster, microbatches=plan.microbatches, constraints=wish, cost_model=path
+    )
+    assert [s.spans for s in made.plan.stages] == [s.spans for s in plan.stages], "as wished for"
+    return made
+
+
+def measured(program: Program, kinds: Kinds, options: argparse.Namespace) -> dict[str, Any]:
+    """A plan's row: run under its devices' quotas, in fresh processes."""
+    plan = program.plan
+    devices = [plan.device(rank) for rank in range(plan.world)]
+    share = [nominal(device, kinds) for device in devices]
+    names = sorted({device.host for device in devices})
+    hosts = [names.index(device.host) for device in devices]
+    with quotas.held(share, hosts, kinds.megabits) as bench:
+        runs = [bench.run(plan, program.parts, steps=options.steps) for _ in range(options.turns)]
+    seconds = statistics.median(run.seconds.seconds for run in runs)
+    peaks = [max(run.peaks[rank] for run in runs) for rank in range(plan.world)]
+    limits = [device.memory for device in devices]
+    return {
+        "how": words_of(plan),
+        "quotas": share,
+        "predicted": plan.prediction.simulated_seconds,
+        "measured": seconds,
+        "runs": [run.seconds.seconds for run in runs],
+        "error": plan.prediction.simulated_seconds / seconds - 1,
+        "cpu": runs[0].cpu,
+        "peaks_over_memory": max(p / m for p, m in zip(peaks, limits, strict=True)),
+    }
+
+
+def words_of(plan: Any) -> str:
+    """Blocks of each stage, whose copies take how many microbatches."""
+    taken = {rank: row.microbatches for row in plan.prediction.ranks for rank in row.ranks}
+    stages = []
+    for stage in plan.stages:
+        turns = f", {taken[stage.ranks[0]]} microbatches" if taken[stage.ranks[0]] else ""
+        ranks = " ".join(map(str, stage.ranks))
+        stages.append(f"{stage.first}-{stage.last} on {ranks}{turns}")
+    return f"{plan.microbatches} microbatches, {plan.schedule}: {'; '.join(stages)}"
+
+
+def row(name: str, words: str, program: Program, base: Cluster, folder: Path, options: Any) -> Any:
+    """One model on one cluster."""
+    from msgspec.structs import replace
+
+    kinds, path, shares = CLUSTERS[words], folder / f"{name}.profile", found_shares(folder)
+    alone = replace(base, devices=base.devices[:1])
+    need = program.replan(alone, cost_model=path).plan.prediction.ranks[0]
+    cluster = cluster_of(words, kinds, base, need, shares)
+    made = plans(program, cluster, kinds, path)
+    rows: dict[str, Any] = {}
+    for label, one in made.items():
+        rows[label] = measured(one, kinds, options)
+        seconds = f"{rows[label]['predicted']:.4f} s, {rows[label]['measured']:.4f} s"
+        say(f"  {label}: {seconds} ({rows[label]['how']})")
+    over = {}
+    for label, one in rows.items():
+        if label != WHOLE:
+            predicted, found = (one[k] / rows[WHOLE][k] for k in ("predicted", "measured"))
+            over[label] = {
+                "predicted": predicted, "measured": found, "error": predicted / found - 1,
+            }  # fmt: skip
+    return {
+        "model": name,
+        "cluster": words,
+        "quotas": kinds.quotas,
+        "found": [device.share for device in cluster.devices],
+        "memory": [device.memory for device in cluster.devices],
+        "kinds": made[WHOLE].plan.provenance.get("kinds", ""),
+        "load": os.getloadavg()[0],
+        "plans": rows,
+        "over": over,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far ratios and steps were off, and how often the chosen plan was the fastest."""
+    over = [one for row in rows for one in row["over"].values()]
+    steps = [abs(one["error"]) for row in rows for one in row["plans"].values()]
+    ratios = [abs(one["error"]) for one in over]
+    best = [min(one["measured"] for one in row["over"].values()) for row in rows]
+    return {
+        "ratios": len(ratios),
+        "ratio_median_error": statistics.median(ratios),
+        "ratio_worst_error": max(ratios),
+        "ratios_within_bound": sum(error <= _BOUND for error in ratios),
+        "step_median_error": statistics.median(steps),
+        "step_worst_error": max(steps),
+        "over_best_homogeneous": {"least": min(best), "median": statistics.median(best)},
+    }
+
+
+def say(text: str) -> None:
+    """How far it is."""
+    sys.stderr.write(text + "\n")
+
+
+def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one model, those of earlier runs as they were kept."""
+    import fxpart
+    from fxpart.measuring.session import profile
+
+    kept = folder / f"{name}.json"
+    rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []
+    left = [w for w in options.clusters.split(";") if w not in {row["cluster"] for row in rows}]
+    if not left:
+        return rows
+    base, path, work = links(RANKS, folder), folder / f"{name}.profile", workload(name)
+    profile(work, base, path, budget=options.budget, rehearse=False)
+    given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
+    example: Any = {given: work.example}
+    program = fxpart.compile(
+        work.model, base, loss=work.loss, optimizer=work.optimizer or "adamw", cost_model=path,
+        **example,
+    )  # fmt: skip
+    for words in left:
+        say(f"{name}, {words}")
+        rows.append(row(name, words, program, base, folder, options))
+        kept.write_text(json.dumps(rows))
+    return rows
+
+
+def main() -> None:
+    """All models on all clusters, or those named."""
+    made = parser(__doc__)
+    made.add_argument("--models", default=",".join(MODELS))
+    made.add_argument("--clusters", default=";".join(CLUSTERS))
+    made.add_argument("--steps", type=int, default=9)
+    made.add_argument("--turns", type=int, default=1, help="runs of each plan")
+    made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
+    made.add_argument("--keep", default="", help="folder for links, profiles and rows")
+    options = made.parse_args()
+    keep = vars(options).pop("keep")
+
+    lacks = next(filter(None, (quotas.missing(kinds.quotas) for kinds in CLUSTERS.values())), "")
+    lacks = lacks or namespaces.missing()
+    if lacks:
+        say(f"skipped: {lacks}")
+        write("heterogeneous_measured", {"rows": [], "skipped": lacks}, options)
+        return
+
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh:
+        folder = Path(keep or fresh)
+        folder.mkdir(exist_ok=True)
+        rows = [
+            found for name in options.models.split(",") for found in of_model(name, folder, options)
+        ]
+    write("heterogeneous_measured", {"rows": rows, **summary(rows)}, options)
+
+
+if __name__ == "__main__":
+    main()

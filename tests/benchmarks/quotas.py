@@ -1,0 +1,213 @@
+"""Ranks as processes that control groups of Linux hold to so many cores each. Linux, root.
+
+Imported by heterogeneous_measured.py, not run. Version 1's ``cpu`` controller or version 2. Each
+rank's process is a group of its own with a quota in short periods, so that a step of some tenths of
+a second sees an even speed, and stays on one core; ranks are put on cores so that their quotas fit,
+and none waits for another. Ranks of several hosts stand in network namespaces, which a link joins
+that tc's token bucket limits (namespaces.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "fxquota"
+# Microseconds: a fifth of the kernel's own choice, so that speeds are even; not shorter, as a
+# process's caches are cold every time that it was held.
+_PERIOD = 20_000
+_WINDOW = 1.5  # seconds that a process computes, free and under its quota
+_CLONE_NEWNET = 0x40000000
+_GONE = 5.0  # seconds that the last process of a group may take to end
+
+
+def missing(quotas: Sequence[float] = ()) -> str:
+    """What this machine lacks for it, in words; "" where nothing."""
+    if _placed(quotas) is None:
+        cores = len(os.sched_getaffinity(0))
+        return f"quotas of {', '.join(map(str, quotas))} cores do not fit on {cores} cores"
+    try:
+        with Groups([0.5]):
+            return ""
+    except OSError as cause:
+        return f"control groups with CPU quotas cannot be made here: {cause}"
+
+
+class Groups:
+    """A group for each quota, in cores; a context, after which nothing of them is left."""
+
+    def __init__(self, quotas: Sequence[float]) -> None:
+        """Leftovers of runs that were killed stay: only those who made them may remove them."""
+        self._old = (_ROOT / "cpu").is_dir()
+        root = _ROOT / "cpu" if self._old else _ROOT
+        self.quotas = tuple(quotas)
+        self.folders = [root / f"{_PREFIX}-{os.getpid()}-{k}" for k in range(len(self.quotas))]
+        self.cores = _placed(quotas) or [0] * len(self.quotas)
+
+    def __enter__(self) -> Groups:
+        """Make them; OSError where that is not allowed."""
+        try:
+            for folder, quota in zip(self.folders, self.quotas, strict=True):
+                folder.mkdir()
+                allowed = round(quota * _PERIOD)
+                if self._old:
+                    (folder / "cpu.cfs_period_us").write_text(str(_PERIOD))
+                    (folder / "cpu.cfs_quota_us").write_text(str(allowed))
+                else:
+                    (folder / "cpu.max").write_text(f"{allowed} {_PERIOD}")
+        except OSError:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Remove them."""
+        self.close()
+
+    def close(self) -> None:
+        """Remove the groups once their processes have ended."""
+        for folder in self.folders:
+            end = time.monotonic() + _GONE
+            while folder.is_dir() and time.monotonic() < end:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                    break
+                time.sleep(0.05)
+
+
+def _placed(quotas: Sequence[float]) -> list[int] | None:
+    """A core for each, so that those of one core fit together; the largest first. None if not."""
+    left = dict.fromkeys(sorted(os.sched_getaffinity(0)), 1.0)
+    found = [0] * len(quotas)
+    for rank in sorted(range(len(quotas)), key=lambda k: -quotas[k]):
+        core = max(left, key=lambda c: left[c])
+        left[core] -= quotas[rank]
+        if left[core] < -1e-9:
+            return None
+        found[rank] = core
+    return found
+
+
+def enter(rank: int, payload: dict[str, Any]) -> None:
+    """This process, all its threads, into its rank's group and onto its core."""
+    (Path(payload["groups"][rank]) / "cgroup.procs").write_text(str(os.getpid()))
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), {payload["cores"][rank]})
+
+
+def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """A rank that rehearses plans, under its quota."""
+    from fxpart.measuring import rehearsing
+
+    if payload["spaces"]:
+        _move(rank, payload["spaces"])
+    enter(rank, payload)
+    return rehearsing.serve(rank, world, payload)
+
+
+def shares(quotas: Sequence[float]) -> list[float]:
+    """What quotas leave of a core as found: less than they say, for caches that are cold again.
+
+    A mixture of ops, not the models, by a process that computes free and then under the quota.
+    """
+    from fxpart.measuring.processes import together
+
+    found = []
+    for quota in quotas:
+        with Groups([quota]) as groups:
+            payload = {"cores": groups.cores, "groups": [str(f) for f in groups.folders]}
+            (answer,) = together(1, "quotas:pace", payload, 120.0)
+        found.append(float(answer["share"]))
+    return found
+
+
+def pace(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """One process: how fast it computes under its quota, of its speed without."""
+    import torch
+
+    from fxpart.measuring.host import Mixture, window
+
+    mixture = Mixture(torch.device("cpu"))
+    window(mixture, _WINDOW / 3)
+    free = window(mixture, _WINDOW)
+    enter(rank, payload)
+    window(mixture, _WINDOW / 3)
+    return {"share": min(1.0, free / window(mixture, 2 * _WINDOW)), "world": world}
+
+
+def _move(rank: int, spaces: Sequence[str]) -> None:
+    """Into the rank's network namespace; the store's connection stays where it was made."""
+    import torch.distributed as dist
+    from namespaces import DEVICE
+
+    from fxpart.environment import launch
+    from fxpart.measuring import rehearsing
+
+    found = launch()
+    assert found is not None, "one of several"
+    store: Any = dist.TCPStore(found.address, found.port)
+
+    @contextlib.contextmanager
+    def regrouped(name: str, rank: int, world: int, timeout: float) -> Iterator[None]:
+        prefixed: Any = dist.PrefixStore(name, store)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world, timeout=limit)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    with Path("/var/run/netns", spaces[rank]).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {spaces[rank]}")
+    here = spaces.count(spaces[rank])
+    os.environ |= {"GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(here)}
+    rehearsing.regrouped = regrouped  # no new connection reaches the store from here
+
+
+def held(quotas: Sequence[float], hosts: Sequence[int] = (), megabits: float = 0.0) -> Any:
+    """Ranks that rehearse plans, each under its quota: a context with ``run``, as Rehearsals.
+
+    hosts: each rank's, where there are several; megabits: a second of the link between them.
+    """
+    from namespaces import Network
+
+    from fxpart.errors import FxpartError
+    from fxpart.measuring.processes import together
+    from fxpart.measuring.rehearsals import Rehearsals
+
+    class Held(Rehearsals):
+        """In groups and namespaces, which are removed once the processes have ended."""
+
+        def _serve(self, ranks: int, threads: int) -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    groups = stack.enter_context(Groups(quotas))
+                    spaces: list[str] = []
+                    if len(set(hosts)) > 1:
+                        net = stack.enter_context(Network(max(hosts) + 1))
+                        net.shape(megabits)
+                        spaces = [net.names[host] for host in hosts]
+                    payload = {
+                        "folder": self._folder.name, "cores": groups.cores, "spaces": spaces,
+                        "groups": [str(folder) for folder in groups.folders],
+                    }  # fmt: skip
+                    together(ranks, "quotas:serve", payload, 3600.0, threads=threads)
+            except FxpartError as why:
+                self._failure = why
+
+    return Held(len(quotas))
