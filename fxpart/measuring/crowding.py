@@ -188,14 +188,30 @@ def grows(folder: Path) -> Growth:
 def _trained(run: StageRun, inputs: Values) -> None:
     """Some steps of two microbatches each, from gradients that are made anew."""
     trained = [p for p in run.module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0) if trained else None
+    optimizers: list[torch.optim.Optimizer] = []
     for _ in range(_SETTLED):
         for parameter in trained:
             parameter.grad = None
         for _ in range(2):
             _round(run, inputs)
-        if optimizer is not None:
+        optimizers = optimizers or steppers(trained)
+        for optimizer in optimizers:
             optimizer.step()
+
+
+def steppers(trained: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Optimizers with Adam's state for parameters with gradients, whose numbers hardly change.
+
+    AdamW takes no sparse gradients, and SparseAdam no others.
+    """
+    sparse = [p for p in trained if p.grad is not None and p.grad.is_sparse]
+    rest = [p for p in trained if not any(p is other for other in sparse)]
+    found: list[torch.optim.Optimizer] = []
+    if rest:
+        found.append(torch.optim.AdamW(rest, lr=0.0))
+    if sparse:
+        found.append(torch.optim.SparseAdam(sparse, lr=1e-30))
+    return found
 
 
 def _round(run: StageRun, inputs: Values) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpart.measuring.crowding import steppers
 from fxpart.measuring.memory import Growth, allocations, baseline, growth
 from fxpart.measuring.processes import together
 from fxpart.runtime.footprint import resident
@@ -69,3 +70,19 @@ def test_what_a_process_takes_beside_its_tensors(holes: bool, lost: int) -> None
     found = Growth(row["baseline"], row["overhead"])
     assert 50e6 < found.baseline <= 1.02 * row["now"]
     assert found.overhead == pytest.approx(lost / 256, abs=0.05)
+
+
+def test_sparse_gradients_are_stepped_too() -> None:
+    """By an optimizer that takes them; both keep two numbers for each of a parameter's."""
+    table = torch.nn.EmbeddingBag(6, 2, mode="sum", sparse=True)
+    out = torch.nn.Linear(2, 1)
+    trained = [*table.parameters(), *out.parameters()]
+    out(table(torch.tensor([[1, 2], [2, 3]]))).sum().backward()
+    optimizers = steppers(trained)
+    for optimizer in optimizers:
+        optimizer.step()
+    kept = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    for parameter in trained:
+        shapes = [t.shape for t in kept[parameter].values() if isinstance(t, torch.Tensor)]
+        assert shapes.count(parameter.shape) == 2
+    assert [type(o).__name__ for o in steppers(trained[1:])] == ["AdamW"]
