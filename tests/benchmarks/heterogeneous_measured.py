@@ -4,8 +4,8 @@
 
 Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
-once, on a whole core (``fxpart profile --no-rehearse``); a device's ``quota`` prices its ranks. It
-is what a mixture of ops was found to reach under the quota that is set, which is a little less.
+once, on a whole core (``fxpart profile --no-rehearse``); a device's ``quota`` prices its ranks.
+Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
 the batch; and the best plan of each kind of device alone. Throughput of the chosen plan over each
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,24 +94,8 @@ _ROWS = 12  # of a batch of GPT-2: equal shares for 2, 3 and 4 ranks
 _CLICKS = 4608  # rows of a batch of the recommender
 
 
-def found_shares(folder: Path) -> dict[float, float]:
-    """By quota what it leaves of a core, measured now or before."""
-    file = folder / "quotas.json"
-    if not file.exists():
-        every = sorted({quota for kinds in CLUSTERS.values() for quota in kinds.quotas})
-        rows = list(zip(every, quotas.shares(every), strict=True))
-        file.write_text(json.dumps(rows), encoding="utf-8")
-        say(f"quotas, and what they leave: {rows}")
-    return dict(json.loads(file.read_text(encoding="utf-8")))
-
-
-def cluster_of(
-    name: str, kinds: Kinds, base: Cluster, need: Any, shares: dict[float, float]
-) -> Cluster:
-    """Devices with quotas of a core of this host. need: of a process with the whole model.
-
-    shares: by quota what it leaves.
-    """
+def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
+    """Devices with quotas of a core of this host. need: of a process with the whole model."""
     from msgspec.structs import replace
 
     from fxpart.cluster import Cluster, Link
@@ -124,10 +109,10 @@ def cluster_of(
             flops={kind: rate * quota for kind, rate in one.flops.items()},
             memory=(scarce if k in kinds.scarce else 2 * scarce) if kinds.scarce else _RICH,
         )
-        for k, quota in enumerate(shares[each] for each in kinds.quotas)
+        for k, quota in enumerate(kinds.quotas)
     ]  # fmt: skip
     if not kinds.hosts:
-        return replace(base, name=name, devices=tuple(devices)).validate()
+        return between_held(replace(base, name=name, devices=tuple(devices))).validate()
     apart = [
         replace(d, name=f"host{h}/cpu:{k}", host=f"host{h}")
         for k, (d, h) in enumerate(zip(devices, kinds.hosts, strict=True))
@@ -140,6 +125,30 @@ def cluster_of(
     )
     given.append(between)
     return Cluster(name=name, devices=tuple(apart), links=tuple(given)).validate()
+
+
+def between_held(cluster: Cluster) -> Cluster:
+    """Links of one host, and collectives, at the pace of the slower end: processors copy there."""
+    from msgspec import UNSET
+    from msgspec.structs import replace
+
+    (link,) = cluster.links
+    found = []
+    for a, b in permutations(cluster.devices, 2):
+        pace = min(a.share, b.share)
+        curve = UNSET if link.curve is UNSET else tuple((n, s / pace) for n, s in link.curve)
+        held = {"latency": link.latency / pace, "bandwidth": link.bandwidth * pace, "curve": curve}
+        found.append(replace(link, source=a.name, target=b.name, **held))
+    slowest = min(device.share for device in cluster.devices)
+    curves = () if cluster.collectives is UNSET else cluster.collectives
+    sums = tuple(
+        replace(
+            c, points=tuple((n, s / slowest) for n, s in c.points), latency=c.latency / slowest,
+            inverse_bandwidth=c.inverse_bandwidth / slowest,
+        )
+        for c in curves
+    )  # fmt: skip
+    return replace(cluster, links=tuple(found), collectives=sums or UNSET)
 
 
 def nominal(device: Any, kinds: Kinds) -> float:
@@ -175,12 +184,18 @@ def plans(program: Program, cluster: Cluster, kinds: Kinds, path: Path) -> dict[
 
 def kinds_of(cluster: Cluster) -> list[Cluster]:
     """The devices of each kind as clusters of their own."""
+    from msgspec import UNSET
     from msgspec.structs import replace
 
     members: dict[tuple[object, int], list[Any]] = {}
     for device in cluster.devices:
         members.setdefault((device.quota, device.memory), []).append(device)
-    return [replace(cluster, devices=tuple(devices)) for devices in members.values()]
+    found = []
+    for devices in members.values():
+        known = {"*"} | {d.name for d in devices} | {d.host for d in devices}
+        links = tuple(x for x in cluster.links if {x.source, x.target} <= known)
+        found.append(replace(cluster, devices=tuple(devices), links=links, hosts=UNSET).validate())
+    return found
 
 
 def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
@@ -247,10 +262,10 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     """One model on one cluster."""
     from msgspec.structs import replace
 
-    kinds, path, shares = CLUSTERS[words], folder / f"{name}.profile", found_shares(folder)
+    kinds, path = CLUSTERS[words], folder / f"{name}.profile"
     alone = replace(base, devices=base.devices[:1])
     need = program.replan(alone, cost_model=path).plan.prediction.ranks[0]
-    cluster = cluster_of(words, kinds, base, need, shares)
+    cluster = cluster_of(words, kinds, base, need)
     made = plans(program, cluster, kinds, path)
     rows: dict[str, Any] = {}
     for label, one in made.items():
@@ -268,7 +283,6 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
         "model": name,
         "cluster": words,
         "quotas": kinds.quotas,
-        "found": [device.share for device in cluster.devices],
         "memory": [device.memory for device in cluster.devices],
         "kinds": made[WHOLE].plan.provenance.get("kinds", ""),
         "load": os.getloadavg()[0],

@@ -24,7 +24,6 @@ _PREFIX = "fxquota"
 # Microseconds: a fifth of the kernel's own choice, so that speeds are even; not shorter, as a
 # process's caches are cold every time that it was held.
 _PERIOD = 20_000
-_WINDOW = 1.5  # seconds that a process computes, free and under its quota
 _CLONE_NEWNET = 0x40000000
 _GONE = 5.0  # seconds that the last process of a group may take to end
 
@@ -111,42 +110,19 @@ def enter(rank: int, payload: dict[str, Any]) -> None:
 
 def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """A rank that rehearses plans, under its quota."""
+    import torch
+
+    import fxpart.running  # noqa: F401
     from fxpart.measuring import rehearsing
 
+    # What is loaded once takes seconds, and under a quota far longer; no step waits for it.
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.AdamW([weight]).step()
     if payload["spaces"]:
         _move(rank, payload["spaces"])
     enter(rank, payload)
     return rehearsing.serve(rank, world, payload)
-
-
-def shares(quotas: Sequence[float]) -> list[float]:
-    """What quotas leave of a core as found: less than they say, for caches that are cold again.
-
-    A mixture of ops, not the models, by a process that computes free and then under the quota.
-    """
-    from fxpart.measuring.processes import together
-
-    found = []
-    for quota in quotas:
-        with Groups([quota]) as groups:
-            payload = {"cores": groups.cores, "groups": [str(f) for f in groups.folders]}
-            (answer,) = together(1, "quotas:pace", payload, 120.0)
-        found.append(float(answer["share"]))
-    return found
-
-
-def pace(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """One process: how fast it computes under its quota, of its speed without."""
-    import torch
-
-    from fxpart.measuring.host import Mixture, window
-
-    mixture = Mixture(torch.device("cpu"))
-    window(mixture, _WINDOW / 3)
-    free = window(mixture, _WINDOW)
-    enter(rank, payload)
-    window(mixture, _WINDOW / 3)
-    return {"share": min(1.0, free / window(mixture, 2 * _WINDOW)), "world": world}
 
 
 def _move(rank: int, spaces: Sequence[str]) -> None:
