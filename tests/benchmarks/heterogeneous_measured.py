@@ -360,7 +360,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh:
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh, namespaces.interruptible():
         folder = Path(keep or fresh)
         folder.mkdir(exist_ok=True)
         rows = [
