@@ -109,6 +109,55 @@ def test_staleness_keeps_to_its_bound(weights: str) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 1, 2)])
+def test_stale_gradients_are_those_of_the_weights_that_were_read(counts: tuple[int, ...]) -> None:
+    """With stash: computed anew with each stage's weights of the version that its forward read."""
+    made = trainer(plan(counts), sgd, staleness=2)
+    read: dict[tuple[int, int, int], int] = {}  # (group, minibatch, microbatch): version
+    for worker in made._workers.values():
+
+        def forward(
+            number: int, microbatch: int, worker: Any = worker, own: Any = worker._run_forward
+        ) -> Any:
+            read[worker._group, number, microbatch] = worker.weights.updates
+            return own(number, microbatch)
+
+        worker._run_forward = forward
+    losses = steps(made)
+    found = made.state_dict()
+    assert any(version < key[1] for key, version in read.items()), "some are stale"
+    firsts = [sum(counts[:g]) for g in range(len(counts))]
+    group = {s.name: g for g, k in enumerate(firsts) for s in made.spec.stages[k].state}
+    versions = [{n: p.detach().clone() for n, p in model().named_parameters()}]
+    for step, rows in enumerate(ROWS):
+        new = {name: value.clone() for name, value in versions[-1].items()}
+        total = 0.0
+        parts = [each.tensor_split(min(4, rows)) for each in batch(rows, step)]
+        for m, (x, ids, y) in enumerate(zip(*parts, strict=True)):
+            mixed = {
+                name: versions[read[group[name], step, m]][name].clone().requires_grad_()
+                for name in new
+            }
+            out = torch.func.functional_call(model(), mixed, (x, ids))
+            loss = nn.functional.cross_entropy(out, y) * len(x) / rows
+            loss.backward()
+            total += loss.item()
+            for name, value in mixed.items():
+                new[name] -= 0.1 * value.grad.to_dense()  # type: ignore[union-attr]
+        versions.append(new)
+        assert losses[step] == pytest.approx(total, rel=1e-5)
+    for name, value in versions[-1].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    made.close()
+
+
+def test_the_first_updates_may_miss_none() -> None:
+    made = trainer(plan(), staleness=2, warm_up=len(ROWS))
+    check(made, steps(made))
+    assert max(each.staleness for each in made.report()) == 0
+    made.close()
+
+
 def test_staleness_outlives_a_copy() -> None:
     made = trainer(plan((2, 2)), sgd, staleness=1)
     losses = steps(made, {2: 1, 4: 2})

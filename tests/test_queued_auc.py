@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from fxpart.planned.copied import Copied, with_copies
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "recommender.py"
-TRAIN, NEW = 48, 16  # batches
+TRAIN, NEW, WARM = 256, 32, 32  # batches
 
 
 def example() -> ModuleType:
@@ -29,12 +30,10 @@ def example() -> ModuleType:
     return made
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_auc_within_two_thousandths(seed: int, tmp_path: Path) -> None:
-    """Two copies of the tables feed the tower; gradients may miss two updates."""
-    ours = example()
-    train = ours.write_logs(tmp_path / "train.npy", TRAIN * ours.BATCH, seed=2 * seed)
-    new = ours.write_logs(tmp_path / "new.npy", NEW * ours.BATCH, seed=2 * seed + 1)
+def both(ours: ModuleType, seed: int, folder: Path) -> tuple[float, float]:
+    """AUC after one pass, synchronous and where gradients may miss two updates."""
+    train = ours.write_logs(folder / f"train-{seed}.npy", TRAIN * ours.BATCH, seed=2 * seed)
+    new = ours.write_logs(folder / f"new-{seed}.npy", NEW * ours.BATCH, seed=2 * seed + 1)
     compiled = partial(
         fxpart.compile, example_inputs=next(ours.batches(train)), optimizer=ours.adagrad,
         loss=nn.functional.binary_cross_entropy_with_logits,
@@ -46,7 +45,7 @@ def test_auc_within_two_thousandths(seed: int, tmp_path: Path) -> None:
         return made
 
     constraints = {"mesh": "none", "stages": 2}
-    chain = compiled(model(), "local:3", microbatches=4, constraints=constraints).plan
+    chain = compiled(model(), "local:3", microbatches=2, constraints=constraints).plan
     first, second = sorted(chain.prediction.ranks, key=lambda row: row.stage)
     copies = [Copied((0, 1), (0, 1), (first, first)), Copied((2,), (0,), (second,))]
     plan = with_copies(chain, copies, 0.0)
@@ -56,7 +55,7 @@ def test_auc_within_two_thousandths(seed: int, tmp_path: Path) -> None:
 
     def auc(staleness: int) -> float:
         trainer = compiled(model(), plan.cluster, plan=plan).trainer(
-            ours.adagrad, routing="queue", staleness=staleness
+            ours.adagrad, routing="queue", staleness=staleness, warm_up=WARM
         )
         trainer.fit(batches)
         found = trainer.evaluate(ours.batches(new), metrics={"auc": ours.Auc()})["auc"]
@@ -65,6 +64,13 @@ def test_auc_within_two_thousandths(seed: int, tmp_path: Path) -> None:
         trainer.close()
         return float(found)
 
-    synchronous = auc(0)
-    assert synchronous > 0.6, "it has learnt"
-    assert auc(2) == pytest.approx(synchronous, rel=2e-3)
+    return auc(0), auc(2)
+
+
+def test_auc_within_two_thousandths(tmp_path: Path) -> None:
+    """Two copies of the tables feed the tower: the mean of three seeds."""
+    ours = example()
+    pairs = [both(ours, seed, tmp_path) for seed in range(3)]
+    synchronous, stale = (mean(values) for values in zip(*pairs, strict=True))
+    assert synchronous > 0.69, "it has learnt"
+    assert stale == pytest.approx(synchronous, rel=2e-3), pairs

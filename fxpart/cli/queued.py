@@ -26,12 +26,11 @@ def queue_options(command: Command) -> Command:
 
 
 def queued_of(
-    options: dict[str, Any], weights: str | None, *, others: Mapping[str, object]
+    options: dict[str, Any], weights: str | None, trace: str | None
 ) -> tuple[dict[str, Any], str | None]:
     """What a trainer from queues is given (nothing else is), and the weights that are left.
 
-    weights: a weight mode is the queues'. others: options by name that do not go together with
-    queues; FXP109 for those.
+    weights: a weight mode is the queues'. FXP109 for --run and --trace with queues.
     """
     routing, staleness = options.pop("routing"), options.pop("staleness")
     if routing != "queue":
@@ -39,7 +38,7 @@ def queued_of(
             fix = "give --routing queue too"
             raise error("FXP109", where="--staleness", why="copies take turns", fix=fix)
         return {}, weights
-    for name, value in others.items():
+    for name, value in {"--run": options["folder"], "--trace": trace}.items():
         if value is not None:
             why = "queues have no checkpoints and no recordings"
             raise error("FXP109", where=f"--routing queue {name}", why=why, fix=f"leave {name} out")

@@ -73,9 +73,7 @@ def command(
     """
     from fxpart.environment import launch
 
-    queued, weights = queued_of(
-        options, weights, others={"--run": options["folder"], "--trace": trace}
-    )
+    queued, weights = queued_of(options, weights, trace)
     kept = kept_of(options, traced=trace is not None)
     how: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):

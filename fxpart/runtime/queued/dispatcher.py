@@ -66,10 +66,10 @@ class Dispatcher:
     are gone. again: how many microbatches went back into a queue. problems: why it has stopped.
     """
 
-    def __init__(self, queues: Queues, staleness: int) -> None:
-        """Nothing has begun."""
+    def __init__(self, queues: Queues, staleness: int, warm_up: int = 0) -> None:
+        """Nothing has begun. warm_up: the first so many minibatches miss no update."""
         self.queues = queues
-        self.staleness = staleness
+        self.staleness, self.warm_up = staleness, warm_up
         self.applied = self.again = 0
         self.lost: list[int] = []
         self.problems: tuple[tuple[str, str, str, str], ...] = ()
@@ -239,7 +239,8 @@ class Dispatcher:
         oldest = self._oldest()
         free = self._flying(copy, group) < self.queues.limits[copy]
         for number in sorted(self._minibatches):
-            if number > min(self.applied + self.staleness, self._begun[copy]):
+            stale = self.staleness if number >= self.warm_up else 0
+            if number > min(self.applied + stale, self._begun[copy]):
                 return None
             for microbatch, item in enumerate(self._minibatches[number].items[group]):
                 # The oldest of all goes on in any case: no limit can have groups wait in a ring.

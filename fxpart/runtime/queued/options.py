@@ -18,13 +18,15 @@ MODES = ("stash", "naive", "spectrain-v2", "pipeoptim")
 class QueueOptions:
     """What a trainer from queues takes beside a trainer's options.
 
-    staleness: updates that a minibatch's gradients may miss at most; 0: synchronous. weights: which
-    weights a backward reads where updates came in between (a weight mode or its name). scheduler: a
-    function of an optimizer that makes its learning-rate scheduler, stepped with its updates.
-    patience: seconds of silence after which a rank counts as lost.
+    staleness: updates that a minibatch's gradients may miss at most; 0: synchronous. warm_up: the
+    first so many minibatches miss none. weights: which weights a backward reads where updates came
+    in between (a weight mode or its name). scheduler: a function of an optimizer that makes its
+    learning-rate scheduler, stepped with its updates. patience: seconds of silence after which a
+    rank counts as lost.
     """
 
     staleness: int = 0
+    warm_up: int = 0
     weights: str | WeightMode = "stash"
     scheduler: Callable[..., Any] | None = None
     patience: float = 30.0
@@ -34,8 +36,8 @@ class QueueOptions:
         """FXP109 for values that cannot be."""
         object.__setattr__(self, "mode", weight_mode(self.weights))
         wrong = ""
-        if self.staleness < 0:
-            wrong = f"staleness={self.staleness} is below 0"
+        if self.staleness < 0 or self.warm_up < 0:
+            wrong = f"staleness={self.staleness}, warm_up={self.warm_up}: one of them is below 0"
         elif self.mode.name not in MODES:
             wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(MODES)}"
         elif self.scheduler is not None and not callable(self.scheduler):
@@ -60,7 +62,11 @@ class QueueOptions:
         """All of them in text, for ranks to compare."""
         made = getattr(self.scheduler, "func", self.scheduler)
         name = getattr(made, "__qualname__", type(made).__name__)
-        return f"staleness {self.staleness} {self.mode} scheduler {name}"
+        return f"staleness {self.staleness} warm_up {self.warm_up} {self.mode} scheduler {name}"
+
+    def allowed(self, minibatch: int) -> int:
+        """Updates that a minibatch may miss."""
+        return self.staleness if minibatch >= self.warm_up else 0
 
 
 def routed(plan: Plan, weight_mode: str | WeightMode | None, options: dict[str, Any]) -> bool:

@@ -81,7 +81,8 @@ class QueueTrainer(Whole):
         )  # fmt: skip
         queues = layout.queues(placed)
         first = 0 in self._transport.local
-        self.dispatcher = Dispatcher(queues, self.queue.staleness) if first else None
+        given = self.queue.staleness, self.queue.warm_up
+        self.dispatcher = Dispatcher(queues, *given) if first else None
         self._mail: Mail
         if isinstance(self._transport, Living):
             self._mail = self._transport.wire
@@ -134,7 +135,7 @@ class QueueTrainer(Whole):
             worker.begin(call, self._batch(stage, cut), text)
         self.last_rows = sum(cut.rows)
         self.calls += 1
-        self._until(call - self.queue.staleness)
+        self._until(call - self.queue.allowed(call))
         return call
 
     def drain(self) -> list[torch.Tensor]:
