@@ -1,7 +1,7 @@
 """A rank of an exported program, which may kill itself: ``python -m queued_killed FOLDER ANSWER``.
 
-FXPART_TEST_DIES=RANK:BATCH:TURN: in the midst of that step, after so many computations of its own.
-Rank 0 writes losses, weights and reports to ANSWER. Needs no capture, so that it starts fast.
+FXPART_TEST_DIES=RANK:BATCH:TURN:SIGNAL: in the midst of that step, after so many computations of
+its own. Rank 0 writes losses, weights and reports to ANSWER. Needs no capture: it starts fast.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ def main(folder: Path, answer: Path) -> None:
     parent = launcher()
     if parent is not None:
         die_with_parent(parent)
-    dies, number, turn = map(int, os.environ["FXPART_TEST_DIES"].split(":"))
+    *numbers, name = os.environ["FXPART_TEST_DIES"].split(":")
+    dies, number, turn = map(int, numbers)
+    end = signal.Signals[name]
     trainer = load_trainer(
-        folder, adagrad, weights=load_file(folder / "weights.safetensors"), routing="queue"
-    )
+        folder, adagrad, weights=load_file(folder / "weights.safetensors"), routing="queue",
+        patience=30.0 if end == signal.SIGKILL else 3.0,
+    )  # fmt: skip
     losses = []
     for step, rows in enumerate(ROWS):
         if trainer.rank == dies and step + 1 == len(ROWS):  # others were so fast that it had none
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), end)
         if (trainer.rank, step) == (dies, number):
             (worker,) = trainer._workers.values()
             left, own = [turn], worker.turn
 
             def counted(left: list[int] = left, own=own) -> bool:  # type: ignore[no-untyped-def]
                 if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), end)
                 done: bool = own()
                 left[0] -= done
                 return done

@@ -69,12 +69,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("dies", "stage"),
-    [("1:2:1", 1), ("2:3:2", 2)],  # the second of those that feed; the first of those fed
+    # The second of those that feed, the first of those fed, and one that says nothing any more.
+    [("1:2:1:SIGKILL", 1), ("2:3:2:SIGKILL", 2), ("3:1:1:SIGSTOP", 3)],
 )
 def test_a_killed_copy_is_missed_by_nobody(
     exported: Path, tmp_path: Path, dies: str, stage: int
 ) -> None:
-    """kill -9 in the midst of a step: the numbers stay those of one process."""
+    """In the midst of a step: the numbers stay those of one process."""
     answer = tmp_path / "answer.json"
     code = (
         "import sys; from fxpart.launching import start_each\n"

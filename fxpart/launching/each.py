@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from fxpart.environment import for_each, limit_threads
 from fxpart.launching.ended import Ended, Failed
+from fxpart.launching.proc import is_stopped
 from fxpart.launching.running import Running
 from fxpart.launching.start import handled
 
@@ -68,6 +69,9 @@ def _watch(
             if len(told) == len(started):
                 break
             limit = min(limit, time.monotonic() + _GRACE)
+            for child in started:
+                if child.poll() is None and is_stopped(child.pid):
+                    child.kill()  # it cannot end by itself
         time.sleep(_LOOK)
     first = started[0]
     return Failed(0, first.pid, first.returncode) if first.returncode else None
