@@ -14,9 +14,9 @@ from fxpart.plan import Plan
 
 PAGES = (
     "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "failures", "glossary",
-    "how_it_chooses", "learning", "measured", "one_process", "postmortem", "precision",
-    "prediction", "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules", "solve",
-    "surviving", "training",
+    "heterogeneous", "how_it_chooses", "learning", "measured", "one_process", "postmortem",
+    "precision", "prediction", "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules",
+    "solve", "surviving", "training",
 )  # fmt: skip
 
 
@@ -30,9 +30,9 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
     With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
     Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `failures`,
-    `glossary`, `how_it_chooses`, `learning`, `measured`, `one_process`, `postmortem`, `precision`,
-    `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`, `rules`, `schedules`, `solve`,
-    `surviving`, `training`.
+    `glossary`, `heterogeneous`, `how_it_chooses`, `learning`, `measured`, `one_process`,
+    `postmortem`, `precision`, `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`,
+    `rules`, `schedules`, `solve`, `surviving`, `training`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)

@@ -25,6 +25,7 @@ import readme_planner
 import readme_runtime
 import readme_summary
 import readme_surviving
+import readme_unlike
 from readme_figures import made_by
 from record import HERE, ROOT, parser, read
 
@@ -139,6 +140,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(costs, name) for name in COSTS},
     **{name: partial(runtime, name) for name in RUNTIME},
     "surviving": readme_surviving.surviving,
+    "unlike": lambda: readme_unlike.unlike(made_by(read(readme_unlike.NAME))),
     "summary": readme_summary.summary,
 }
 
@@ -149,7 +151,7 @@ def tables() -> dict[str, str]:
     needs = {
         "zoo": {"compatibility"}, "figures": set(readme_figures.FIGURES),
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
-        **{name: {name} for name in RUNTIME},
+        **{name: {name} for name in RUNTIME}, "unlike": {readme_unlike.NAME},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}
 

@@ -112,6 +112,16 @@ def _profiling(figures: Mapping[str, Any]) -> str:
     return f"{figures['first']['seconds']:.0f} s, {figures['again']['seconds']:.0f} s again"
 
 
+def _unlike(figures: Mapping[str, Any]) -> str:
+    found = [
+        min(float(over["measured"]) for over in row["over"].values()) for row in figures["rows"]
+    ]
+    return (
+        f"{min(found):.2f} to {max(found):.2f} of the best homogeneous plan's;"
+        f" {figures['ratios_within_bound']} of {figures['ratios']} ratios predicted within 15 %"
+    )
+
+
 def _kills(figures: Mapping[str, Any]) -> str:
     return f"**{figures['kills']}**, numbers that differ: {len(figures['faults']) or 'none'}"
 
@@ -141,6 +151,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory": ("peaks of ranks' processes, predicted", _memory),
     "choice": ("the plan chosen beside the fastest of all that were run", _choice),
     "profiling": ("profiling GPT-2 small for two ranks", _profiling),
+    "heterogeneous_measured": ("plans chosen for ranks of unlike CPU quotas, throughput", _unlike),
     "kills": ("random `kill -9` of ranks", _kills),
     "recovery": ("own share of a restart, 4 ranks and 100 M parameters", _recovery),
     "startup": ("a fresh `fxpart explain plan.json`", _startup),
