@@ -21,7 +21,8 @@ TRUSTED = {
     "runtime.footprint._status": "the kernel's",
     "runtime.pinning._read": "the kernel's",
     "runtime.run.lines.Appender.__init__": "looks whether the last byte is a newline, and writes",
+    "runtime.queued.weights": "a context of its own, no file",
     "runtime.shared_memory_slots.attach": "memory of a process of the same run",
-    "runtime.weights.stage": "a context of its own, no file",
+    "runtime.weights.stage": "the same",
     "events.ring._mapped": "a new file",
 }
