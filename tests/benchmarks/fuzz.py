@@ -92,7 +92,7 @@ def fuzzed(name: str, count: int, seed: int) -> dict[str, Any]:
     from fuzz.readers import READERS
 
     reader = READERS[name]
-    samples, count = reader.samples(), max(20, int(count * reader.share))
+    samples = reader.samples()
     for sample in samples:  # loads what it needs, which would count else
         reader.read(sample.seal(sample.data) if sample.seal else sample.data)
     outcome = fuzz(name, reader.read, samples, count, seed)

@@ -43,7 +43,7 @@ READERS: dict[str, Reader] = {
         ("schedule.files.contents",),
     ),
     "recording": Reader(inputs.read_recording, inputs.recordings, ("report.measured.load",)),
-    "recording-compared": Reader(deeper.read_compared, inputs.recordings, (), 0.05),
+    "recording-compared": Reader(deeper.read_compared, inputs.recordings, ()),
     "partition-problem": Reader(
         inputs.read_problem("partition"), inputs.problems("partition"), ("solver.archive.read",)
     ),
@@ -69,7 +69,7 @@ READERS: dict[str, Reader] = {
     "profile": Reader(
         in_file("some.profile", inputs.read_profile), inputs.profiles, ("profile.Profile.__init__",)
     ),
-    "profile-rows": Reader(deeper.read_row, deeper.rows, (), 0.2),
+    "profile-rows": Reader(deeper.read_row, deeper.rows, ()),
     "paddle-mapping": Reader(deeper.read_mapping, deeper.mappings, ("cli.cluster._text",)),
     "weights": Reader(
         in_file("some.safetensors", programs.read_weights),
@@ -85,7 +85,6 @@ READERS: dict[str, Reader] = {
         programs.read_program("program_lane1.json"),
         programs.programs("program.json"),
         ("codegen.export._verified",),
-        0.2,
     ),
     "program-manifest": Reader(
         programs.read_program("manifest.json"),
@@ -93,23 +92,19 @@ READERS: dict[str, Reader] = {
         ("codegen.export._verified",),
     ),
     "program-constants": Reader(
-        programs.read_program("constants.safetensors"), programs.constants, (), 0.2
+        programs.read_program("constants.safetensors"), programs.constants, ()
     ),
     "reproducer": Reader(
         programs.read_reproducer("graph.json"),
         programs.reproducers("graph.json"),
         ("pipeline.reproduce.read_reproducer",),
-        0.02,
     ),
     "reproducer-pipeline": Reader(
         programs.read_reproducer("pipeline.json"),
         programs.reproducers("pipeline.json"),
         ("pipeline.reproduce.read_reproducer",),
-        0.02,
     ),
-    "weights-index": Reader(
-        programs.read_index, programs.index, ("codegen.tensor_files._index",), 0.4
-    ),
+    "weights-index": Reader(programs.read_index, programs.index, ("codegen.tensor_files._index",)),
     "checkpoint": Reader(
         runs.beside("manifest.json", runs.checkpoint, runs.read_checkpoint),
         runs.manifests,
@@ -139,7 +134,6 @@ READERS: dict[str, Reader] = {
         ),
         runs.of(lambda: runs.converted("dcp"), "model.safetensors.index.json", "json"),
         ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.text.read_text"),
-        0.2,
     ),
     "hf-offsets": Reader(
         runs.beside(
@@ -149,19 +143,16 @@ READERS: dict[str, Reader] = {
         ),
         deeper.in_header(lambda: runs.converted("dcp"), "model-00001-of-00001.safetensors"),
         (),
-        0.2,
     ),
     "whole": Reader(
         in_file("whole.safetensors", deeper.read_whole),
         deeper.in_header(lambda: runs.converted("whole"), "as-whole.safetensors"),
         (),
-        0.2,
     ),
     "hf-rest": Reader(
         runs.beside("fxpart.json", lambda: runs.converted("dcp"), runs.read_foreign("dcp")),
         runs.of(lambda: runs.converted("dcp"), "fxpart.json", "json"),
         ("checkpoint.exchange.huggingface.Folder.__init__",),
-        0.2,
     ),
     "paddle-dictionaries": Reader(
         runs.beside(
@@ -172,7 +163,6 @@ READERS: dict[str, Reader] = {
             "checkpoint.exchange.paddle_files.read_strategies",
             "checkpoint.exchange.paddle_files.PaddleFolder.__init__",
         ),
-        0.2,
     ),
     "paddle-arrays": Reader(
         runs.beside(
@@ -186,7 +176,6 @@ READERS: dict[str, Reader] = {
             "checkpoint.exchange.npz.Arrays._take",
             "checkpoint.exchange.npz.Arrays.read",
         ),
-        0.2,
     ),
     "ring": Reader(in_file("some.ring", runs.read_ring), runs.rings, ("events.ring.read",)),
     "failure": Reader(
@@ -194,7 +183,7 @@ READERS: dict[str, Reader] = {
         runs.failures,
         ("events.failures.read_failure",),
     ),
-    "end": Reader(deeper.read_end, deeper.ends, (), 0.2),
+    "end": Reader(deeper.read_end, deeper.ends, ()),
     "ledger": Reader(
         in_file("steps.jsonl", runs.read_ledger), runs.ledgers, ("runtime.run.lines.read_lines",)
     ),

@@ -18,15 +18,13 @@ class Reader:
     """One kind of file.
 
     read: of a file's bytes. samples: good ones, which the project itself wrote. opens: the
-    functions below fxpart that open such files. share: how much of the usual number of changes is
-    tried, below 1 only where one reading takes milliseconds. lenient: it refuses nothing, and takes
-    what it cannot read for absent.
+    functions below fxpart that open such files. lenient: it refuses nothing, and takes what it
+    cannot read for absent.
     """
 
     read: Callable[[bytes], object]
     samples: Callable[[], list[Sample]]
     opens: tuple[str, ...]
-    share: float = 1.0
     lenient: bool = False
 
 

@@ -29,7 +29,7 @@ def test_changed_files(name: str) -> None:
     samples = reader.samples()
     for sample in samples:
         reader.read(sample.seal(sample.data) if sample.seal else sample.data)  # good ones are read
-    outcome = fuzz(name, reader.read, samples, int(COUNT * reader.share))
+    outcome = fuzz(name, reader.read, samples, COUNT)
     refused = outcome.codes.total() - outcome.codes["read"]
     assert outcome.codes["read"] and bool(refused) is not reader.lenient
 
