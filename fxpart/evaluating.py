@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from fxpart.codegen import emit, load_stage
+from fxpart.codegen.emit import emit
 from fxpart.codegen.evaluation import assign_like
+from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import Part
 from fxpart.codegen.split import StageGraph
 from fxpart.errors import error
@@ -21,18 +22,13 @@ from fxpart.plan import Plan
 from fxpart.program import ProgramSpec, StateSpec
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.outputs import Outputs, OutputSpec
-from fxpart.runtime.pieces import LanePart
+from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.replicas import original, replicated, rounds_of
 from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.capture import Captured
-
-
-def parts_of(spec: ProgramSpec, lane: int) -> Part | None:
-    """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
-    return None if spec.sharding is None else LanePart(spec.sharding, lane)
 
 
 def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.codegen import load_stage
 from fxpart.codegen.export import load_exported
+from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise, unused_state
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.evaluating import evaluation, parts_of, prediction
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import as_given, recomputed, stage_of
 from fxpart.prediction import busy_by_rank
@@ -22,6 +21,7 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.options import QueueOptions, routed
 from fxpart.runtime.queued.trainer import QueueTrainer
@@ -49,6 +49,9 @@ def make_trainer(
 
     weights: where they come from. weight_mode: in place of the plan's.
     """
+    # Capture and passes, which an exported program trains without.
+    from fxpart.evaluating import evaluation, prediction
+
     plan, spec = program.plan, program.spec
     queue = routed(plan, weight_mode, options)
     options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)

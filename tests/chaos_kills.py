@@ -68,12 +68,23 @@ class Outcome:
 
 
 def run(
-    command: Sequence[str], folder: Path, kills: Sequence[Kill] = (), *, limit: float = 300.0
+    command: Sequence[str],
+    folder: Path,
+    kills: Sequence[Kill] = (),
+    *,
+    limit: float = 300.0,
+    launched: bool = True,
 ) -> Outcome:
-    """The program under torchrun's agent, with these kills; all its processes have ended then."""
+    """The program under torchrun's agent, with these kills; all its processes have ended then.
+
+    launched: without it all ranks are in one process.
+    """
     start = time.monotonic()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval"]
-    launch += ["0.1", "--nproc-per-node", str(RANKS), "--max-restarts", "1000", "--", *command]
+    launch = [sys.executable, *command]
+    if launched:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--monitor-interval", "0.1", "--nproc-per-node", str(RANKS)]
+        launch += ["--max-restarts", "1000", "--", *command]
     with open(folder.with_suffix(".log"), "w+b") as log:
         process = subprocess.Popen(
             launch, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -195,15 +206,20 @@ class Compared:
         return [f"{where}: {fault}" for fault in found]
 
 
-def compare(case: str, folder: Path, *, seed: int, kills: int) -> Compared:
-    """The case left alone, and with so many random kills; the program is made once."""
+def compare(case: str, folder: Path, *, seed: int, kills: int, launched: bool = True) -> Compared:
+    """The case left alone, and with so many random kills; the program is made once.
+
+    launched: whether the one that is left alone has a process for each rank too.
+    """
     steps, limit = 20 + 10 * kills, 120.0 + 60.0 * kills
     folders = folder / f"{case}-calm", folder / f"{case}-shot"
     outcomes = []
-    for each, planned in zip(folders, ([], draw(seed, kills)), strict=True):
+    for each, planned, ranks in zip(
+        folders, ([], draw(seed, kills)), (launched, True), strict=True
+    ):
         each.mkdir()
         command = [str(TESTS / "chaos_programs.py"), "--run", str(each), "--case", case]
         command += ["--steps", str(steps), "--every", "3", "--restarts", "50"]
         command += ["--programs", str(folder / "programs")]
-        outcomes.append(run(command, each, planned, limit=limit))
+        outcomes.append(run(command, each, planned, limit=limit, launched=ranks))
     return Compared(case, seed, folders, *outcomes)

@@ -11,7 +11,10 @@ from fxpart.passes import PREPARE
 from torch import fx
 
 from fxpart.capture import Captured, capture
-from fxpart.codegen import emit, load_stage, materialise, split
+from fxpart.codegen.emit import emit
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import materialise
+from fxpart.codegen.split import split
 from fxpart.pipeline import PassManager
 from fxpart.program import ProgramSpec
 from fxpart.reference import WholeGraph, clone_state

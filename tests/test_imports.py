@@ -244,6 +244,20 @@ def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
             yield node, ast.unparse(node.func)
 
 
+@pytest.mark.slow
+def test_ranks_that_start_load_no_compiler() -> None:
+    """Training an exported program needs neither capture nor passes, nor sympy by itself."""
+    code = (
+        "import sys, fxpart.running, fxpart.runtime.run\n"
+        "compiler = ('fxpart.capture', 'fxpart.passes', 'fxpart.pipeline', 'sympy', 'ortools')\n"
+        "print([m for m in (*compiler, 'torch.distributed.tensor') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_only_the_command_line_prints() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{call.lineno}"

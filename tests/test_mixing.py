@@ -81,6 +81,15 @@ def test_slow_ones_with_memory_feed_a_fast_one() -> None:
     assert "equal stages: " in alone and "3 cpu only: " in alone
 
 
+def test_copies_have_room_for_gradients_that_are_summed() -> None:
+    """The table's gradient, 5.12 MB, is received whole at the copy that sums."""
+    first, *_, tower = fed().plan.prediction.ranks
+    held = first.memory.weights + first.memory.gradients + first.memory.optimizer
+    gradient = 40_000 * 32 * 4
+    assert first.tensors >= held + gradient
+    assert tower.microbatches == 0 and tower.update < tower.memory.total + gradient
+
+
 def test_what_if_says_why_it_cannot_tell() -> None:
     made = fed()
     with pytest.raises(fxpart.FxpartError, match="stages have copies"):

@@ -14,7 +14,8 @@ from fxpart.api import Program
 from fxpart.capture.captured import Captured
 from fxpart.capture.fingerprint import fingerprint
 from fxpart.cluster import Cluster
-from fxpart.codegen import emit, split
+from fxpart.codegen.emit import emit
+from fxpart.codegen.split import split
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY, PassManager
 from fxpart.plan import Plan, PlanInput, PlanModel
 from fxpart.planning import make_plan

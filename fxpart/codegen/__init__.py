@@ -1,25 +1,5 @@
-"""An assigned graph turned into readable Python modules, one for each stage, and their files."""
+"""An assigned graph turned into readable Python modules, one for each stage, and their files.
 
-from __future__ import annotations
-
-from fxpart.codegen.emit import emit
-from fxpart.codegen.evaluation import assign_like
-from fxpart.codegen.export import Exported, export, load_exported
-from fxpart.codegen.in_blocks import InBlocks
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import constants_of, materialise
-from fxpart.codegen.split import StageGraph, split
-
-__all__ = [
-    "Exported",
-    "InBlocks",
-    "StageGraph",
-    "assign_like",
-    "constants_of",
-    "emit",
-    "export",
-    "load_exported",
-    "load_stage",
-    "materialise",
-    "split",
-]
+Import what is needed from the modules themselves: those that write modules need sympy and the
+passes, those that load them do not, and a rank that starts again does no more than load.
+"""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpart.codegen import load_stage
+from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.emulate.cutting import cut_evenly
 from fxpart.emulate.emulation import SYNC, Emulation

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpart.codegen import constants_of, load_stage, materialise
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.errors import error
 from fxpart.interop.chain import FEED, MICROBATCH, ChainStage, Feed, boundaries, meta
 from fxpart.planned.scheduled import stage_of

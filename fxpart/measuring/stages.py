@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxpart.codegen import load_stage
 from fxpart.codegen.alike import FIRST, stage_key
+from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.measuring.outliers import timing
 from fxpart.profile import StageTiming

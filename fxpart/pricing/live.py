@@ -135,7 +135,7 @@ class StagePeak:
                 most = int((live + extra)[at]) if len(live) else 0
                 cases.append((others + most, way, at, count, whole))
         largest = max((min(w.weight, w.gradient) for w in trained), default=0)
-        most = fixed + gradients + max(UPDATE * largest, packed)
+        most = max(fixed + gradients + max(UPDATE * largest, packed), entry.update)
         cases.append((most, "update", 0, 0, True))
         peak, way, at, count, whole = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
@@ -146,6 +146,8 @@ class StagePeak:
             rows.append(LiveTensor(name="gradients", bytes=packed, why="packed to be summed"))
         if way != "update":
             rows += self._moment(way, at, count)
+        elif more := most - fixed - gradients - max(UPDATE * largest, packed):
+            rows.append(LiveTensor(name="gradients", bytes=more, why="packed to be summed"))
         rows.sort(key=lambda row: (-row.bytes, row.name))
         return msgspec.structs.replace(entry, peak=peak, top=tuple(rows[:TOP]))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from fxpart.program import ShardingSpec
+from fxpart.program import ProgramSpec, ShardingSpec
 from fxpart.sharding import Mesh, Placements, Shard, chunk, indices, local_shape, parse_placements
 
 
@@ -158,3 +158,8 @@ class LanePart:
     def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
         """The part as one range of each dim, None where a dim is cut into several."""
         return Pieces.of(self.sharding, name, shape).slices(self.lane)
+
+
+def parts_of(spec: ProgramSpec, lane: int) -> LanePart | None:
+    """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
+    return None if spec.sharding is None else LanePart(spec.sharding, lane)

@@ -9,10 +9,11 @@ those of the others at the end of a step, in the order of the copies: all take t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,6 +27,9 @@ from fxpart.schedule.action import members
 
 if TYPE_CHECKING:
     from fxpart.plan import Plan
+
+PIECE = 25 << 20  # bytes of gradients that are packed to be sent at once
+UNDER_WAY = 1  # pieces that are still being sent while the next is packed
 
 
 def replicated(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
@@ -99,8 +103,8 @@ def rounds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def sum_copies(state: ModelState, held: Held) -> None:
     """Sum the gradients of copies (and of ties, whose holders are copied) at the owners.
 
-    One message a step from each holder to each owner; what holders have in common is sent as one
-    line of numbers. Holders add up in the order of the stages. Does nothing in a program without
+    Each holder sends what it has in common with the owner as lines of numbers, of 25 MiB or one
+    parameter. Holders add up in the order of the stages. Does nothing in a program without
     copies; what the owner has is given back by :func:`fxpart.runtime.gradients.share_ties`.
     """
     spec = state.lanes[0].spec
@@ -137,29 +141,52 @@ def _groups(state: ModelState, held: Held) -> dict[tuple[int, tuple[int, ...]], 
 def _sum_group(
     state: ModelState, held: Held, owner: int, holders: tuple[int, ...], entries: list[Entry]
 ) -> None:
+    """In pieces, so that a rank has few of its gradients twice at any moment."""
     transport, home = state.transport, state.rank(owner, 0)
-    own = [held.of(e.copies[owner, 0]) for e in entries if (owner, 0) in e.copies]
-    sends, seen = [], {id(parameter) for parameter in own}
+    own = _held_by(held, entries, owner)
+    others, sending, seen = [], [], {id(parameter) for parameter in own}
     for holder in sorted(holders):
+        if holder == owner or (own and _shared(state, entries[0], owner, holder)):
+            continue
         rank = state.rank(holder, 0)
-        if holder == owner or rank not in transport.local:
-            continue
-        mine = [held.of(entry.copies[holder, 0]) for entry in entries]
-        if id(mine[0]) in seen:  # the same tensors, on the owner's rank
-            continue
-        lines = torch.cat([_gradient(parameter).reshape(-1) for parameter in mine])
-        sends.append(transport.send(rank, home, STATE, lines))
-    if own:
-        for holder in sorted(holders):
-            rank = state.rank(holder, 0)
-            if holder == owner or _shared(state, entries[0], owner, holder):
-                continue
-            like = torch.cat([p.detach().reshape(-1)[:0] for p in own])
-            size = sum(p.numel() for p in own)
+        others.append(rank)
+        mine = _held_by(held, entries, holder) if rank in transport.local else []
+        if mine and id(mine[0]) not in seen:  # else the same tensors, on the owner's rank
+            sending.append((rank, mine))
+    lines = [own, *(mine for _, mine in sending)]
+    sends: deque[Any] = deque()
+    for piece in pieces(next((line for line in lines if line), [])):
+        for rank, mine in sending:
+            gradients = [_gradient(parameter).reshape(-1) for parameter in mine[piece]]
+            line = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+            sends.append(transport.send(rank, home, STATE, line.contiguous()))
+        for rank in others if own else ():
+            like = torch.cat([p.detach().reshape(-1)[:0] for p in own[piece]])
+            size = sum(p.numel() for p in own[piece])
             handle = transport.post(rank, home, STATE, (size,), like.dtype, like.device)
-            _add(own, transport.wait(handle))
+            _add(own[piece], transport.wait(handle))
+        while len(sends) > UNDER_WAY * len(sending):
+            transport.wait(sends.popleft())
     for handle in sends:
         transport.wait(handle)
+
+
+def _held_by(held: Held, entries: list[Entry], stage: int) -> list[torch.Tensor]:
+    """The stage's parameters, where this process has it."""
+    return [held.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
+
+
+def pieces(parameters: list[torch.Tensor]) -> Iterator[slice]:
+    """Neighbours of at most :data:`PIECE` bytes, or one parameter; the same on every rank."""
+    first = size = 0
+    for index, parameter in enumerate(parameters):
+        bytes_ = parameter.numel() * parameter.element_size()
+        if size and size + bytes_ > PIECE:
+            yield slice(first, index)
+            first, size = index, 0
+        size += bytes_
+    if parameters:
+        yield slice(first, len(parameters))
 
 
 def _shared(state: ModelState, entry: Entry, owner: int, holder: int) -> bool:

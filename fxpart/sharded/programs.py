@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 from torch import fx
 
-from fxpart.codegen import emit, split
+from fxpart.codegen.emit import emit
 from fxpart.codegen.sharded import local_captured, sharding_spec
-from fxpart.codegen.split import StageGraph
+from fxpart.codegen.split import StageGraph, split
 from fxpart.pipeline import PassManager
 from fxpart.program import ProgramSpec
 

@@ -152,9 +152,10 @@ def measure(case: Case, ranks: int, options: argparse.Namespace) -> dict[str, An
         found[name] = {
             "step_ms": {n: round(ms, 2) for n, ms in rounds.step(1e-3).items()},
             "throughput_over_torch": rounds.over(),
+            "unsure": rounds.unsure(),
             "ideal_ms": round(1e3 * statistics.median(ideals), 2),
             "above_ideal": round(ratio(rounds.taken["recorded"], ideals) - 1, 4),
-            "torch_above_ideal": round(ratio(rounds.taken["torch"], ideals) - 1, 4),
+            "torch_above_ideal": round(ratio(rounds.taken["torch"][: len(ideals)], ideals) - 1, 4),
             "stage_ms": [
                 round(1e3 * statistics.median(times), 2) for times in zip(*whole, strict=True)
             ],
@@ -191,7 +192,9 @@ def _beside(rounds: Rounds, computing: list[float], actions: int) -> dict[str, f
     """Microseconds of an action beside so many seconds of computation a step, round by round."""
     return {
         name: round(
-            1e6 * statistics.median(t - c for t, c in zip(taken, computing, strict=True)) / actions,
+            1e6
+            * statistics.median(t - c for t, c in zip(taken, computing, strict=False))
+            / actions,
             1,
         )
         for name, taken in (("fxpart", rounds.taken["fxpart"]), ("torch", rounds.taken["torch"]))
@@ -290,12 +293,15 @@ def on_ranks(options: argparse.Namespace) -> None:
     connect(ranks)
     found: dict[str, Any] = {"cases": {}, "transfers": {}}
     for family, size, case in chosen(FAMILIES, "cases", options):
-        found["cases"].setdefault(family, {})[size] = measure(case, ranks, options)
+        taken = measure(case, ranks, options)
+        found["cases"].setdefault(family, {})[size] = taken
+        tell(ranks, family, size, taken)
     wires = Wires(ranks)
     options.seconds /= 2  # their steps are short
     for family, size, case in chosen(TRANSFERS, "transfers", options):
         taken = with_shares(measure(case, ranks, options), wires, 2 * ranks)
         found["transfers"].setdefault(family, {})[size] = taken
+        tell(ranks, family, size, taken)
     wires.close()
     options.seconds *= 2
     if options.only in ("", "tiny"):
@@ -303,6 +309,13 @@ def on_ranks(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         Path(options.output).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
+
+
+def tell(ranks: int, family: str, size: str, taken: Mapping[str, Any]) -> None:
+    """A line a case, while the others run."""
+    if int(os.environ["RANK"]) == 0:
+        over = ", ".join(f"{n} {taken[n]['throughput_over_torch']:.3f}" for n in SCHEDULES)
+        print(f"{ranks} ranks, {family} {size}: {over} of torch's throughput", file=sys.stderr)
 
 
 def merged(kept: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,12 @@
-"""Rounds of short blocks: two runtimes in turn, and one of them recorded. Used by pipelining.py."""
+"""Rounds of short blocks: two runtimes in turn, and one of them recorded. Used by pipelining.py.
+
+There are as many rounds as are asked for, and more where the ratio of the two is not known to a
+hundredth by then, which it is not where a step takes seconds.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +15,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipelining import Pair
+
+SURE = 0.01  # of the ratio of two runtimes
+MORE = 90.0  # seconds of more rounds, for that
 
 Stages = tuple[list[float], list[float]]  # seconds of each stage's forward, and of its backward
 
@@ -33,6 +41,17 @@ def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
         for name in list(runs) if index % 2 == 0 else list(reversed(runs)):
             taken[name].append(runs[name]())
     return taken
+
+
+def unsure(ratios: list[float]) -> float:
+    """Half the width of the interval that holds the true median in 19 of 20 cases, relative.
+
+    By order statistics: between the places n / 2 -+ 0.98 sqrt(n) of the sorted values.
+    """
+    found, n = sorted(ratios), len(ratios)
+    reach = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach) - 1)
+    return (found[high] - found[low]) / 2 / statistics.median(found)
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:
@@ -67,6 +86,25 @@ class Rounds:
 
         runs = {n: partial(timed, step, count) for n, step in steps.items()}
         self.taken = alternate({**runs, "recorded": recorded}, rounds)
+        start = time.perf_counter()
+        while not self._sure(time.perf_counter() - start):
+            for runtime, taken in alternate(runs, 2).items():
+                self.taken[runtime] += taken
+
+    def _sure(self, since: float) -> bool:
+        """Whether the ratio is known to SURE, or MORE seconds have passed; rank 0 decides."""
+        import torch
+        import torch.distributed as dist
+
+        sure = since > MORE or self.unsure() < SURE
+        told = torch.tensor([float(sure)])
+        dist.broadcast(told, 0)
+        return bool(told.item())
+
+    def unsure(self) -> float:
+        """How far the ratio of throughputs may be off, relative."""
+        pairs = zip(self.taken["torch"], self.taken["fxpart"], strict=True)
+        return round(unsure([torch / fxpart for torch, fxpart in pairs]), 4)
 
     def step(self, unit: float) -> dict[str, float]:
         """The median step of both, in parts of a second."""

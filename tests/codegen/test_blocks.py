@@ -13,8 +13,11 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
-from fxpart.codegen import emit, load_stage, materialise, split
 from fxpart.codegen.blocks import pieces_of
+from fxpart.codegen.emit import emit
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import materialise
+from fxpart.codegen.split import split
 from fxpart.runtime.recompute import Recompute
 
 QUICK = ("mlp", "dropouts", "in_place")

@@ -17,7 +17,9 @@ from random_models import EXACT, FLOATING, RandomModel, Step
 from ranks import python_path
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
 
-from fxpart.codegen import emit, load_stage, split
+from fxpart.codegen.emit import emit
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.split import split
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.program import dim_value
 

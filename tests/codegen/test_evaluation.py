@@ -10,7 +10,11 @@ from stage_runs import assigned, captured_of, prepared, tensors
 from torch import nn
 from zoo import ZOO
 
-from fxpart.codegen import assign_like, emit, load_stage, materialise, split
+from fxpart.codegen.emit import emit
+from fxpart.codegen.evaluation import assign_like
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import materialise
+from fxpart.codegen.split import split
 from fxpart.errors import FxpartError
 from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 

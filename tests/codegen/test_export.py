@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from stage_runs import Stages, assigned, captured_of, prepared
 from torch import nn
 
-from fxpart.codegen import constants_of, export, load_exported, materialise
+from fxpart.codegen.export import export, load_exported
+from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.errors import FxpartError
 
 

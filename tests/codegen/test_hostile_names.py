@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpart.codegen import StageGraph, emit, load_stage
+from fxpart.codegen.emit import emit
+from fxpart.codegen.load import load_stage
 from fxpart.codegen.names import attributes, comment, identifier, place, quoted
+from fxpart.codegen.split import StageGraph
 from fxpart.pipeline import KEY, Annotation
 from fxpart.program import StageSpec, StateSpec, ValueSpec
 

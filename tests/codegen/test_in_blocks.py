@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fxpart.codegen import InBlocks
+from fxpart.codegen.in_blocks import InBlocks
 
 
 def made(rows: int, shape: tuple[int, ...], slices: tuple[slice, ...] | None) -> torch.Tensor:

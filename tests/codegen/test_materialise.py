@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
 from torch import nn
 
-from fxpart.codegen import constants_of, load_stage, materialise
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.errors import FxpartError
 from fxpart.pipeline import BLOCKS_KEY
 

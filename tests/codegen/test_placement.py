@@ -13,7 +13,7 @@ from stage_runs import Stages, captured_of, prepared
 from torch import fx, nn
 
 from fxpart.capture import Captured
-from fxpart.codegen import split
+from fxpart.codegen.split import split
 from fxpart.compat import fake_mode
 from fxpart.errors import FxpartError
 from fxpart.pipeline import KEY, LEVEL_KEY, Annotation, Level

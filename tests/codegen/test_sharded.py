@@ -16,8 +16,9 @@ from stage_runs import Stages, assigned
 from torch import fx
 from zoo_graphs import captured, inputs, prepared
 
-from fxpart.codegen import emit, split
+from fxpart.codegen.emit import emit
 from fxpart.codegen.sharded import local_captured, sharding_spec
+from fxpart.codegen.split import split
 from fxpart.collectives import Communicator, InProcessHub
 from fxpart.pipeline import BLOCKS_KEY, PassManager
 from fxpart.sharding import PARTIAL, Mesh, parse_placements

@@ -59,7 +59,8 @@ def program() -> dict[str, bytes]:
     import torch
     from stage_runs import Stages, assigned, captured_of, prepared
 
-    from fxpart.codegen import constants_of, export
+    from fxpart.codegen.export import export
+    from fxpart.codegen.materialise import constants_of
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
@@ -83,7 +84,7 @@ def read_program(name: str) -> Callable[[bytes], object]:
     """A program of which one file is changed; its digest is right, so that the file is read."""
 
     def read(data: bytes) -> object:
-        from fxpart.codegen import load_exported
+        from fxpart.codegen.export import load_exported
 
         folder = scratch() / f"program-{name}"
         if not folder.exists():

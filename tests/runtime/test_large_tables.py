@@ -13,7 +13,7 @@ from ranks import Pool
 from torch import nn
 
 import fxpart
-from fxpart.codegen import InBlocks
+from fxpart.codegen.in_blocks import InBlocks
 from fxpart.errors import FxpartError
 from fxpart.measuring.memory import allocations
 

@@ -11,7 +11,8 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.api import Program
-from fxpart.codegen import load_stage, materialise
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import materialise
 from fxpart.optimizers import choose
 from fxpart.runtime import InProcess, Trainer
 from fxpart.schedule.builders import BUILDERS
