@@ -22,7 +22,14 @@ from fxpart.plan_io.runnable import require
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
-from fxpart.requests import Request, captured_so, check_trainable, make_request, with_numbers
+from fxpart.requests import (
+    Request,
+    captured_so,
+    check_trainable,
+    find_cluster,
+    make_request,
+    with_numbers,
+)
 from fxpart.runtime.one_plan import plan_of_all
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
@@ -236,7 +243,7 @@ class Program:
         checked = captured_so(dict(constraints or {}), self.captured.precision)
         if "granularity" in self.plan.constraints:
             checked["granularity"] = self.plan.constraints["granularity"]
-        chosen = cluster if isinstance(cluster, Cluster) else Cluster.parse(str(cluster))
+        chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request)
         said = {**self.annotations, **given_annotations(request)}

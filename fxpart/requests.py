@@ -234,10 +234,13 @@ def check_counts(batch_size: int | None, microbatches: int | None) -> None:
 
 
 def find_cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
-    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named."""
+    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named.
+
+    FXP402 with everything that is wrong with the cluster, such as links of devices that are absent.
+    """
     if plan is not None and given == "auto":
         return plan.cluster
-    found = given if isinstance(given, Cluster) else Cluster.parse(str(given))
+    found = (given if isinstance(given, Cluster) else Cluster.parse(str(given))).validate()
     if plan is not None and found.hash != plan.cluster_hash:
         raise error(
             "FXP305",

@@ -90,6 +90,15 @@ def test_copies_have_room_for_gradients_that_are_summed() -> None:
     assert tower.microbatches == 0 and tower.update < tower.memory.total + gradient
 
 
+def test_links_of_absent_devices_are_refused() -> None:
+    whole = cluster(("cpu", 2, 0.02, 4.0, 60.0))
+    link = msgspec.structs.replace(whole.links[0], source="cpu-0", target="cpu-7")
+    wrong = msgspec.structs.replace(whole, links=(*whole.links, link))
+    with pytest.raises(fxpart.FxpartError, match="cpu-7") as caught:
+        program(wrong)
+    assert caught.value.code == "FXP402"
+
+
 def test_what_if_says_why_it_cannot_tell() -> None:
     made = fed()
     with pytest.raises(fxpart.FxpartError, match="stages have copies"):
