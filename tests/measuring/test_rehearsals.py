@@ -145,7 +145,7 @@ def test_optimizers_that_other_processes_can_make() -> None:
 def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
     """The cluster's other devices are on another host: only what one rank needs is measured."""
     local = Cluster.local(2)
-    far = msgspec.structs.replace(local.devices[1], name="far", host="far")
+    far = msgspec.structs.replace(local.devices[1], name="far", host="other")
     links = tuple(msgspec.structs.replace(link, source="*", target="*") for link in local.links[:1])
     apart = msgspec.structs.replace(local, devices=(local.devices[0], far), links=links)
     found = profile(workload(), apart, tmp_path / "a.profile", budget=1e-3)
