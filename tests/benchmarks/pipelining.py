@@ -304,7 +304,7 @@ def on_ranks(options: argparse.Namespace) -> None:
         tell(ranks, family, size, taken)
     wires.close()
     options.seconds *= 2
-    if options.only in ("", "tiny"):
+    if {"", "tiny"} & set(options.only.split(",")):
         found["tiny"] = overhead(ranks, options)
     if dist.get_rank() == 0:
         Path(options.output).write_text(json.dumps(found), encoding="utf-8")
@@ -332,7 +332,10 @@ def main() -> None:
     own.add_argument("--quick", action="store_true", help="fewer and shorter rounds, 2 ranks")
     own.add_argument("--rounds", type=int, default=9)
     own.add_argument("--seconds", type=float, default=1.0, help="of each block, about")
-    own.add_argument("--only", default="", help="a group, family or size; others stay as kept")
+    own.add_argument(
+        "--only", default="", help='such as "gpt,resnet large,tiny"; the others stay as kept'
+    )
+    own.add_argument("--ranks", default="2,4", help="how many; the others stay as kept")
     own.add_argument("--output", default="", help=argparse.SUPPRESS)
     options = own.parse_args()
     if "RANK" in os.environ:
@@ -341,7 +344,7 @@ def main() -> None:
     if options.quick:
         options.rounds, options.seconds = 3, 0.3
     figures: dict[str, Any] = {"ranks": {}}
-    for ranks in (2,) if options.quick else (2, 4):
+    for ranks in (2,) if options.quick else map(int, options.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "figures.json"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -355,7 +358,7 @@ def main() -> None:
     figures["emitted"] = {family: {} for family in FAMILIES}
     for family, size, case in chosen(FAMILIES, "emitted", options):
         figures["emitted"][family][size] = emitted(case, options)
-    if options.only:
+    if options.only or options.ranks != "2,4":
         figures = merged(read("pipelining")["figures"], figures)
     figures["summary"] = summary(figures)
     del options.output

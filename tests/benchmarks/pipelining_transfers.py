@@ -56,11 +56,12 @@ def chosen(
     families: Mapping[str, Mapping[str, Case]], group: str, options: argparse.Namespace
 ) -> list[tuple[str, str, Case]]:
     """The cases of a group that are to be measured, with family and size."""
+    wanted = set(options.only.split(","))
     return [
         (family, size, case)
         for family, sizes in families.items()
         for size, case in sizes.items()
-        if options.only in ("", group, family, size)
+        if wanted & {"", group, family, size, f"{family} {size}"}
     ]
 
 
