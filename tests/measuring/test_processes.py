@@ -105,7 +105,10 @@ def test_a_hanging_rank_is_killed_at_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_die_with_the_process_that_started_them(how: int, tmp_path: Path) -> None:
     pids = tmp_path / "pid"
+    # A shell that starts the tests in the background has SIGINT ignored, here and in all below.
     code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from fxpart.measuring.processes import together\n"
         f"together(2, '{HERE}:failing', {{'how': 'hang', 'pids': {str(pids)!r}}}, 100.0)"
     )
