@@ -214,12 +214,11 @@ def compare(case: str, folder: Path, *, seed: int, kills: int, launched: bool = 
     steps, limit = 20 + 10 * kills, 120.0 + 60.0 * kills
     folders = folder / f"{case}-calm", folder / f"{case}-shot"
     outcomes = []
-    for each, planned, ranks in zip(
-        folders, ([], draw(seed, kills)), (launched, True), strict=True
-    ):
+    kinds = ([], launched), (draw(seed, kills), True)
+    for each, (planned, apart) in zip(folders, kinds, strict=True):
         each.mkdir()
         command = [str(TESTS / "chaos_programs.py"), "--run", str(each), "--case", case]
         command += ["--steps", str(steps), "--every", "3", "--restarts", "50"]
         command += ["--programs", str(folder / "programs")]
-        outcomes.append(run(command, each, planned, limit=limit, launched=ranks))
+        outcomes.append(run(command, each, planned, limit=limit, launched=apart))
     return Compared(case, seed, folders, *outcomes)

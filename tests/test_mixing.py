@@ -12,6 +12,7 @@ from torch import nn
 import fxpart
 from fxpart.cluster import Cluster
 from fxpart.plan import Plan
+from fxpart.pricing.live import UPDATE
 from fxpart.report.explain import explain
 from fxpart.whatif import choice_of
 
@@ -82,12 +83,22 @@ def test_slow_ones_with_memory_feed_a_fast_one() -> None:
 
 
 def test_copies_have_room_for_gradients_that_are_summed() -> None:
-    """The table's gradient, 5.12 MB, is received whole at the copy that sums."""
-    first, *_, tower = fed().plan.prediction.ranks
-    held = first.memory.weights + first.memory.gradients + first.memory.optimizer
-    gradient = 40_000 * 32 * 4
-    assert first.tensors >= held + gradient
-    assert tower.microbatches == 0 and tower.update < tower.memory.total + gradient
+    """All gradients of a stage's copies once more, as they are less than two buckets."""
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    made = fxpart.compile(
+        nn.Sequential(*layers), cluster(("only", 3, 0.02, 5.0, 400.0)), optimizer="sgd",
+        example_inputs=(torch.randn(64, 64), torch.randn(64, 64)), loss=nn.functional.mse_loss,
+        constraints={"copies": "always", "stages": 2},
+    )  # fmt: skip
+    copied, alone = (
+        next(r for r in made.plan.prediction.ranks if bool(r.microbatches) is wanted)
+        for wanted in (True, False)
+    )
+    largest = 64 * 64 * 4
+    for row, more in ((copied, copied.memory.gradients), (alone, UPDATE * largest)):
+        m = row.memory
+        assert row.update == m.weights + m.buffers + m.gradients + m.optimizer + more
+    assert copied.memory.gradients > UPDATE * largest
 
 
 def test_links_of_absent_devices_are_refused() -> None:

@@ -41,7 +41,7 @@ def start_sum(
     if mesh.size(axes) == 1:
         return Pending([], results)
     steps = [
-        _sum_bucket(mesh, [results[i] for i in group], axes) for group in _buckets(results, bucket)
+        _sum_bucket(mesh, [results[i] for i in group], axes) for group in bucketed(results, bucket)
     ]
     return Pending(steps, results)
 
@@ -65,7 +65,7 @@ def start_reduce_scatter(
     results = [torch.empty(0)] * len(tensors)
     steps = [
         _scatter_bucket(mesh, tensors, results, group, cuts, axis)
-        for group in _buckets(tensors, bucket)
+        for group in bucketed(tensors, bucket)
     ]
     return Pending(steps, results)
 
@@ -93,7 +93,7 @@ def start_all_gather(
         return Pending([], results)
     steps = [
         _gather_bucket(mesh, pieces, results, group, cuts, axis)
-        for group in _buckets(results, bucket)
+        for group in bucketed(results, bucket)
     ]
     return Pending(steps, results)
 
@@ -130,8 +130,11 @@ def all_gather_many(
     return start_all_gather(mesh, pieces, axis, into, dims=dims, bucket=bucket).wait()
 
 
-def _buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
-    """Positions that share a bucket; by order, dtype and device, so the same on every lane."""
+def bucketed(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Positions that share a bucket; by order, dtype and device, so the same on every rank.
+
+    limit: bytes of a bucket, unless it is one larger tensor.
+    """
     done: list[list[int]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from fxpart.collectives.buckets import bucketed
 from fxpart.errors import error
 from fxpart.program import ProgramSpec, StageSpec
+from fxpart.runtime import scatter
 from fxpart.runtime.held import Held
 from fxpart.runtime.state import Entry, ModelState
 from fxpart.runtime.transport import STATE
@@ -28,8 +30,7 @@ from fxpart.schedule.action import members
 if TYPE_CHECKING:
     from fxpart.plan import Plan
 
-PIECE = 25 << 20  # bytes of gradients that are packed to be sent at once
-UNDER_WAY = 1  # pieces that are still being sent while the next is packed
+_UNDER_WAY = 1  # of a holder's buckets, while the next is packed; each holds its gradients again
 
 
 def replicated(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
@@ -103,8 +104,8 @@ def rounds_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def sum_copies(state: ModelState, held: Held) -> None:
     """Sum the gradients of copies (and of ties, whose holders are copied) at the owners.
 
-    Each holder sends what it has in common with the owner as lines of numbers, of 25 MiB or one
-    parameter. Holders add up in the order of the stages. Does nothing in a program without
+    Each holder sends what it has in common with the owner in buckets of 25 MiB (or of one
+    parameter). Holders add up in the order of the stages. Does nothing in a program without
     copies; what the owner has is given back by :func:`fxpart.runtime.gradients.share_ties`.
     """
     spec = state.lanes[0].spec
@@ -141,7 +142,7 @@ def _groups(state: ModelState, held: Held) -> dict[tuple[int, tuple[int, ...]], 
 def _sum_group(
     state: ModelState, held: Held, owner: int, holders: tuple[int, ...], entries: list[Entry]
 ) -> None:
-    """In pieces, so that a rank has few of its gradients twice at any moment."""
+    """In buckets, so that a rank has few of its gradients twice at any moment."""
     transport, home = state.transport, state.rank(owner, 0)
     own = _held_by(held, entries, owner)
     others, sending, seen = [], [], {id(parameter) for parameter in own}
@@ -153,19 +154,19 @@ def _sum_group(
         mine = _held_by(held, entries, holder) if rank in transport.local else []
         if mine and id(mine[0]) not in seen:  # else the same tensors, on the owner's rank
             sending.append((rank, mine))
-    lines = [own, *(mine for _, mine in sending)]
+    known = own or (sending[0][1] if sending else [])
     sends: deque[Any] = deque()
-    for piece in pieces(next((line for line in lines if line), [])):
+    for bucket in bucketed(known, scatter.BUCKET):
         for rank, mine in sending:
-            gradients = [_gradient(parameter).reshape(-1) for parameter in mine[piece]]
+            gradients = [_gradient(mine[index]).reshape(-1) for index in bucket]
             line = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
             sends.append(transport.send(rank, home, STATE, line.contiguous()))
         for rank in others if own else ():
-            like = torch.cat([p.detach().reshape(-1)[:0] for p in own[piece]])
-            size = sum(p.numel() for p in own[piece])
-            handle = transport.post(rank, home, STATE, (size,), like.dtype, like.device)
-            _add(own[piece], transport.wait(handle))
-        while len(sends) > UNDER_WAY * len(sending):
+            parts = [own[index] for index in bucket]
+            size = sum(part.numel() for part in parts)
+            handle = transport.post(rank, home, STATE, (size,), parts[0].dtype, parts[0].device)
+            _add(parts, transport.wait(handle))
+        while len(sends) > _UNDER_WAY * len(sending):
             transport.wait(sends.popleft())
     for handle in sends:
         transport.wait(handle)
@@ -174,19 +175,6 @@ def _sum_group(
 def _held_by(held: Held, entries: list[Entry], stage: int) -> list[torch.Tensor]:
     """The stage's parameters, where this process has it."""
     return [held.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
-
-
-def pieces(parameters: list[torch.Tensor]) -> Iterator[slice]:
-    """Neighbours of at most :data:`PIECE` bytes, or one parameter; the same on every rank."""
-    first = size = 0
-    for index, parameter in enumerate(parameters):
-        bytes_ = parameter.numel() * parameter.element_size()
-        if size and size + bytes_ > PIECE:
-            yield slice(first, index)
-            first, size = index, 0
-        size += bytes_
-    if parameters:
-        yield slice(first, len(parameters))
 
 
 def _shared(state: ModelState, entry: Entry, owner: int, holder: int) -> bool:

@@ -23,6 +23,6 @@ TRUSTED = {
     "runtime.run.lines.Appender.__init__": "looks whether the last byte is a newline, and writes",
     "runtime.queued.weights": "a context of its own, no file",
     "runtime.shared_memory_slots.attach": "memory of a process of the same run",
-    "runtime.weights.stage": "the same",
+    "runtime.weights.stage": "a context of its own, no file",
     "events.ring._mapped": "a new file",
 }

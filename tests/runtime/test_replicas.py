@@ -7,8 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import Pool
 from torch import nn
 
@@ -17,9 +15,10 @@ from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import materialise
 from fxpart.errors import FxpartError
 from fxpart.program import ProgramSpec
-from fxpart.runtime import InProcess, Trainer, replicas
+from fxpart.runtime import InProcess, Trainer, scatter
 from fxpart.runtime.links import edges, links
 from fxpart.runtime.replicas import original, replicated
+from fxpart.runtime.transport import STATE
 from fxpart.schedule.make import make
 
 
@@ -114,33 +113,37 @@ def test_the_numbers_of_one_process(counts: tuple[int, ...], name: str) -> None:
     check(trained(counts, name, InProcess(sum(counts))), alone())
 
 
-def test_gradients_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = trained((2, 3), "1f1b", InProcess(5))
-    monkeypatch.setattr(replicas, "PIECE", 300)  # bytes: a layer has 256 and 32
-    losses, norm, state = trained((2, 3), "1f1b", InProcess(5))
+class Watched(InProcess):
+    """Notes the bytes of messages about state, and how many were on their way at once."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.sizes: list[int] = []
+
+    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> torch.Tensor:
+        if channel == STATE:
+            self.sizes.append(tensor.numel() * tensor.element_size())
+        return super().send(source, target, channel, tensor)
+
+
+def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits; no message is larger than a bucket, which the embedding (352 bytes) is."""
+    once, often = Watched(5), Watched(5)
+    whole = trained((2, 3), "1f1b", once)
+    monkeypatch.setattr(scatter, "BUCKET", 300)  # bytes: a layer has 256 and 32
+    losses, norm, state = trained((2, 3), "1f1b", often)
     assert (losses, norm) == whole[:2]
     assert {k: v.tobytes() for k, v in state.items()} == {
         k: v.tobytes() for k, v in whole[2].items()
     }
-
-
-@given(st.lists(st.integers(0, 50), max_size=12))
-def test_pieces_are_small_or_one_parameter(sizes: list[int]) -> None:
-    parameters = [torch.empty(size) for size in sizes]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "PIECE", 160)
-        pieces = [range(len(sizes))[piece] for piece in replicas.pieces(parameters)]
-    assert [index for piece in pieces for index in piece] == list(range(len(sizes)))
-    for piece in pieces:
-        filled = [index for index in piece if sizes[index]]
-        assert len(filled) <= 1 or 4 * sum(sizes[index] for index in piece) <= 160
+    assert max(once.sizes) > 352 == max(often.sizes) and len(often.sizes) > len(once.sizes)
 
 
 def _over_gloo(counts: tuple[int, ...]) -> tuple:  # type: ignore[type-arg]
     from fxpart.runtime import connect
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "PIECE", 300)
+        patch.setattr(scatter, "BUCKET", 300)
         return trained(counts, "1f1b", connect(sum(counts)))
 
 
