@@ -192,12 +192,11 @@ def _beside(rounds: Rounds, computing: list[float], actions: int) -> dict[str, f
     """Microseconds of an action beside so many seconds of computation a step, round by round."""
     return {
         name: round(
-            1e6
-            * statistics.median(t - c for t, c in zip(taken, computing, strict=False))
-            / actions,
+            1e6 * statistics.median(t - c for t, c in zip(taken, computing, strict=True)) / actions,
             1,
         )
-        for name, taken in (("fxpart", rounds.taken["fxpart"]), ("torch", rounds.taken["torch"]))
+        for name in ("fxpart", "torch")
+        for taken in [rounds.taken[name][: len(computing)]]
     }
 
 
@@ -260,7 +259,11 @@ def summary(figures: Mapping[str, Any]) -> dict[str, Any]:
     sent = list(rows(figures["ranks"]))
     eager = [c["emitted_over_eager"] for f in figures["emitted"].values() for c in f.values()]
     return {
-        "throughput_over_torch": {"least": min(over), "geometric_mean": mean(over)},
+        "throughput_over_torch": {
+            "least": min(over),
+            "least_before": min((r for c in cases for r in c.get("earlier", ())), default=None),
+            "geometric_mean": mean(over),
+        },
         "throughput_over_torch_8mb": {"least": min(large), "geometric_mean": mean(large)}
         if large else None,
         "throughput_over_torch_transfers": {
@@ -319,7 +322,10 @@ def tell(ranks: int, family: str, size: str, taken: Mapping[str, Any]) -> None:
 
 
 def merged(kept: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What was kept, with what is new in its place."""
+    """What was kept, with what is new in its place; ratios keep those that they had before."""
+    if "throughput_over_torch" in kept and "throughput_over_torch" in new:
+        earlier = [*kept.get("earlier", []), kept["throughput_over_torch"]]
+        return {**new, "earlier": earlier}
     for name, value in new.items():
         inner = isinstance(value, Mapping) and isinstance(kept.get(name), dict)
         kept[name] = merged(kept[name], value) if inner else value

@@ -46,7 +46,8 @@ def alternate(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 def unsure(ratios: list[float]) -> float:
     """Half the width of the interval that holds the true median in 19 of 20 cases, relative.
 
-    By order statistics: between the places n / 2 -+ 0.98 sqrt(n) of the sorted values.
+    By order statistics: between the places n / 2 -+ 0.98 sqrt(n) of the sorted values. Of a number
+    of ratios that was fixed beforehand: where one stops because it is narrow, it holds less often.
     """
     found, n = sorted(ratios), len(ratios)
     reach = 0.98 * math.sqrt(n)

@@ -90,6 +90,13 @@ def _events(figures: Mapping[str, Any]) -> Row:
     )
 
 
+def _fewer(readers: Mapping[str, Any]) -> str:
+    """The readers that have had fewer files than others."""
+    most = max(row["files"] for row in readers.values())
+    found = [f"{name} {row['files']:,}" for name, row in readers.items() if row["files"] < most]
+    return f", {most:,} each but for {', '.join(found)}" if found else ""
+
+
 def _fuzz(figures: Mapping[str, Any]) -> Row:
     rows = figures["readers"].values()
     files, failed = sum(row["files"] for row in rows), figures["failed"]
@@ -97,9 +104,10 @@ def _fuzz(figures: Mapping[str, Any]) -> Row:
     most = max(row["process_peak_bytes"] for row in rows)
     return (
         "files changed by accident and on purpose: plans, clusters, schedules, others' tables,"
-        f" profiles, checkpoints, rings; {len(rows)} readers",
-        f"{files:,} files; readers that failed: {', '.join(failed) or 'none'}; the slowest file"
-        f" {slowest:.2f} s, the largest process {most / 1e6:.0f} MB",
+        f" profiles, checkpoints, rings; {len(rows)} readers{_fewer(figures['readers'])}",
+        f"{files:,} files; readers that failed:"
+        f" {', '.join(failed) or 'none'}; the slowest file {slowest:.2f} s,"
+        f" the largest process {most / 1e6:.0f} MB",
     )
 
 
