@@ -47,8 +47,9 @@ class Estimates:
         """Seconds alone, and how they were found; None where nothing like it was measured.
 
         Between and beyond measured sizes that differ from the op's by one factor: along a line.
-        From a single one: as the formula of ``base`` grows. A form on the same local tensors that
-        more or fewer ranks share takes as long.
+        From a single one: as the formula of ``base`` grows, by no more than ops of its class take
+        for it, so that what a call costs whatever its size is not multiplied. A form on the same
+        local tensors that more or fewer ranks share takes as long.
         """
         kind, sizes = family(op)
         same = [s for known, s in self._families.get((kind, backward), ()) if known == sizes]
@@ -61,8 +62,12 @@ class Estimates:
         if one is not None:
             sizes, seconds = one
             there = base.op(_resized(op, sizes), device, backward).seconds
+            if there <= 0:
+                return seconds, BEYOND
+            usual = self.rate(op, backward, base, device)
+            rate = seconds / there if usual is None else min(seconds / there, usual)
             here = base.op(op, device, backward).seconds
-            return seconds * (here / there if there > 0 else 1.0), BEYOND
+            return seconds + rate * (here - there), BEYOND
         return None
 
     def rate(self, op: OpSpec, backward: bool, base: CostModel, device: Device) -> float | None:

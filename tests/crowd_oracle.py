@@ -33,6 +33,9 @@ class Case:
     windows: bool = True
     shared: bool = False  # memory: the sender copies itself, and nothing waits for a receive
     segments: dict[tuple[int, int], str] = field(default_factory=dict)
+    # by stage, of a forward and of a backward: the part of the seconds alone that is talk, and the
+    # part of a core that others see of it
+    talk: Sequence[Sequence[tuple[float, float]]] = ()
 
 
 class Machine:
@@ -80,8 +83,8 @@ class Machine:
         """What is under way, and how many times longer than alone it takes now."""
         case = self.case
         busy = [0.0] * len(case.curves)
-        for rank in self.computing:
-            busy[case.host[rank]] += 1
+        for rank, (action, _) in self.computing.items():
+            busy[case.host[rank]] += self.talk(action)[1]
         shares: dict[str, int] = {}
         for (source, target), (send, _) in self.moving.items():
             if case.transfer[send.stage, send.peer] > 0:
@@ -91,9 +94,17 @@ class Machine:
                 if name:
                     shares[name] = shares.get(name, 0) + 1
         for rank, left in self.computing.items():
-            yield left, curve_at(case.curves[case.host[rank]], busy[case.host[rank]])
+            part, seen = self.talk(left[0])
+            slow = curve_at(case.curves[case.host[rank]], busy[case.host[rank]] + 1 - seen)
+            yield left, part + (1 - part) * slow
         for left in self.moving.values():
             yield left, shares.get(case.segments.get((left[0].stage, left[0].peer)), 1)
+
+    def talk(self, action: Action) -> tuple[float, float]:
+        """The part of a computation in which its rank waits for others, and what is seen of it."""
+        if not self.case.talk or not action.kind.is_compute:
+            return 0.0, 1.0
+        return self.case.talk[0 if action.kind is Kind.F else 1][action.stage]
 
     def finish(self) -> None:
         """Whatever has nothing left ends."""

@@ -73,6 +73,14 @@ def _apart(seconds: float, talk: float, full: float) -> float:
     return (seconds - talk) / full + talk
 
 
+def _parts(seconds: float, talk: float, full: float) -> tuple[float, float]:
+    """The part of the seconds alone that is talk, and what others see of the rest, in 64ths."""
+    talk = min(talk, seconds)
+    if not talk:
+        return 0.0, 1.0
+    return talk / _apart(seconds, talk, full), round(64 * (1 - talk / seconds)) / 64
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     """Passes as the oracle finds them; then all that is done once a step, all ranks at once."""
@@ -85,21 +93,34 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     full = curve[-1]
     moved = steps.StageTimes.of(rows, edges).transfer
     both = {**moved, **{(b, a): seconds for (a, b), seconds in moved.items()}}
+    passes = [
+        [r.forward_seconds + r.gather_seconds / 2 for r in rows],
+        [r.backward_seconds + r.gather_seconds / 2 for r in rows],
+    ]
     case = crowd_oracle.Case(
         make(name, range(len(rows)), m, edges), edges,
-        [_apart(r.forward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
-        [_apart(r.backward_seconds + r.gather_seconds / 2, _talk(r), full) for r in rows],
+        *([_apart(s, _talk(r), full) for s, r in zip(mine, rows, strict=True)] for mine in passes),
         both, [0] * len(rows), [curve], [load.transfer], shared=True,
+        talk=[[_parts(s, _talk(r), full) for s, r in zip(mine, rows, strict=True)]
+              for mine in passes],
     )  # fmt: skip
     spans = crowd_oracle.Machine(case).run()
     last = max(end for action, (_, end) in spans.items() if action.kind in (Kind.F, Kind.B))
-    left = [_apart(r.step_only_seconds, r.sync_seconds + r.tie_seconds, full) for r in rows]
+    sums = [r.sync_seconds + r.tie_seconds for r in rows]
+    left = [_apart(r.step_only_seconds, s, full) for r, s in zip(rows, sums, strict=True)]
+    parts = [_parts(r.step_only_seconds, s, full) for r, s in zip(rows, sums, strict=True)]
     assert max(end for _, end in spans.values()) == last, "nothing is sent behind the last"
     once = 0.0
     while any(left):
-        busy = [x for x in left if x]
-        once += min(busy) * crowd_oracle.curve_at(curve, len(busy))
-        left = [max(0.0, x - min(busy)) for x in left]
+        seen = sum(part[1] for x, part in zip(left, parts, strict=True) if x)
+        paces = [
+            talk + (1 - talk) * crowd_oracle.curve_at(curve, seen + 1 - mine)
+            for talk, mine in parts
+        ]
+        wait = min(x * pace for x, pace in zip(left, paces, strict=True) if x)
+        once += wait
+        left = [x - wait / pace for x, pace in zip(left, paces, strict=True)]
+        left = [0.0 if x < 1e-12 else x for x in left]
     assert found.seconds == pytest.approx(last + once, rel=1e-9)
     assert found.hosts == ((load,) if is_crowded(load) else ())
 

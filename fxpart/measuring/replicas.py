@@ -32,8 +32,13 @@ class Replica:
     parts: Mapping[str, int]
 
     def sizes(self, microbatches: Sequence[int]) -> list[Sizes]:
-        """Its sizes at microbatches of so many rows in all; those of equal shares once."""
+        """Its sizes at microbatches of so many rows in all; those of equal shares once.
+
+        First the shares of all its ranks, then the largest that a rank of two has: fewer ranks may
+        share a batch, and what is known at one size alone cannot be priced well at others.
+        """
         shares = dict.fromkeys(-(-rows // self.ranks) for rows in microbatches)
+        shares[-(-max(microbatches) // 2)] = None
         return [Sizes(self.captured, Split(rows, 1), self.parts) for rows in shares]
 
 

@@ -17,6 +17,7 @@ from fxpart.schedule import quick
 from fxpart.schedule.action import Kind, Schedule, StageEdge
 from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd, crowd_of
+from fxpart.schedule.crowded import Talk
 from fxpart.schedule.make import make
 from fxpart.schedule.steps import Steps, simulate_steps
 
@@ -152,6 +153,13 @@ def steps_in_time(
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
+    talk = Talk(*(
+        tuple(map(min, part, whole))
+        for part, whole in (
+            (times.talking, times.forward), (times.talking, times.backward),
+            (times.summing, times.once),
+        )
+    ))  # fmt: skip
     pace = [1.0] * len(times.forward)
     if crowd is not None and not contention:
         alone = [
@@ -161,29 +169,19 @@ def steps_in_time(
         pace = [alone[stage] for stage in times.stage_of]
         crowd = None
 
-    def full(stage: int) -> float:
-        """By how much the simulation, which lets all of a stage's seconds be crowded, divides."""
-        mine = times.ranks[times.stage_of[stage]]
-        return max((crowd.full(r) for r in mine), default=1.0) if crowd else 1.0
-
     def scaled(seconds: Sequence[float], apart: Sequence[float]) -> list[float]:
         """What is computed at its pace; talk takes as long as it does, whoever computes."""
-        return [
-            share * (value - talk) + full(stage) * talk
-            for stage, (share, value, talk) in enumerate(zip(pace, seconds, apart, strict=True))
-        ]
-
-    ahead = [min(a, b) for a, b in zip(times.talking, times.forward, strict=True)]
-    back = [min(a, b) for a, b in zip(times.talking, times.backward, strict=True)]
+        rows = zip(pace, seconds, apart, strict=True)
+        return [share * (value - part) + part for share, value, part in rows]
 
     def transfer(stage: int, peer: int, kind: Kind) -> float:
         return times.transfer[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
 
     return simulate_steps(
-        schedule, steps, edges, scaled(times.forward, ahead), scaled(times.backward, back),
-        transfer, flush=flush, once=scaled(times.once, times.summing), join=flush,
-        sends=_sends(crowd),
-        crowd=crowd, places=None if crowd is None else times.ranks,
+        schedule, steps, edges, scaled(times.forward, talk.forward),
+        scaled(times.backward, talk.backward), transfer, flush=flush,
+        once=scaled(times.once, talk.once), join=flush, sends=_sends(crowd), crowd=crowd,
+        places=None if crowd is None else times.ranks, talk=talk,
     )  # fmt: skip
 
 

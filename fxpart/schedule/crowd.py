@@ -55,10 +55,10 @@ class Crowd:
         """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
         return factor(self.slowdown[host], busy)
 
-    def waking(self, host: int, busy: int) -> float:
+    def waking(self, host: int, busy: float) -> float:
         """Seconds until a rank goes on that something has come for, ``busy`` with it computing."""
         curve = self.wake[host] if self.wake else ()
-        return curve[min(max(busy, 1), len(curve)) - 1] if curve else 0.0
+        return curve[min(max(round(busy), 1), len(curve)) - 1] if curve else 0.0
 
     def full(self, rank: int) -> float:
         """The factor of a rank's host while all compute for which its seconds are given."""

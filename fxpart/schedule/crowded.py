@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.crowd import Crowd
@@ -12,6 +13,32 @@ from fxpart.schedule.sharing import Pace, Task
 # The segment of the link from a stage to a peer, for a direction; None where it shares none.
 Segment = Callable[[int, int, Kind], str | None]
 Seconds = Callable[[Event], float]
+
+
+_PARTS = 64  # a rank counts on its host in so many parts: sums of them are exact
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Seconds by stage in which its ranks exchange something and compute nothing.
+
+    forward, backward: of a microbatch; once: of what is done once a step. They are part of the
+    stage's seconds, take as long whoever computes, and leave the host to others meanwhile.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    once: Sequence[float]
+
+    def of(self, event: Event) -> float:
+        """Of an update or a computation; each half of a backward that is split has half."""
+        if isinstance(event, Update):
+            return self.once[event.stage]
+        if not isinstance(event, Action) or not event.kind.is_compute:
+            return 0.0
+        if event.kind is Kind.F:
+            return self.forward[event.stage]
+        return self.backward[event.stage] / (1 if event.kind is Kind.B else 2)
 
 
 class Work:
@@ -30,12 +57,13 @@ class Work:
         segment: Segment | None,
         *,
         copies: bool = False,
+        talk: Talk | None = None,
     ) -> None:
         """seconds: of an event as given. places: by rank of the schedule the crowd's ranks.
 
         copies: a sender copies by itself, as a computation does, whose seconds are those alone.
         """
-        self._copies = copies
+        self._copies, self._talk = copies, talk
         self._schedule, self._seconds, self._segment = schedule, seconds, segment
         self._crowd = crowd or Crowd((0,), ((),))
         hosts = [[self._crowd.host[r] for r in ranks] for ranks in places]
@@ -44,8 +72,8 @@ class Work:
         self._full = [max((self._crowd.full(r) for r in ranks), default=1.0) for ranks in places]
         self.paces = [Pace()]
         self.counters = 2 * len(self._crowd.slowdown)
-        self._pools: dict[tuple[int, ...], int] = {(): 0}
-        self._compute = [self._pool(tuple(sorted(set(mine)))) for mine in self._hosts]
+        self._pools: dict[tuple[tuple[int, ...], float, float], int] = {}
+        self._compute = [self._pool(mine) for mine in self._hosts]
         self._segments: dict[str, int] = {}
         if segment is not None:
             for action in (a.plain for actions in schedule.ranks for a in actions):
@@ -54,14 +82,17 @@ class Work:
                     self._segments[name] = self.counters
                     self.counters += 1
         self._moving = {name: self._line(at) for name, at in self._segments.items()}
+        if talk is not None:  # the pools of all computations: a simulation begins with them all
+            for stage in range(schedule.stages):
+                kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
+                for event in (*(Action(stage, kind, 0) for kind in kinds), Update(stage, 0)):
+                    self.task(event)
 
     def task(self, event: Event) -> Task:
         """The work of an event: seconds alone, its pool, what it counts as."""
         seconds = self._seconds(event)
         if isinstance(event, Update) or (isinstance(event, Action) and event.kind.is_compute):
-            rank = self._schedule.stage_rank[event.stage]
-            busy = tuple(2 * host for host in self._hosts[rank])
-            return Task(seconds / self._full[rank], self._compute[rank], busy)
+            return self._computing(event, self._schedule.stage_rank[event.stage], seconds)
         if isinstance(event, Arrival):
             assert event.send.peer is not None
             more = self._waking(self._schedule.stage_rank[event.send.peer])
@@ -81,7 +112,22 @@ class Work:
             return Task(seconds, 0, loads, more)
         return Task(seconds, self._moving[name], (*loads, self._segments[name]), more)
 
-    def _waking(self, target: int) -> Callable[[Sequence[int]], float] | None:
+    def _computing(self, event: Event, rank: int, seconds: float) -> Task:
+        """What a rank computes, at its hosts' pace, and what it waits for others in between.
+
+        The two take turns, and how often is not known: while it is under way it goes at the mean
+        of both paces, and others see of it the part of the time in which it computes.
+        """
+        busy = tuple(2 * host for host in self._hosts[rank])
+        talk = 0.0 if self._talk is None else min(self._talk.of(event), seconds)
+        if not talk:
+            return Task(seconds / self._full[rank], self._compute[rank], busy)
+        alone = (seconds - talk) / self._full[rank] + talk
+        weight = round(_PARTS * (1 - talk / seconds)) / _PARTS
+        pool = self._pool(self._hosts[rank], talk / alone, 1 - weight)
+        return Task(alone, pool, busy, weight=weight)
+
+    def _waking(self, target: int) -> Callable[[Sequence[float]], float] | None:
         """What a transfer takes longer until its receiver goes on, by what computes there."""
         crowd, hosts = self._crowd, sorted(set(self._hosts[target]))
         if not any(crowd.wake[host] for host in hosts if crowd.wake):
@@ -106,20 +152,32 @@ class Work:
             found += [2 * host + 1 for host in both if weights and weights[host]]
         return tuple(found)
 
-    def _pool(self, hosts: tuple[int, ...]) -> int:
-        """The pool of work that goes on these hosts together, as fast as the slowest."""
-        if hosts not in self._pools:
-            self._pools[hosts] = len(self.paces)
-            counters = frozenset(c for host in hosts for c in (2 * host, 2 * host + 1))
-            self.paces.append(
-                Pace(counters, lambda counts: max(self._at(h, counts) for h in hosts))
-            )
-        return self._pools[hosts]
+    def _pool(self, hosts: Sequence[int], talk: float = 0.0, unseen: float = 0.0) -> int:
+        """The pool of work that goes on these hosts together, as fast as the slowest.
 
-    def _at(self, host: int, counts: Sequence[int]) -> float:
+        hosts: of each rank that does it. talk: the part of its seconds alone that nothing
+        lengthens; unseen: of each rank, the part by which it is not counted on its host, where it
+        is whole while it computes itself.
+        """
+        key = (tuple(sorted(hosts)), talk, unseen)
+        if not hosts:
+            return 0
+        if key not in self._pools:
+            self._pools[key] = len(self.paces)
+            mine = {host: unseen * hosts.count(host) for host in hosts}
+            counters = frozenset(c for host in mine for c in (2 * host, 2 * host + 1))
+
+            def slowdown(counts: Sequence[float]) -> float:
+                pace = max(self._at(host, counts, more) for host, more in mine.items())
+                return pace if not talk else pace * (1 - talk) + talk
+
+            self.paces.append(Pace(counters, slowdown))
+        return self._pools[key]
+
+    def _at(self, host: int, counts: Sequence[float], unseen: float) -> float:
         weights = self._crowd.transfer
         moving = counts[2 * host + 1] * weights[host] if weights else 0.0
-        return self._crowd.factor(host, counts[2 * host] + moving)
+        return self._crowd.factor(host, counts[2 * host] + unseen + moving)
 
     def _line(self, counter: int) -> int:
         """The pool of transfers over a segment: each gets an equal share of it."""

@@ -22,12 +22,14 @@ class Task:
     """An event's work: seconds alone, the pool whose pace it goes at, the counters it raises.
 
     more: from all counters' values, with what starts at the same moment, seconds beside those.
+    weight: by how much it raises each, a multiple of a power of two, so that sums are exact.
     """
 
     seconds: float
     pool: int
     counters: tuple[int, ...] = ()
-    more: Callable[[Sequence[int]], float] | None = None
+    more: Callable[[Sequence[float]], float] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Pace:
     """
 
     counters: frozenset[int] = frozenset()
-    slowdown: Callable[[Sequence[int]], float] = lambda _: 1.0
+    slowdown: Callable[[Sequence[float]], float] = lambda _: 1.0
 
 
 @dataclass
@@ -58,7 +60,7 @@ class _Pool(Generic[E]):
         """When the first event ends if nothing changes."""
         return self.since + (self.ends[0][0] - self.shown) * self.slowdown
 
-    def turn(self, now: float, counts: Sequence[int]) -> None:
+    def turn(self, now: float, counts: Sequence[float]) -> None:
         """Go on at the pace of now."""
         slowdown = self.pace.slowdown(counts)
         if slowdown != self.slowdown:  # a clock that never changes speed loses no bit
@@ -76,14 +78,15 @@ def shared(
 
     lanes, after: as :func:`fxpart.schedule.order.earliest` takes them, whose times these are where
     every pace is 1. task: of an event; paces: by pool; counters: how many there are, each of which
-    counts the events under way that raise it. Raises FXP901 if the orders contradict each other.
+    sums the weights of the events under way that raise it. Raises FXP901 if the orders contradict
+    each other.
     """
     graph = Graph.of(lanes, after)
     pools: list[_Pool[E]] = [_Pool(pace) for pace in paces]
     watched: list[list[_Pool[E]]] = [
         [pool for pool in pools if index in pool.pace.counters] for index in range(counters)
     ]
-    counts = [0] * counters
+    counts = [0.0] * counters
     tasks: dict[E, Task] = {}
     starts: dict[E, float] = {}
     times: dict[E, tuple[float, float]] = {}
@@ -92,7 +95,7 @@ def shared(
         for event in ready:
             tasks[event] = task(event)
             for index in tasks[event].counters:
-                counts[index] += 1
+                counts[index] += tasks[event].weight
             changed.update(tasks[event].counters)
         for event in ready:
             work, pool = tasks[event], pools[tasks[event].pool]
@@ -117,7 +120,7 @@ def shared(
                 event = heapq.heappop(pool.ends)[2]
                 times[event] = (starts[event], now)
                 for index in tasks[event].counters:
-                    counts[index] -= 1
+                    counts[index] -= tasks[event].weight
                 changed.update(tasks[event].counters)
                 ready.extend(graph.freed(event))
     stuck = graph.stuck(times)

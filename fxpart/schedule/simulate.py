@@ -14,7 +14,7 @@ from fxpart.errors import error
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
 from fxpart.schedule.causes import Sends, graph
 from fxpart.schedule.crowd import Crowd
-from fxpart.schedule.crowded import Segment, Work
+from fxpart.schedule.crowded import Segment, Talk, Work
 from fxpart.schedule.dependence import Dependence, partner
 from fxpart.schedule.events import Arrival, Event, Times, Update, is_send, receives
 from fxpart.schedule.flight import in_flight
@@ -23,7 +23,7 @@ from fxpart.schedule.order import earliest
 from fxpart.schedule.sharing import shared
 from fxpart.schedule.timeline import Once, Span, Timeline
 
-__all__ = ["Segment", "Sends", "Transfer", "simulate", "simulated"]
+__all__ = ["Segment", "Sends", "Talk", "Transfer", "simulate", "simulated"]
 
 Transfer = Callable[[int, int, Kind], float]
 
@@ -42,6 +42,7 @@ def simulate(
     segment: Segment | None = None,
     once: Sequence[float] | None = None,
     join: bool = False,
+    talk: Talk | None = None,
 ) -> Timeline:
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
@@ -68,13 +69,14 @@ def simulate(
 
     once: by stage, seconds that the rank takes after its last computation (sums, optimizer). join:
     all ranks meet before these, as fxpart's runtime does to agree whether the step has failed.
+    talk: the part of ``forward``, ``backward`` and ``once`` that no crowd lengthens.
 
     A schedule without transfers is taken as if its links carried any number of them at once.
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
     return simulated(
         schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
-        places=places, segment=segment, once=once, join=join,
+        places=places, segment=segment, once=once, join=join, talk=talk,
     )  # fmt: skip
 
 
@@ -92,6 +94,7 @@ def simulated(
     segment: Segment | None,
     once: Sequence[float] | None,
     join: bool,
+    talk: Talk | None,
     steps: int = 1,
 ) -> Timeline:
     """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
@@ -122,7 +125,7 @@ def simulated(
     if crowd is None and segment is None:
         return _timeline(schedule, earliest(lanes, after, seconds), transfer is not None)
     stand = _check_places(schedule, crowd, places)
-    work = Work(schedule, seconds, crowd, stand, segment, copies=sends == "shared")
+    work = Work(schedule, seconds, crowd, stand, segment, copies=sends == "shared", talk=talk)
     times = shared(lanes, after, work.task, work.paces, work.counters)
     return _timeline(schedule, times, transfer is not None)
 

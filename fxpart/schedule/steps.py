@@ -10,7 +10,7 @@ from fxpart.schedule.action import Action, Schedule, StageEdge
 from fxpart.schedule.builders import asynchronous
 from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd
-from fxpart.schedule.crowded import Segment
+from fxpart.schedule.crowded import Segment, Talk
 from fxpart.schedule.lower import Split, lower
 from fxpart.schedule.simulate import Transfer, simulated
 from fxpart.schedule.timeline import Timeline
@@ -52,6 +52,7 @@ def simulate_steps(
     crowd: Crowd | None = None,
     places: Sequence[Sequence[int]] | None = None,
     segment: Segment | None = None,
+    talk: Talk | None = None,
 ) -> Steps:
     """``steps`` steps of a schedule; costs and options as :func:`simulate.simulate` takes them.
 
@@ -71,7 +72,8 @@ def simulate_steps(
         whole = _stream(schedule, steps, links, forward, backward, join)
     timeline = simulated(
         whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
-        places=places, segment=segment, once=once, join=join, steps=steps,
+        places=places, segment=segment, once=once, join=join, talk=talk,
+        steps=steps,
     )  # fmt: skip
     ends = [0.0] * steps
     for span in timeline.spans:

@@ -19,6 +19,7 @@ from fxpart.schedule.action import Action, Kind, Schedule
 from fxpart.schedule.builders import BUILDERS, forward_only, gpipe
 from fxpart.schedule.causes import Sends
 from fxpart.schedule.crowd import Crowd, crowd_of, factor
+from fxpart.schedule.crowded import Talk
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
@@ -193,6 +194,20 @@ def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
     schedule = lower(gpipe(2, 3), chain(2))
     whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], crowd=crowd)
     assert whole.step_seconds == simulate(schedule, chain(2), [2.0] * 2, [4.0] * 2).step_seconds
+
+
+@pytest.mark.parametrize("talk", [0.0, 1.0, 3.0, 4.0])
+def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
+    """Of 4 s on one core, so many are talk: nobody is slowed down by them, nor they by anybody."""
+    one = Crowd((0, 0), ((1.0, 2.0),))
+    apart = Schedule("1f1b", 1, (0, 1), ((Action(0, Kind.F, 0),), (Action(1, Kind.F, 0),)))
+    given = 2 * (4 - talk) + talk  # computation as it is given: for two that compute
+    costs = [given, given]
+    said = Talk([talk] * 2, [0.0] * 2, [0.0] * 2)
+    found = simulate(apart, [], costs, costs, crowd=one, talk=said)
+    seen = round(64 * (1 - talk / given)) / 64
+    assert found.step_seconds == pytest.approx(talk + (4 - talk) * (1 + seen))
+    assert 4 <= found.step_seconds <= 8
 
 
 def test_lanes_count_by_themselves() -> None:

@@ -1,0 +1,113 @@
+"""Ops that were not measured: on a line between sizes that were, or from a single one."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from fxpart.costmodels.estimates import BETWEEN, BEYOND, along
+from fxpart.costmodels.opkeys import scale
+from fxpart.costmodels.roofline import Roofline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_profiles import ahead, cluster, linear, measured
+
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.profile import Crowding
+
+laws = settings(max_examples=50, deadline=None)
+numbers = st.integers(1, 64)
+
+
+@given(row=st.lists(numbers, min_size=1, max_size=4), factor=st.integers(2, 5), data=st.data())
+@laws
+def test_one_factor_between_sizes(row: list[int], factor: int, data: st.DataObject) -> None:
+    """The oracle makes the other row itself."""
+    places = data.draw(st.sets(st.integers(0, len(row) - 1), min_size=1))
+    other = tuple(n * factor if i in places else n for i, n in enumerate(row))
+    assert scale(other, tuple(row)) == (frozenset(places), Fraction(factor))
+    assert scale(tuple(row), other) == (frozenset(places), Fraction(1, factor))
+    assert scale(tuple(row), tuple(row)) is None
+
+
+points = st.lists(
+    st.tuples(st.integers(1, 99), st.floats(1e-6, 1)), min_size=2, max_size=5,
+    unique_by=lambda point: point[0],
+).map(sorted)  # fmt: skip
+
+
+@given(row=points, at=st.integers(1, 99))
+@laws
+def test_lines_between_points(row: list[tuple[int, float]], at: int) -> None:
+    exact = [(Fraction(x), y) for x, y in row]
+    found = along(exact, Fraction(at))
+    assert math.isfinite(found) and found >= 0
+    above = next((i for i, (x, _) in enumerate(row) if x >= at), len(row) - 1)
+    a, b = row[max(above, 1) - 1], row[max(above, 1)]
+    if a[1] <= b[1]:
+        wanted = a[1] + (b[1] - a[1]) * (at - a[0]) / (b[0] - a[0])
+        assert found == pytest.approx(max(0.0, wanted))
+    else:
+        assert a[1] >= found >= b[1]
+
+
+@given(slope=st.floats(1e-6, 1e-3), start=st.floats(0, 1e-3), rows=st.integers(1, 200))
+@settings(max_examples=15, deadline=None)
+def test_what_grows_along_a_line_is_found_on_it(slope: float, start: float, rows: int) -> None:
+    known = {ahead(linear(n)): start + slope * n for n in (8, 32, 64)}
+    found = measured(known).op(linear(rows), cluster().devices[0], False)
+    assert found.seconds == pytest.approx(1.5 * (start + slope * rows))
+    if rows in (8, 32, 64):
+        assert found.source == "measured"
+    else:
+        assert found.source == (BETWEEN if 8 <= rows <= 64 else BEYOND)
+
+
+def test_one_size_that_is_known_twice_is_one_point() -> None:
+    """Forms of meshes of different size have the same local tensors, and different keys."""
+
+    def form(rows: int, ranks: int) -> OpSpec:
+        part = TensorSpec((rows, 4), "float32")
+        cut = (("0", ("dp",)), ("1", rows * ranks))
+        return OpSpec("fxpart.collectives.cross_entropy_rows", (part,), (part,), cut, 1, (0,))
+
+    known = {ahead(form(4, 2)): 4e-3, ahead(form(4, 4)): 6e-3, ahead(form(8, 2)): 10e-3}
+    model = measured(known, cluster(1), None, {"x": Crowding()})
+    device = cluster(1).devices[0]
+    assert model.op(form(6, 2), device, backward=False).seconds == pytest.approx(7.5e-3)
+    assert model.op(form(4, 3), device, backward=False).seconds == pytest.approx(5e-3)
+    assert model.op(form(16, 4), device, backward=False).seconds == pytest.approx(20e-3)
+
+
+def test_other_sizes_are_not_mixed_up() -> None:
+    """Between rows along rows; another width, two factors, is not used."""
+    model = measured({ahead(linear(8)): 1.0, ahead(linear(32)): 2.0, ahead(linear(16, 128)): 9.0})
+    device = cluster().devices[0]
+    assert model.op(linear(16), device, False).seconds == pytest.approx(1.5 * (1 + 1 / 3))
+    one = measured({ahead(linear(8)): 1.0}).op(linear(16), device, False)
+    formula = Roofline()
+    grows = formula.op(linear(16), device, False).seconds / formula.op(
+        linear(8), device, False
+    ).seconds  # fmt: skip
+    assert one.source == BEYOND and one.seconds == pytest.approx(1.5 * grows)
+
+
+def test_what_a_call_costs_whatever_its_size_is_not_multiplied() -> None:
+    """One size of an op that takes far longer than its formula: more rows add what its class adds.
+
+    Widths differ, so that neither op is on a line with the other.
+    """
+    device, formula = cluster().devices[0], Roofline()
+
+    def alone(rows: int, width: int = 64) -> float:
+        return formula.op(linear(rows, width), device, False).seconds
+
+    small, large = 1000 * alone(8), 2 * alone(4096, 128)
+    model = measured({ahead(linear(8)): small, ahead(linear(4096, 128)): large})
+    rate = (small + large) / (alone(8) + alone(4096, 128))
+    for rows in (4, 16, 64):
+        wanted = small + rate * (alone(rows) - alone(8))
+        found = model.op(linear(rows), device, False)
+        assert found.source == BEYOND and found.seconds == pytest.approx(1.5 * wanted)
+        assert found.seconds < 1.1 * 1.5 * small
