@@ -200,11 +200,11 @@ def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
 def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
     """Of 4 s on one core, so many are talk: nobody is slowed down by them, nor they by anybody."""
     one = Crowd((0, 0), ((1.0, 2.0),))
-    apart = Schedule("1f1b", 1, (0, 1), ((Action(0, Kind.F, 0),), (Action(1, Kind.F, 0),)))
+    apart = lower(forward_only(2, 1), ())
     given = 2 * (4 - talk) + talk  # computation as it is given: for two that compute
     costs = [given, given]
     said = Talk([talk] * 2, [0.0] * 2, [0.0] * 2)
-    found = simulate(apart, [], costs, costs, crowd=one, talk=said)
+    found = simulate(apart, [], costs, [0.0] * 2, crowd=one, talk=said)
     seen = round(64 * (1 - talk / given)) / 64
     assert found.step_seconds == pytest.approx(talk + (4 - talk) * (1 + seen))
     assert 4 <= found.step_seconds <= 8
