@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.pricing.weights import step_seconds
+from fxpart.pricing.touched import COPIES as _KEPT
+from fxpart.pricing.weights import step_seconds, updated
 
 if TYPE_CHECKING:
     from fxpart.cluster import Device
@@ -25,6 +26,9 @@ CALL = 3e-6  # seconds: of memory and of one tensor, before any factor
 # Classes of work beside ops, as calibrations name them: per microbatch, and per step.
 FRESH, ADDED = "fresh backward", "accumulate backward"
 UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"
+ROWS, TABLES = "rows optimizer", "tables optimizer"  # of tables with sparse gradients
+# Rows that came in any order are sorted and summed, by some twenty small calls for each table.
+_SORTED, _CALLS = 8, 20
 
 
 @runtime_checkable
@@ -41,23 +45,32 @@ class Calibrated(Protocol):
         """How many times longer everything takes while all ranks of the host compute."""
 
 
-def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
+def gradient_parts(weights: Sequence[Weight], later: bool, share: float = 1.0) -> dict[str, float]:
     """Seconds of a microbatch's gradients, by class, before factors.
 
-    later: they are added to those of earlier microbatches (read, read, written).
+    later: they are added to those of an earlier microbatch (read, read, written). share: the part
+    of a batch's rows that the microbatch has. Sparse gradients cost nothing to make; torch puts
+    those of a later microbatch behind the earlier ones.
     """
-    moved = sum(weight.gradient for weight in weights)
-    return {ADDED: 3 * moved / RATE} if later else {FRESH: moved / RATE}
+    dense = sum(weight.gradient for weight in weights if not weight.sparse)
+    rows = sum(weight.gradient / _KEPT for weight in weights if weight.sparse)
+    return {ADDED: 3 * (dense + 2 * share * rows) / RATE} if later else {FRESH: dense / RATE}
 
 
-def update_parts(weights: Sequence[Weight]) -> dict[str, float]:
+def update_parts(weights: Sequence[Weight], share: float = 1.0) -> dict[str, float]:
     """Seconds of the optimizer's step, by class, before factors.
 
-    Weight, gradient and state are read, weight and state written.
+    Weight, gradient and state are read, weight and state written; of a table with a sparse gradient
+    the rows that a step asks for. share: of a batch's rows the part that the step has.
     """
     held = [w for w in weights if w.gradient]
-    moved = sum(2 * w.weight + w.gradient + 2 * w.optimizer for w in held)
-    return {UPDATE: moved / RATE, TENSORS: len(held) * CALL}
+    tables = [w for w in held if w.sparse]
+    moved = sum(updated(w) * (share if w.sparse else 1.0) for w in held)
+    found = {UPDATE: moved / RATE, TENSORS: (len(held) - len(tables)) * CALL}
+    if tables:
+        rows = share * sum(w.gradient for w in tables)
+        found |= {ROWS: _SORTED * rows / RATE, TABLES: _CALLS * len(tables) * CALL}
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,10 @@ class Own:
 
     def _sum(self, weight: Weight, microbatches: int) -> float:
         later, share = microbatches > 1, (microbatches - 1) / microbatches
+        if weight.sparse:
+            # the i-th of m puts its rows behind those of i - 1: i/m of a batch's, i = 2 to m
+            mean = ((microbatches + 1) / 2 - 1 / microbatches) / microbatches
+            return weight.gradient / _KEPT * mean * self.gradient(later=True) if later else 0.0
         if ADDED not in self.factors:
             return weight.gradient * self.gradient(later)
         each = share * self.gradient(later=True) + (1 - share) * self.gradient(later=False)

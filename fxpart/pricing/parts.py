@@ -63,14 +63,16 @@ class StageParts:
     def __call__(self, first: int, last: int, rows: int, *, later: bool) -> dict[str, float]:
         """Of blocks first to last for a microbatch of ``rows`` rows.
 
-        later: the microbatch adds to the gradients of earlier ones.
+        later: the microbatch adds to the gradients of earlier ones. The optimizer's step is that of
+        two such microbatches, which is what is timed (:mod:`fxpart.measuring.stages`).
         """
         total: defaultdict[str, float] = defaultdict(float)
         for row in self._by_block(rows)[first : last + 1]:
             for name, seconds in row.items():
                 total[name] += seconds
         held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
-        return {**total, **gradient_parts(held, later), **update_parts(held)}
+        share = rows / max(1, self._captured.batch_size)
+        return {**total, **gradient_parts(held, later, share), **update_parts(held, 2 * share)}
 
     def _by_block(self, rows: int) -> list[dict[str, float]]:
         if rows not in self._tables:

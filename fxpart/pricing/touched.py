@@ -12,7 +12,7 @@ from fxpart.pipeline.lookups import sparse_tables
 
 _PLACE = 8  # bytes of a row's number
 # Beside the rows as they came, those that are in order and summed when the optimizer asks for them.
-_COPIES = 2
+COPIES = 2
 
 
 def touched_bytes(graph: fx.Graph, parts: int = 1) -> dict[str, int]:
@@ -32,7 +32,7 @@ def touched_bytes(graph: fx.Graph, parts: int = 1) -> dict[str, int]:
                 prod(size_hint(size) for size in value(ids).shape)
                 for ids in tables[str(node.target)]
             )
-            found[str(node.target)] = _COPIES * parts * count * row
+            found[str(node.target)] = COPIES * parts * count * row
     return found
 
 

@@ -95,8 +95,14 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
     seconds = [0.0] * blocks
     for weight in weights:
         if weight.gradient:
-            # of a table with a sparse gradient the optimizer reads and writes those rows alone
-            part = min(1.0, weight.gradient / max(1, weight.weight)) if weight.sparse else 1.0
-            moved = part * (2 * weight.weight + 2 * weight.optimizer) + weight.gradient
-            seconds[weight.blocks[0]] += moved / device.bandwidth + device.launch
+            seconds[weight.blocks[0]] += updated(weight) / device.bandwidth + device.launch
     return tuple(seconds)
+
+
+def updated(weight: Weight) -> float:
+    """Bytes that the optimizer reads and writes of a parameter that has a gradient.
+
+    Of a table with a sparse gradient those of the rows that a step asks for alone.
+    """
+    part = min(1.0, weight.gradient / max(1, weight.weight)) if weight.sparse else 1.0
+    return part * (2 * weight.weight + 2 * weight.optimizer) + weight.gradient

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STAGES = (4, 8)
+CUT = "-cut"  # ends the name of a task whose batches are cut into as many microbatches as stages
 SEEDS = (0, 1, 2)
 
 
@@ -65,8 +66,9 @@ def configurations(names: Iterable[str]) -> Iterator[Job]:
     for name in names:
         for label, method in METHODS.items():
             for stages in (1,) if label == "sync" else STAGES:
+                count = stages if name.endswith(CUT) else method.microbatches(stages)
                 for optimizer in method.optimizers:
-                    yield Job(name, stages, method.microbatches(stages), 0, label, optimizer, 0.0)
+                    yield Job(name, stages, count, 0, label, optimizer, 0.0)
 
 
 def at(job: Job, rate: float, seed: int) -> Job:

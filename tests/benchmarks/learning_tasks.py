@@ -12,11 +12,12 @@ import importlib.util
 import string
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
+from learning_jobs import CUT
 from learning_models import CharacterGPT, ResidualCNN, ResidualMLP
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -205,6 +206,8 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "mlp": lambda: of_digits("mlp", ResidualMLP, steps=600, rates=_DIGIT_RATES),
     "cnn": lambda: of_digits("cnn", ResidualCNN, steps=300, rates=_DIGIT_RATES),
     "gpt": lambda: of_text(steps=240, rates=_TEXT_RATES),
+    f"mlp{CUT}": lambda: replace(task("mlp"), name=f"mlp{CUT}"),
+    f"gpt{CUT}": lambda: replace(task("gpt"), name=f"gpt{CUT}"),
 }
 
 
