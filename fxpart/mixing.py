@@ -23,7 +23,6 @@ from fxpart.planned.copied import Copied, with_copies
 from fxpart.planned.rearranged import overfull
 from fxpart.planning import make_plan, rank_prediction
 from fxpart.price import price
-from fxpart.pricing.buckets import while_copies_sum
 from fxpart.pricing.mixed import mixed_problem, unlike
 from fxpart.pricing.places import kinds, named
 from fxpart.report import units
@@ -183,18 +182,9 @@ class _Mixing:
             rows = []
             for cost in group.copies:
                 row = rank_prediction(number, (), cost, None, self.problem.by_kind)
-                m, update = row.memory, row.update
-                if len(group.copies) > 1:
-                    held = m.weights + m.buffers + m.gradients + m.optimizer
-                    update = max(update, held + self._summing(group))
+                update = max(row.update, group.while_summing(cost))
                 rows.append(msgspec.structs.replace(row, sync_seconds=group.sums, update=update))
             yield Copied(devices, shortest_round(group.turns), tuple(rows))
-
-    def _summing(self, group: GroupCost) -> int:
-        """Bytes that copies of a group need beside their gradients while these are summed."""
-        mine = set(range(group.first, group.last + 1))
-        weights = self.problem.base.weights
-        return while_copies_sum([w.gradient for w in weights if mine & set(w.blocks)])
 
     def _proven(self, plan: Plan, found: MixedEvaluation) -> Plan:
         """The plan with the objective that was minimised, and what is proven of it."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpart.solver.mixed.sums import PIECE as BUCKET
+
 if TYPE_CHECKING:
     from fxpart.pricing.sharing import Sharing
     from fxpart.solver.problem import Weight
 
-BUCKET = 25 << 20  # bytes, as the runtime has it
 FIRST = 1 << 20  # of the first one
 
 
@@ -44,12 +45,3 @@ def _largest(sizes: Sequence[int]) -> int:
             held = count = 0
         held, count = held + size, count + 1
     return max(found, held if count > 1 or held <= BUCKET else 0)
-
-
-def while_copies_sum(gradients: Sequence[int]) -> int:
-    """Bytes beside gradients while those of a stage's copies are summed, once a step.
-
-    gradients: bytes of each. The runtime (:mod:`fxpart.runtime.replicas`) packs pieces of at most
-    25 MiB, one while another is sent; what is larger is sent as it is, and received whole.
-    """
-    return max(min(sum(gradients), 2 * BUCKET), max(gradients, default=0))

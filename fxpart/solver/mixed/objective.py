@@ -4,7 +4,8 @@ A copy of kind k takes w_k seconds for a microbatch (forward, backward, what it 
 microbatches each copy of a group takes so many that the longest is as short as can be: M seconds
 (:mod:`.turns`). Once a step a group pays beta: the optimizer, sums of tied gradients, and the sum
 of its n copies' gradients, which the runtime makes at one of them, n - 1 messages in and n - 1 out
-(:mod:`fxpart.runtime.replicas`). With t the slowest copy's w the objective is
+(:mod:`fxpart.runtime.replicas`); while that goes on it needs memory beside gradients
+(:mod:`.sums`). With t the slowest copy's w the objective is
 
     T = sum over groups of t + max over groups of (M - t + beta)
 
@@ -20,6 +21,7 @@ from math import fsum
 from fxpart.errors import error
 from fxpart.schedule.builders import BUILDERS
 from fxpart.solver.mixed.problem import MixedChoice, MixedProblem
+from fxpart.solver.mixed.sums import gradients_of, while_copies_sum
 from fxpart.solver.mixed.turns import turns
 from fxpart.solver.objective import Scorer, StageCost
 
@@ -29,7 +31,7 @@ class GroupCost:
     """One group: blocks [first, last], and for each copy its kind and what it costs.
 
     turns: by microbatch the copy that takes it. slowest, longest: t and M; once: beta, of which
-    ``sums`` are the sums of the copies' gradients.
+    ``sums`` are the sums of the copies' gradients. summing: bytes that these take beside them.
     """
 
     first: int
@@ -41,11 +43,17 @@ class GroupCost:
     longest: float
     once: float
     sums: float
+    summing: int = 0
 
     @property
     def pace(self) -> float:
         """Seconds between two microbatches when all copies work: c / n_c, g / n_g."""
         return 1 / fsum(1 / cost.seconds if cost.seconds else 1e300 for cost in self.copies)
+
+    def while_summing(self, copy: StageCost) -> int:
+        """Bytes that a copy needs once a step, between its passes and the optimizer."""
+        m = copy.memory
+        return m.weights + m.gradients + m.optimizer + m.buffers + self.summing
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,9 @@ class MixedScorer:
             longest=max(n * cost.seconds for n, cost in zip(taken, copies, strict=True)),
             once=max(cost.step_only_seconds for cost in copies) + sums,
             sums=sums,
+            summing=while_copies_sum(gradients_of(self.base.weights, *span))
+            if len(copies) > 1
+            else 0,
         )
 
     def _faults(self, choice: MixedChoice, groups: tuple[GroupCost, ...]) -> list[str]:
@@ -149,10 +160,11 @@ class MixedScorer:
             if len(set(group.turns)) < len(group.copies):
                 faults.append(f"group {number} has a copy without a microbatch")
             for place, cost in set(zip(group.kinds, group.copies, strict=True)):
-                if cost.memory.total > cost.memory_limit:
-                    name, total = problem.kinds[place].name, cost.memory.total
+                needed = max(cost.memory.total, group.while_summing(cost))
+                if needed > cost.memory_limit:
                     faults.append(
-                        f"group {number} needs {total} bytes of {cost.memory_limit} ({name})"
+                        f"group {number} needs {needed} bytes of {cost.memory_limit}"
+                        f" ({problem.kinds[place].name})"
                     )
         return faults
 

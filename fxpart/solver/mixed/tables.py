@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.solver.mixed.problem import MixedProblem
+from fxpart.solver.mixed.sums import Gradients
 from fxpart.solver.mixed.turns import makespans
-from fxpart.solver.tables import Floats, Ints, Tables, interval_sums, touching
+from fxpart.solver.tables import Floats, Ints, Tables
 
 Mask = NDArray[np.bool_]
 
@@ -64,15 +65,7 @@ class MixedTables:
         self.problem = problem
         base = problem.by_kind
         self.tables = Tables(base)
-        n = len(base.blocks)
-        held = [
-            (rectangle, w.gradient)
-            for w in base.weights
-            if w.gradient
-            for rectangle in touching(w.blocks, -1, n)
-        ]
-        amounts = np.array([size for _, size in held], dtype=np.int64)
-        self._gradient = self.tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        self._gradients = Gradients(self.tables)
         self._kept: dict[tuple[int, tuple[int, ...]], GroupTable] = {}
 
     def group(self, variant: int, counts: tuple[int, ...]) -> GroupTable:
@@ -100,17 +93,25 @@ class MixedTables:
             load=np.where(there, load, np.inf),
             most=tuple(most),
             least=least,
-            flights=tuple(s.flights for s in stages),
+            flights=tuple(
+                np.where(self._room(kind, sum(counts)), s.flights, np.int64(-1))
+                for kind, s in zip(used, stages, strict=True)
+            ),
             microbatches=m,
         )
+
+    def _room(self, kind: int, copies: int) -> Mask:
+        """Where a device can hold what it needs while copies sum their gradients."""
+        needed = self.tables.state_bytes + (self._gradients.summing if copies > 1 else 0)
+        return needed <= self.problem.by_kind.devices[kind + 1].memory
 
     def _sums(self, counts: Sequence[int], used: Sequence[int]) -> Floats:
         """Seconds in which the copies' gradients are summed and given back."""
         kinds = [self.problem.kinds[kind] for kind in used]
-        line = max(k.latency for k in kinds) + self._gradient * max(
+        line = max(k.latency for k in kinds) + self._gradients.total * max(
             k.inverse_bandwidth for k in kinds
         )
-        return np.where(self._gradient > 0, 2 * (sum(counts) - 1) * line, 0.0)
+        return np.where(self._gradients.total > 0, 2 * (sum(counts) - 1) * line, 0.0)
 
     @cached_property
     def mixes(self) -> tuple[tuple[int, ...], ...]:

@@ -12,14 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from partition_problems import random_problem
 
+from fxpart import collectives
 from fxpart.errors import FxpartError
+from fxpart.runtime import scatter
 from fxpart.solver.brute import solve_brute
 from fxpart.solver.mixed.brute import solve_mixed_brute
 from fxpart.solver.mixed.dp import solve_mixed
 from fxpart.solver.mixed.objective import evaluate
 from fxpart.solver.mixed.problem import Kind, MixedChoice, MixedProblem
+from fxpart.solver.mixed.sums import PIECE, Gradients, gradients_of, while_copies_sum
 from fxpart.solver.mixed.turns import makespans, shortest_round, turns
-from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant
+from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant, Weight
+from fxpart.solver.tables import Tables
 
 
 def small(seed: int) -> MixedProblem:
@@ -134,6 +138,53 @@ def test_a_group_of_two_kinds() -> None:
     assert found.objective == pytest.approx(4.0)  # t = 2, M = 4
     group = evaluate(msgspec.structs.replace(problem, base=base), found.choice).groups[0]
     assert [group.turns.count(copy) for copy in (0, 1)] == [2, 4]
+
+
+def with_tower_weight(memory: int) -> MixedProblem:
+    """Two copies of both blocks on CPUs, whose tower has a weight of 30 bytes and as many more."""
+    problem = by_hand(2, 1, 6)
+    tower = Weight(name="w", blocks=(1,), weight=30, gradient=30, optimizer=0)
+    other = Weight(name="v", blocks=(0,), weight=10, gradient=10, optimizer=0)
+    cpus = Kind(name="cpu", type=0, devices=2, memory=memory)
+    gpu = msgspec.structs.replace(problem.kinds[1], memory=1)  # nothing fits
+    base = msgspec.structs.replace(
+        problem.base, weights=(tower, other), no_cut_after=(0,), max_stages=1
+    )
+    return msgspec.structs.replace(problem, base=base, kinds=(cpus, gpu))
+
+
+def test_copies_need_memory_while_they_sum() -> None:
+    """80 bytes of weights and gradients, 40 while copies sum them; the passes need 82 to 84."""
+    two = MixedChoice(variant=0, schedule="1f1b", starts=(0,), counts=((2, 0),))
+    for memory, fits in ((120, True), (119, False)):
+        found = evaluate(with_tower_weight(memory), two)
+        assert found.groups[0].summing == 40 and found.feasible is fits
+        if not fits:
+            assert found.faults == ("group 0 needs 120 bytes of 119 (cpu)",)
+        answer = solve_mixed(with_tower_weight(memory))
+        assert answer.status == "optimal" and answer.choice is not None
+        assert (answer.choice.counts == ((2, 0),)) is fits
+    one = evaluate(with_tower_weight(119), msgspec.structs.replace(two, counts=((1, 0),)))
+    assert one.feasible and one.groups[0].summing == 0
+
+
+def test_pieces_are_the_runtimes_own() -> None:
+    assert PIECE == scatter.BUCKET == collectives.BUCKET
+    assert while_copies_sum([]) == 0
+    assert while_copies_sum([PIECE] * 5) == 2 * PIECE  # one packed while another is sent
+    assert while_copies_sum([3 * PIECE, 1]) == 3 * PIECE  # what is larger goes alone
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_gradients_of_every_interval(seed: int) -> None:
+    problem = random_problem(seed, 6)
+    tables = Tables(problem)
+    bands = Gradients(tables)
+    for unit, first in enumerate(tables.firsts):
+        for more, last in enumerate(tables.lasts[unit:]):
+            mine = gradients_of(problem.weights, int(first), int(last))
+            assert bands.total[unit, more] == sum(mine)
+            assert bands.summing[unit, more] == while_copies_sum(mine)
 
 
 def test_a_choice_of_another_problem() -> None:
