@@ -71,8 +71,9 @@ class RankPrediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     applies between a forward and its backward; 0 where the pipeline drains before each update.
     update: bytes of tensors while the optimizer steps, its temporaries among them; 0 if not known.
     process: bytes of the rank's process beside its tensors (the interpreter, libraries), and
-    allocator: those that the allocator holds and tensors do not, as measured on the rank's host; 0
-    where that was not, and on devices that are no CPU. The memory limit leaves room for both.
+    allocator: those that the allocator holds and tensors do not, as measured on the rank's host,
+    and half of what equal runs differ by; 0 where that was not, and on devices that are no CPU. The
+    memory limit leaves room for both.
     """
 
     ranks: tuple[int, ...]

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from fxpart.plan import Plan
 from fxpart.prediction import RankPrediction
-from fxpart.pricing.places import Weighed
+from fxpart.pricing.places import VARIES, Weighed
 
 
 def with_process(plan: Plan, model: object) -> Plan:
@@ -27,5 +27,7 @@ def _weighed(plan: Plan, row: RankPrediction, model: Weighed) -> RankPrediction:
     baseline = max((each.baseline for each in found), default=0)
     if not baseline:
         return row
-    lost = round(row.tensors * max(each.overhead for each in found))
-    return replace(row, process=baseline, allocator=lost)
+    lost = row.tensors * max(each.overhead for each in found)
+    # Rather above the middle of equal runs than below it: too little is what ends a process.
+    lost += VARIES / 2 * (baseline + row.tensors + lost)
+    return replace(row, process=baseline, allocator=round(lost))
