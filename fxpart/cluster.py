@@ -5,6 +5,7 @@ Reading, writing, presets, detection and checks live in ``fxpart.cluster_io``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         from fxpart.cluster_io.files import digest
 
         return digest(self)
+
+    def part(self, devices: Iterable[int]) -> Cluster:
+        """The cluster with some of its devices, by their places in ``devices``.
+
+        With them go the links and hosts that they have to do with; ranks are their new order.
+        Raises IndexError for a place that there is not.
+        """
+        kept = tuple(self.devices[place] for place in devices)
+        hosts = {device.host for device in kept}
+        known = {"*", *hosts, *(device.name for device in kept)}
+        links = tuple(x for x in self.links if x.source in known and x.target in known)
+        named = self.hosts
+        if not isinstance(named, msgspec.UnsetType):
+            named = tuple(host for host in named if host.name in hosts)
+        return msgspec.structs.replace(self, devices=kept, links=links, hosts=named)
 
     def link(self, source: str | Device, target: str | Device) -> Link:
         """The link that a transfer from one device to another takes: the closest match.

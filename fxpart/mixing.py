@@ -36,7 +36,6 @@ from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import Choice, Solution
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
     from fxpart.front import Front
     from fxpart.requests import Request
 
@@ -235,18 +234,11 @@ def _of_one_kind(request: Request) -> Iterator[tuple[str, tuple[int, ...], Reque
     for devices in members.values() if len(members) > 1 else ():
         if request.ranks is not None and len(devices) < request.ranks:
             continue
-        part = _part(cluster, devices)
+        part = cluster.part(devices)
         wish = "stages" in request.constraints
         stages = request.stages if wish else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
         yield name, tuple(devices), replace(request, cluster=part, stages=stages)
-
-
-def _part(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """The cluster with these of its devices."""
-    return msgspec.structs.replace(
-        cluster, devices=tuple(cluster.devices[index] for index in devices)
-    )
 
 
 def _lifted(plan: Plan, request: Request, indices: Sequence[int]) -> Plan:

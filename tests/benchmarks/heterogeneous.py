@@ -23,6 +23,7 @@ from fxpart.cluster import Cluster, Link
 from fxpart.errors import FxpartError
 
 _TOLERANCE = 1e-9
+_UNFIT = ("FXP202", "FXP204")  # no plan fits; anything else is a mistake
 
 
 def slower(cluster: Cluster, which: list[int], factor: float, name: str) -> Cluster:
@@ -170,18 +171,18 @@ def row(program: Any, cluster: Cluster) -> dict[str, Any]:
     seconds = time.process_time() - began
     types = kinds(cluster)[1]
     alone: dict[str, float | None] = {}
-    members: dict[tuple[int, int], list[Any]] = {}
-    for type_, device in zip(types, cluster.devices, strict=True):
-        members.setdefault((type_, device.memory), []).append(device)
-    for devices in members.values():
-        part = msgspec.structs.replace(cluster, devices=tuple(devices))
-        name = f"{len(devices)} {devices[0].model}"
+    members: dict[tuple[int, int], list[int]] = {}
+    for place, (type_, device) in enumerate(zip(types, cluster.devices, strict=True)):
+        members.setdefault((type_, device.memory), []).append(place)
+    for places in members.values():
+        part = cluster.part(places)
+        name = f"{len(places)} {part.devices[0].model}"
         try:
             found = program.replan(part, constraints={"copies": "none"}).plan
             alone[name] = found.prediction.simulated_seconds
         except FxpartError as fault:
             alone[name] = None
-            if fault.code not in ("FXP204", "FXP202"):
+            if fault.code not in _UNFIT:
                 raise
     best = min((s for s in alone.values() if s is not None), default=None)
     mine = plan.prediction.simulated_seconds
@@ -210,6 +211,8 @@ def main() -> int:
             try:
                 rows.append({"model": name, "cluster": words, **row(program, cluster)})
             except FxpartError as fault:
+                if fault.code not in _UNFIT:
+                    raise
                 rows.append({"model": name, "cluster": words, "fault": fault.code})
             sys.stderr.write(f"{name:<12} {words:<34} {rows[-1].get('over_best')}\n")
     worse = [

@@ -183,19 +183,14 @@ def plans(program: Program, cluster: Cluster, kinds: Kinds, path: Path) -> dict[
 
 
 def kinds_of(cluster: Cluster) -> list[Cluster]:
-    """The devices of each kind as clusters of their own."""
+    """The devices of each kind as clusters of their own; of their host nothing else is known."""
     from msgspec import UNSET
     from msgspec.structs import replace
 
-    members: dict[tuple[object, int], list[Any]] = {}
-    for device in cluster.devices:
-        members.setdefault((device.quota, device.memory), []).append(device)
-    found = []
-    for devices in members.values():
-        known = {"*"} | {d.name for d in devices} | {d.host for d in devices}
-        links = tuple(x for x in cluster.links if {x.source, x.target} <= known)
-        found.append(replace(cluster, devices=tuple(devices), links=links, hosts=UNSET).validate())
-    return found
+    members: dict[tuple[object, int], list[int]] = {}
+    for place, device in enumerate(cluster.devices):
+        members.setdefault((device.quota, device.memory), []).append(place)
+    return [replace(cluster.part(places), hosts=UNSET).validate() for places in members.values()]
 
 
 def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
