@@ -206,7 +206,6 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "mlp": lambda: of_digits("mlp", ResidualMLP, steps=600, rates=_DIGIT_RATES),
     "cnn": lambda: of_digits("cnn", ResidualCNN, steps=300, rates=_DIGIT_RATES),
     "gpt": lambda: of_text(steps=240, rates=_TEXT_RATES),
-    f"mlp{CUT}": lambda: replace(task("mlp"), name=f"mlp{CUT}"),
     f"gpt{CUT}": lambda: replace(task("gpt"), name=f"gpt{CUT}"),
 }
 
