@@ -49,7 +49,8 @@ def _steps(family: str, rows: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"| {family}, {stages} ms | {microbatches} | {step['flush']:.0f} ms"
             f" | {step['spectrain']:.0f} ms | {over['spectrain']:.2f} | {row['bound']:.2f}"
-            f" | {row['of_bound']:.1%} | {row['of_allowed']:.1%} | {over['naive']:.2f}, {over['stash']:.2f}"
+            f" | {row['of_bound']:.1%} | {row['of_allowed']:.1%}"
+            f" | {over['naive']:.2f}, {over['stash']:.2f}"
             f" | {row['prediction']['share']:.1%} |"
         )
 
