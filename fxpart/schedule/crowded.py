@@ -84,9 +84,9 @@ class Work:
         self._moving = {name: self._line(at) for name, at in self._segments.items()}
         if talk is not None:  # the pools of all computations: a simulation begins with them all
             for stage in range(schedule.stages):
-                kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
-                for event in (*(Action(stage, kind, 0) for kind in kinds), Update(stage, 0)):
-                    self.task(event)
+                for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+                    self.task(Action(stage, kind, 0))
+                self.task(Update(stage, 0))
 
     def task(self, event: Event) -> Task:
         """The work of an event: seconds alone, its pool, what it counts as."""
