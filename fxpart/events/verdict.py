@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from fxpart.events.event import ALL
+from fxpart.events.failures import Failure
 from fxpart.events.postmortem import Postmortem, Traces
 
 _SAID = {
@@ -30,9 +31,11 @@ def cause(found: Postmortem, rank: int) -> str:
     """Why a rank stopped, as it or others have said."""
     traces = found.ranks.get(rank)
     if traces is not None and traces.failure is not None:
-        said = traces.failure.problems[0]
-        return ": ".join(part for part in (said.code, said.where, said.why) if part)
+        return _problem(traces.failure)
     if traces is not None and traces.fault is not None:
+        agreed = _agreed(found, rank)
+        if agreed is not None:
+            return _problem(agreed)
         return f"{traces.fault.words}, and nothing else was written down"
     if traces is not None and traces.how == "left":
         return "it had ended as it should, while others waited for it"
@@ -45,6 +48,25 @@ def cause(found: Postmortem, rank: int) -> str:
     if not told and codes:
         return "it left no word; others waited for it in vain, or lost their connection to it"
     return told[0] if told else _SILENT
+
+
+def _agreed(found: Postmortem, rank: int) -> Failure | None:
+    """What another rank wrote down of the rank's failure, on which all agree before they end.
+
+    The first that ends has its launcher end the others, which may have written nothing by then.
+    """
+    for other in found.ranks.values():
+        about = other.blame
+        if other.failure is not None and about is not None and not about.gone:
+            if about.ranks == (rank,) and other.rank != rank:
+                return other.failure
+    return None
+
+
+def _problem(failure: Failure) -> str:
+    """Its first problem."""
+    said = failure.problems[0]
+    return ": ".join(part for part in (said.code, said.where, said.why) if part)
 
 
 def did(traces: Traces) -> str:

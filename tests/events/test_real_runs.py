@@ -35,6 +35,11 @@ def test_the_right_rank_is_named(
     assert set(found.ranks) == {0, 1, 2}
     assert found.first == (faulty,), f"{headline(found)}\n{ended.stderr}"
     assert words in headline(found)
+    if what == "raise":  # all know it: what it could not write down itself others say
+        own = next(tmp_path.rglob(f"rank-{faulty}.failure.json"), None)
+        if own is not None:
+            own.unlink()
+        assert words in headline(examine(tmp_path))
     assert all(traces.ring is not None for traces in found.ranks.values())
     # Somebody says whom it waited for, and the rank itself what it did.
     last = found.ranks[faulty].last
