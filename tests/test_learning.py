@@ -77,7 +77,7 @@ def test_the_aim_is_computed(benchmark: Any, near: float, word: str) -> None:
         one = made_up(jobs, task, accuracy)
         figures["tasks"] |= one["tasks"]
         figures["runs"] |= one["runs"]
-    assert page.aim(figures).count(word) == 2  # of batches whole, and of batches in microbatches
+    assert page.aim(figures).count(word) == 2  # with either optimizer
     figures["runs"].popitem()  # of the last task, none of the first
     missing = page.aim(figures)
     assert word in missing  # NAdam's runs are not what is asked
@@ -158,3 +158,24 @@ def test_a_short_run_learns(benchmark: Any) -> None:
     for run in (sync, stale):
         assert run["loss"] < 0.75 * 4.56  # of guessing among 96 characters
         assert len(run["curve"]) == steps and run["curve"][-1] < run["curve"][0]
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (["gpt"], "**true**"),  # in K microbatches it holds
+        (["gpt", "gpt-cut"], "**false**, on 2 of 3 tasks"),
+        (["mlp"], "**false**, on 2 of 3 tasks"),
+    ],
+)
+def test_a_task_counts_whole_or_in_microbatches(
+    benchmark: Any, fails: list[str], words: str
+) -> None:
+    jobs, page = benchmark("learning_jobs"), benchmark("learning_page")
+    figures: dict[str, Any] = {"tasks": {}, "runs": {}}
+    for task in page.TITLES:
+        near = 0.9 if task in fails else 1.0
+        one = made_up(jobs, task, {"sync": 1.0, "xpipe": near})
+        figures["tasks"] |= one["tasks"]
+        figures["runs"] |= one["runs"]
+    assert page.aim(figures).count(words) == 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import msgspec
-
 from fxpart.cluster import Cluster
 from fxpart.errors import error
 
@@ -18,22 +16,17 @@ def without(cluster: Cluster, lost: Collection[str]) -> Cluster:
     where no device is left.
     """
     gone = set(lost)
-    devices = tuple(d for d in cluster.devices if d.name not in gone and d.host not in gone)
-    if len(devices) == len(cluster.devices):
+    left = [k for k, d in enumerate(cluster.devices) if d.name not in gone and d.host not in gone]
+    if len(left) == len(cluster.devices):
         return cluster
-    if not devices:
+    if not left:
         raise error(
             "FXP519",
             where=f"cluster {cluster.name}",
             why=f"none of its {len(cluster.devices)} devices is left",
             fix="start again when there are some; nothing is lost",
         )
-    names = {d.name for d in devices} | {d.host for d in devices} | {"*"}
-    links = tuple(n for n in cluster.links if n.source in names and n.target in names)
-    hosts = cluster.hosts
-    if hosts is not msgspec.UNSET:
-        hosts = tuple(host for host in hosts if host.name in names)
-    return msgspec.structs.replace(cluster, devices=devices, links=links, hosts=hosts)
+    return cluster.part(left)
 
 
 def for_ranks(given: str, ranks: int, lost: Collection[str] = ()) -> Cluster:

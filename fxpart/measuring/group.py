@@ -65,15 +65,7 @@ def profile_group(
 
 def likes(cluster: Cluster, model: str) -> Cluster:
     """The cluster without the devices of other models, and what names them."""
-    devices = tuple(d for d in cluster.devices if d.model == model)
-    gone = {d.name for d in cluster.devices} - {d.name for d in devices}
-    hosts = {d.host for d in cluster.devices} - {d.host for d in devices}
-    links = tuple(x for x in cluster.links if not {x.source, x.target} & (gone | hosts))
-    found = msgspec.structs.replace(cluster, devices=devices, links=links)
-    if not isinstance(cluster.hosts, msgspec.UnsetType):
-        kept = tuple(h for h in cluster.hosts if h.name not in hosts)
-        found = msgspec.structs.replace(found, hosts=kept)
-    return found
+    return cluster.part(k for k, device in enumerate(cluster.devices) if device.model == model)
 
 
 def _measured(rank: int, cluster: Cluster, path: Path, own: Path, measure: Measure) -> _Message:

@@ -153,13 +153,11 @@ def steps_in_time(
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
-    talk = Talk(*(
-        tuple(map(min, part, whole))
-        for part, whole in (
-            (times.talking, times.forward), (times.talking, times.backward),
-            (times.summing, times.once),
-        )
-    ))  # fmt: skip
+    talk = Talk(
+        tuple(map(min, times.talking, times.forward)),
+        tuple(map(min, times.talking, times.backward)),
+        tuple(map(min, times.summing, times.once)),
+    )
     pace = [1.0] * len(times.forward)
     if crowd is not None and not contention:
         alone = [

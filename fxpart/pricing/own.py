@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.pricing.touched import COPIES as _KEPT
+from fxpart.pricing.touched import COPIES
 from fxpart.pricing.weights import step_seconds, updated
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def gradient_parts(weights: Sequence[Weight], later: bool, share: float = 1.0) -
     those of a later microbatch behind the earlier ones.
     """
     dense = sum(weight.gradient for weight in weights if not weight.sparse)
-    rows = sum(weight.gradient / _KEPT for weight in weights if weight.sparse)
+    rows = sum(weight.gradient / COPIES for weight in weights if weight.sparse)
     return {ADDED: 3 * (dense + 2 * share * rows) / RATE} if later else {FRESH: dense / RATE}
 
 
@@ -136,7 +136,7 @@ class Own:
         if weight.sparse:
             # the i-th of m puts its rows behind those of i - 1: i/m of a batch's, i = 2 to m
             mean = ((microbatches + 1) / 2 - 1 / microbatches) / microbatches
-            return weight.gradient / _KEPT * mean * self.gradient(later=True) if later else 0.0
+            return weight.gradient / COPIES * mean * self.gradient(later=True) if later else 0.0
         if ADDED not in self.factors:
             return weight.gradient * self.gradient(later)
         each = share * self.gradient(later=True) + (1 - share) * self.gradient(later=False)

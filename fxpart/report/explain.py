@@ -181,7 +181,8 @@ def memory_words(found: Explanation) -> list[str]:
         words.append(
             f"A process of it takes {units.size(given.resident)} at its peak: "
             f"{units.size(given.total)} of tensors, {units.size(given.process)} beside them, and "
-            f"{units.size(given.allocator)} that the allocator loses, as measured here."
+            f"{units.size(given.allocator)} that the allocator loses, as measured here, or that"
+            " equal runs differ by."
         )
     if found.binding:
         best = min(found.binding, key=lambda r: r.unfit_slower or 0.0)

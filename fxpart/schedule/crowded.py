@@ -72,7 +72,7 @@ class Work:
         self._full = [max((self._crowd.full(r) for r in ranks), default=1.0) for ranks in places]
         self.paces = [Pace()]
         self.counters = 2 * len(self._crowd.slowdown)
-        self._pools: dict[tuple[tuple[int, ...], float, float], int] = {}
+        self._pools: dict[tuple[tuple[tuple[int, float], ...], float], int] = {}
         self._compute = [self._pool(mine) for mine in self._hosts]
         self._segments: dict[str, int] = {}
         if segment is not None:
@@ -159,12 +159,12 @@ class Work:
         lengthens; unseen: of each rank, the part by which it is not counted on its host, where it
         is whole while it computes itself.
         """
-        key = (tuple(sorted(hosts)), talk, unseen)
         if not hosts:
             return 0
+        mine = {host: unseen * hosts.count(host) for host in sorted(hosts)}
+        key = tuple(mine.items()), talk
         if key not in self._pools:
             self._pools[key] = len(self.paces)
-            mine = {host: unseen * hosts.count(host) for host in hosts}
             counters = frozenset(c for host in mine for c in (2 * host, 2 * host + 1))
 
             def slowdown(counts: Sequence[float]) -> float:
