@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fxpart.events.failures import Failure, Said
+if TYPE_CHECKING:
+    from fxpart.events.failures import Failure, Said
 
 _RANKS = re.compile(r"\branks? (\d{1,9}(?:, \d{1,9})*)")
 _WAITED = re.compile(r"\bwaiting for rank (\d{1,9})")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Phase = Literal["begin", "end", "wait", "send", "failed"]
+Phase = Literal["begin", "end", "wait", "send", "failed", "lost"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+FAULTS: tuple[Phase, ...] = ("failed", "lost")
 NOBODY, ALL = -1, -2  # in the place of a peer
 STEP = "the step"  # what ends when a step is over
 LEFT = "the training"  # what a rank notes to have ended when it leaves as it should
@@ -18,8 +19,9 @@ class Event:
 
     number: from 1, by process. nanoseconds: of the machine's monotonic clock in a ring; since 1970
     where it was read from a file. what: an action ("0F3") or words ("the optimizer"). phase: it
-    begins (what it needs is there), ends, waits for ``peer``, sends to it, or has failed. stage,
-    microbatch: -1 where it is of none. peer: a rank, NOBODY, or ALL.
+    begins (what it needs is there), ends, waits for ``peer``, sends to it, has failed (by itself,
+    or since ``peer`` did), or failed since ``peer`` is gone. stage, microbatch: -1 where it is of
+    none. peer: a rank, NOBODY, or ALL.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Event:
             "end": "ended",
             "wait": "waits" if self.peer == NOBODY else f"waits for {whom}",
             "send": "is sent" if self.peer == NOBODY else f"goes to {whom}",
-            "failed": "failed",
+            "failed": "failed" if self.peer == NOBODY else f"failed after {whom}",
+            "lost": f"failed: {whom} is gone",
         }
         return f"{self.what} of step {self.step} {done[self.phase]}"

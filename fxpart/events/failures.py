@@ -13,6 +13,8 @@ import msgspec
 
 from fxpart.bounded import from_json, read_bytes
 from fxpart.errors import FxpartError, Problem
+from fxpart.events.blame import blame
+from fxpart.events.event import NOBODY
 from fxpart.events.ring import Ring, unreadable
 
 _LARGEST = 1 << 20  # bytes of a file
@@ -66,7 +68,8 @@ def record_failure(
     """Write down why this process ends; whether that could be done. Never raises.
 
     path: see :meth:`fxpart.rundir.RunDir.failure`. events: of the rank, whose newest is written
-    along, and which note the failure. lost, peers: see :class:`Failure`. The first failure of a
+    along, and which note the failure and whom it is about: that outlives this process even where
+    it is ended before the file is whole. lost, peers: see :class:`Failure`. The first failure of a
     generation stays: later ones follow from it.
     """
     target = Path(path)
@@ -74,8 +77,6 @@ def record_failure(
         if target.exists():
             return False
         last = events.last()[0] if events is not None else ""
-        if events is not None:
-            events.put(type(cause).__name__, "failed")
         failure = Failure(
             rank=rank,
             generation=generation,
@@ -89,6 +90,8 @@ def record_failure(
             peers={peer: _plain(words) for peer, words in (peers or {}).items()},
             trace=_trace(cause),
         )
+        if events is not None:
+            _note(events, failure)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(failure), indent=1))
@@ -96,6 +99,14 @@ def record_failure(
     except Exception:  # what ends the process must not be hidden by what cannot be written of it
         return False
     return True
+
+
+def _note(events: Ring, failure: Failure) -> None:
+    """The failure in a ring: its code or kind, and the first of the ranks that it is about."""
+    about = blame(failure)
+    peer = NOBODY if failure.rank in about.ranks else about.ranks[0]
+    what = failure.problems[0].code or failure.kind
+    events.put(what, "lost" if about.gone and peer != NOBODY else "failed", peer=peer)
 
 
 def read_failure(path: str | Path) -> Failure:

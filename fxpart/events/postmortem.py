@@ -7,80 +7,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from fxpart.errors import FxpartError
-from fxpart.events.blame import Blame, blame
-from fxpart.events.event import ALL, LEFT, NOBODY, STEP, Event
+from fxpart.events.circle import breaker, eldest
+from fxpart.events.event import ALL, NOBODY, Event
 from fxpart.events.failures import Failure, read_failure
 from fxpart.events.ring import Kept, read, unreadable
+from fxpart.events.traces import Traces
 
-How = Literal["failed", "followed", "left", "silent"]
 _GENERATION = re.compile(r"generation-(\d{1,9})")
 _FILE = re.compile(r"rank-(\d{1,9})\.(ring|failure\.json)")
 _MOST = 1 << 16  # files of one generation
-
-
-@dataclass(frozen=True)
-class Traces:
-    """What one rank left. problems: of files that cannot be read."""
-
-    rank: int
-    ring: Kept | None = None
-    failure: Failure | None = None
-    problems: tuple[str, ...] = ()
-
-    @property
-    def last(self) -> Event | None:
-        """What it did last, before it said that it failed."""
-        events = self.ring.events if self.ring is not None else ()
-        return next((event for event in reversed(events) if event.phase != "failed"), None)
-
-    @property
-    def fault(self) -> Event | None:
-        """What failed since its last whole step, if it noted that."""
-        for event in reversed(self.ring.events if self.ring is not None else ()):
-            if event.phase == "failed":
-                return event
-            if event.phase == "end" and event.what == STEP:
-                break
-        return None
-
-    @property
-    def time(self) -> int:
-        """When it was last heard of, in nanoseconds since 1970; its failure if it had one."""
-        if self.failure is not None:
-            return self.failure.time
-        if self.ring is None:
-            return 0
-        return self.ring.events[-1].nanoseconds if self.ring.events else self.ring.began
-
-    @property
-    def blame(self) -> Blame | None:
-        """Whom its failure is about; None without a failure."""
-        return None if self.failure is None else blame(self.failure)
-
-    @property
-    def how(self) -> How:
-        """It failed by itself, followed another's failure, left as it should, or said nothing."""
-        found = self.blame
-        if found is not None:
-            return "failed" if self.rank in found.ranks else "followed"
-        if self.fault is not None:
-            return "failed"
-        last = self.last
-        return "left" if last is not None and (last.what, last.phase) == (LEFT, "end") else "silent"
-
-    def newest(self, count: int) -> tuple[Event, ...]:
-        """Its last events, at most so many, oldest first."""
-        events = self.ring.events if self.ring is not None else ()
-        return events[max(0, len(events) - count) :]
-
-    @property
-    def awaited(self) -> int:
-        """The rank that it waited for at last; ALL, or NOBODY."""
-        last = self.last
-        return last.peer if last is not None and last.phase in ("wait", "send") else NOBODY
 
 
 @dataclass(frozen=True)
@@ -172,10 +109,10 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
     A failure leads to whom it is about. A rank that said nothing is the end where it is known to be
     gone; else its last wait leads on. One that left as it should is the end where others missed it.
     """
-    seen: set[int] = set()
+    seen: list[int] = []
     gone = False
     while rank not in seen:
-        seen.add(rank)
+        seen.append(rank)
         traces = ranks.get(rank)
         if traces is None:
             return rank  # it left nothing at all
@@ -184,22 +121,17 @@ def _root(ranks: Mapping[int, Traces], rank: int) -> int | None:
             return rank
         following: int | None = None
         if found is not None:
-            following, gone = _one_of(ranks, found.ranks), found.gone
+            following, gone = eldest(ranks, found.ranks), found.gone
         elif traces.how == "left":
             return rank if gone else None
         elif not gone:
             following = _awaited(ranks, traces)
         if following is None:
             return rank
-        if following in seen:  # each waits for the other
-            return min(seen, key=lambda each: ranks[each].time if each in ranks else 0)
+        if following in seen:  # these wait for each other
+            return breaker(ranks, seen[seen.index(following) :])
         rank = following
     return rank
-
-
-def _one_of(ranks: Mapping[int, Traces], named: tuple[int, ...]) -> int:
-    """Of several that a failure is about, the one last heard of the longest ago."""
-    return min(named, key=lambda rank: ranks[rank].time if rank in ranks else 0)
 
 
 def _awaited(ranks: Mapping[int, Traces], traces: Traces) -> int | None:
@@ -223,7 +155,7 @@ def _first(ranks: Mapping[int, Traces], votes: Mapping[int, int]) -> tuple[int, 
 
     The earliest of them; and those that failed alike, as all ranks do upon the same call.
     """
-    told = {root for rank in ranks if ranks[rank].failure and (root := _root(ranks, rank)) in votes}
+    told = {root for rank in ranks if ranks[rank].blame and (root := _root(ranks, rank)) in votes}
     roots = [rank for rank in votes if rank in told] or list(votes)
     if not roots:
         return ()

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 
 from fxpart.events.event import ALL
 from fxpart.events.failures import Failure
-from fxpart.events.postmortem import Postmortem, Traces
+from fxpart.events.postmortem import Postmortem
+from fxpart.events.traces import Traces
 
 _SAID = {
     "FXP514": "it ended without a word: killed, out of memory, or its machine is gone",
@@ -32,7 +33,7 @@ def cause(found: Postmortem, rank: int) -> str:
     traces = found.ranks.get(rank)
     if traces is not None and traces.failure is not None:
         return _problem(traces.failure)
-    if traces is not None and traces.fault is not None:
+    if traces is not None and traces.how == "failed" and traces.fault is not None:
         agreed = _agreed(found, rank)
         if agreed is not None:
             return _problem(agreed)
@@ -40,9 +41,9 @@ def cause(found: Postmortem, rank: int) -> str:
     if traces is not None and traces.how == "left":
         return "it had ended as it should, while others waited for it"
     codes = [
-        other.failure.problems[0].code
+        _code(other)
         for other in found.ranks.values()
-        if other.failure is not None and other.blame is not None and rank in other.blame.ranks
+        if other.blame is not None and rank in other.blame.ranks
     ]
     told = [_SAID[code] for code in codes if code in _SAID]
     if not told and codes:
@@ -63,6 +64,13 @@ def _agreed(found: Postmortem, rank: int) -> Failure | None:
     return None
 
 
+def _code(traces: Traces) -> str:
+    """The code of its failure, as it wrote or at least noted it."""
+    if traces.failure is not None:
+        return traces.failure.problems[0].code
+    return traces.fault.what if traces.fault is not None else ""
+
+
 def _problem(failure: Failure) -> str:
     """Its first problem."""
     said = failure.problems[0]
@@ -76,10 +84,9 @@ def did(traces: Traces) -> str:
 
 def ended(traces: Traces) -> str:
     """How a rank ended, in a few words."""
-    if traces.failure is not None and traces.how != "failed":
-        about = traces.blame.ranks if traces.blame is not None else ()
-        whom = ", ".join(map(str, about[:8]))
-        return f"{traces.failure.problems[0].code} about rank {whom}"
+    if traces.blame is not None and traces.how == "followed":
+        whom = ", ".join(map(str, traces.blame.ranks[:8]))
+        return f"{_code(traces)} about rank {whom}"
     if traces.failure is not None:
         return traces.failure.problems[0].code or traces.failure.kind
     return {"left": "as it should", "failed": "failed"}.get(traces.how, "no word")

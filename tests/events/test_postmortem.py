@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from fxpart.cli import run
 from fxpart.errors import FxpartError, Problem
-from fxpart.events.event import ALL, LEFT
+from fxpart.events.event import ALL, LEFT, PHASES
 from fxpart.events.failures import record_failure
 from fxpart.events.postmortem import examine
 from fxpart.events.ring import Ring
-from fxpart.events.verdict import cause, headline
+from fxpart.events.verdict import cause, ended, headline
 from fxpart.rundir import RunDir
 
 
@@ -126,6 +126,42 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
     assert left.first() == (0,)
 
 
+def test_of_a_circle_only_its_members_can_be_the_first(tmp_path: Path) -> None:
+    """All were ended before they could say a word; the eldest one's wait only leads to it."""
+    left = Left(tmp_path)
+    left.ring(0, "0B0", "wait", 1)
+    left.ring(1, "1B0", "wait", 2)  # killed
+    left.ring(2, "2F2", "wait", 1)
+    found = examine(tmp_path)
+    assert found.first == (1,) and found.votes == {1: 3}
+
+
+@pytest.mark.parametrize(
+    ("sent", "first"),
+    [
+        ("0SEND_F0", 1),
+        ("0SEND_F0>1", 1),
+        ("0SEND_F0>3", 0),  # another stage of the same rank
+        ("0SEND_F1", 0),  # another microbatch
+        ("2SEND_B0", 0),  # the other way
+    ],
+)
+def test_who_waits_for_what_was_sent_is_the_first(tmp_path: Path, sent: str, first: int) -> None:
+    left = Left(tmp_path)
+    zero = left.ring(0, sent, "send", 1)
+    zero.put("0B0", "wait", peer=1)
+    left.ring(1, "1F0", "wait", 0)
+    left.ring(2, "2F0", "wait", 1)
+    assert left.first() == (first,)
+    zero.step += 1  # what was sent in an earlier step is not what is waited for
+    zero.put("0B0", "wait", peer=1)
+    left.ring(1, "1F0", "wait", 0).step = 119
+    ring = left.ring(1, "the step", "end")
+    ring.step = 119
+    ring.put("1F0", "wait", peer=0)
+    assert left.first() == (0,)
+
+
 def test_nobody_failed(tmp_path: Path) -> None:
     left = Left(tmp_path)
     for rank in range(2):
@@ -153,6 +189,32 @@ def test_a_failure_that_only_the_ring_has(tmp_path: Path) -> None:
     ring.put("the step", "end")  # it has gone on since
     ring.put(LEFT, "end")
     assert left.first() == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "gone"),
+    [
+        ("FXP514", "rank 0 (stage 0) ended 0.2 s ago", True),
+        ("FXP504", "the connection to another rank was lost: rank 0 closed the connection", False),
+    ],
+)
+def test_followers_that_only_the_rings_have(
+    tmp_path: Path, code: str, why: str, gone: bool
+) -> None:
+    """The launcher ended them before they had written their failures down: those are in no file."""
+    left = Left(tmp_path)
+    left.ring(0, "0B3", "wait", 1) if gone else left.ring(0, "0F9")
+    for rank in (2, 1):
+        left.failed(left.ring(rank, f"{rank}F5", "wait", 0), code, f"rank {rank}", why)
+        left.run.failure(1, rank).unlink()
+    found = examine(tmp_path)
+    assert found.first == (0,) and found.votes == {0: 3}
+    assert [found.ranks[rank].how for rank in range(3)] == ["silent", "followed", "followed"]
+    assert ("killed, out of memory" if gone else "lost their connection") in headline(found)
+    assert ended(found.ranks[1]) == f"{code} about rank 0"
+    assert found.ranks[1].newest(1)[0].words == (
+        f"{code} of step 118 " + ("failed: rank 0 is gone" if gone else "failed after rank 0")
+    )
 
 
 def test_all_failed_alike(tmp_path: Path) -> None:
@@ -236,7 +298,7 @@ def test_whatever_was_left_is_told(
     left = Left(tmp_path_factory.mktemp("run"))
     ranks = data.draw(st.integers(1, 4))
     for rank in range(ranks):
-        phase = data.draw(st.sampled_from(["begin", "wait", "send", "end", "failed"]))
+        phase = data.draw(st.sampled_from(PHASES))
         what = data.draw(st.sampled_from(["0F0", LEFT, "the step"]))
         ring = left.ring(rank, what, phase, data.draw(st.integers(ALL, 5)))
         if data.draw(st.booleans()):
