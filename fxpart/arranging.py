@@ -255,14 +255,12 @@ def _given(problem: PartitionProblem, choice: Choice) -> tuple[Staged, Solution]
 
 def _unfit(plans: list[Plan]) -> FxpartError:
     """What is too full in the plan that is nearest to fitting."""
-    worst = [max(overfull(p), key=lambda r: r.memory.total - r.memory_limit) for p in plans]
-    plan, row = min(
-        zip(plans, worst, strict=True), key=lambda f: f[1].memory.total / f[1].memory_limit
-    )
+    worst = [max(overfull(p), key=lambda r: r.tensors - r.memory_limit) for p in plans]
+    plan, row = min(zip(plans, worst, strict=True), key=lambda f: f[1].tensors / f[1].memory_limit)
     return error(
         "FXP204",
         where=f"schedule={plan.schedule}, stage {row.stage}",
-        why=f"{row.memory.total} bytes are needed with {row.in_flight} microbatches in flight, "
+        why=f"{row.tensors} bytes are needed with {row.in_flight} microbatches in flight, "
         f"{row.memory_limit} are there",
         fix="schedule=1f1b keeps less in flight; or more microbatches, or more ranks",
     )

@@ -30,7 +30,6 @@ from fxpart.planned.hosts import completed, hosts_of
 from fxpart.planned.steps import step_in_time
 from fxpart.planned.words import label, reason
 from fxpart.prediction import HostLoad, StepParts, step_parts
-from fxpart.pricing.live import UPDATE
 from fxpart.pricing.sharing import StepSums
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import edges as edges_of
@@ -254,16 +253,8 @@ def rank_prediction(
         memory_limit=cost.memory_limit,
         in_flight=cost.in_flight,
         workspace=cost.workspace - problem.packed,
-        update=_update(cost, problem),
+        update=cost.updating,
     )
-
-
-def _update(cost: StageCost, problem: PartitionProblem) -> int:
-    """Bytes of a stage's tensors while its optimizer steps; activations are gone by then."""
-    m, mine = cost.memory, range(cost.first, cost.last + 1)
-    trained = [w for w in problem.weights if w.gradient and not set(w.blocks).isdisjoint(mine)]
-    largest = max((min(w.weight, w.gradient) for w in trained), default=0)
-    return m.weights + m.buffers + m.gradients + m.optimizer + UPDATE * largest
 
 
 def _certificate(
@@ -312,7 +303,7 @@ def _alternatives(
             continue
         found = evaluate(problem, candidate)
         parts, stages = _parts(problem, candidate, found, shared)
-        full = any(row.memory.total > row.memory_limit for row in stages)
+        full = any(row.tensors > row.memory_limit for row in stages)
         rows.append(
             Alternative(
                 stages=len(candidate.starts),

@@ -60,6 +60,7 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
             gradient=r.choice([0, r.randint(0, 20)]),
             optimizer=r.randint(0, 20),
             buffer=r.random() < 0.2,
+            temporary=r.choice([0, r.randint(0, 60)]),
         )
         for i in range(r.randint(0, n + 2))
     )

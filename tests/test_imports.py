@@ -35,6 +35,7 @@ LAYERS = (
     ("requests",),
     ("modes",),
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),
+    ("temporaries",),
     ("passes", "costmodels", "optimizers"),
     ("annotations",),
     ("pipeline", "plan", "program", "costs", "profile"),

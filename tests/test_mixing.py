@@ -12,7 +12,6 @@ from torch import nn
 import fxpart
 from fxpart.cluster import Cluster
 from fxpart.plan import Plan
-from fxpart.pricing.live import UPDATE
 from fxpart.report.explain import explain
 from fxpart.whatif import choice_of
 
@@ -94,11 +93,10 @@ def test_copies_have_room_for_gradients_that_are_summed() -> None:
         next(r for r in made.plan.prediction.ranks if bool(r.microbatches) is wanted)
         for wanted in (True, False)
     )
-    largest = 64 * 64 * 4
-    for row, more in ((copied, copied.memory.gradients), (alone, UPDATE * largest)):
+    for row, more in ((copied, copied.memory.gradients), (alone, 0)):  # SGD makes no tensors
         m = row.memory
         assert row.update == m.weights + m.buffers + m.gradients + m.optimizer + more
-    assert copied.memory.gradients > UPDATE * largest
+    assert copied.memory.gradients > 0
 
 
 def test_links_of_absent_devices_are_refused() -> None:

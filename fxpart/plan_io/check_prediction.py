@@ -74,9 +74,9 @@ def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:
         yield f"{where}.in_flight", f"{entry.in_flight} of {most} microbatches"
     if not streams(plan) and (entry.staleness or entry.memory.copies or entry.predict_seconds):
         yield where, f"the schedule {plan.schedule} has neither staleness nor copies of weights"
-    if entry.memory.total > entry.memory_limit:
-        total = entry.memory.total
-        yield f"{where}.memory", f"{total} bytes, above the {entry.memory_limit} allowed"
+    if entry.tensors > entry.memory_limit:
+        name = "memory" if entry.memory.total > entry.memory_limit else "update"
+        yield f"{where}.{name}", f"{entry.tensors} bytes, above the {entry.memory_limit} allowed"
     if entry.workspace > entry.memory.activations:
         yield f"{where}.workspace", f"it is part of {entry.memory.activations} bytes of activations"
     whole = entry.forward_seconds + entry.backward_seconds

@@ -84,4 +84,4 @@ def predicted(
 
 def overfull(plan: Plan) -> tuple[RankPrediction, ...]:
     """The predictions that do not fit their devices."""
-    return tuple(r for r in plan.prediction.ranks if r.memory.total > r.memory_limit)
+    return tuple(r for r in plan.prediction.ranks if r.tensors > r.memory_limit)

@@ -92,10 +92,12 @@ def stream_rows(
             transfers=row.memory.transfers // was * now,
             copies=asked.copies * mine.weights,
         )
+        flowing = (now - 1) * (saved + memory.transfers) // now  # others', while it updates
         found.append(
             msgspec.structs.replace(
                 row, memory=memory, in_flight=now, peak=0, top=(), staleness=asked.staleness,
                 predict_seconds=asked.passes * mine.predict_seconds,
+                update=row.update + memory.copies + flowing if row.update else 0,
             )
         )  # fmt: skip
     return tuple(found)

@@ -55,12 +55,12 @@ def reason(
     was, now: what a step of the chosen and of the rejected one is made of; rows: the latter's
     stages.
     """
-    full = [row for row in rows if row.memory.total > row.memory_limit]
+    full = [row for row in rows if row.tensors > row.memory_limit]
     if full:
-        worst = max(full, key=lambda row: row.memory.total - row.memory_limit)
+        worst = max(full, key=lambda row: row.tensors - row.memory_limit)
         more = f", and {units.plural(len(full) - 1, 'other stage')} too much" if full[1:] else ""
         return (
-            f"stage {worst.stage} needs {units.size(worst.memory.total)} of "
+            f"stage {worst.stage} needs {units.size(worst.tensors)} of "
             f"{units.size(worst.memory_limit)}{more}"
         )
     before, after = was.named(), now.named()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fxpart.costs import Size
 
 TOP = 10
-UPDATE = 2  # temporaries of a weight's size that torch's loops over parameters make
 
 
 def with_live_tensors(
@@ -134,9 +133,11 @@ class StagePeak:
                 at = int(np.argmax(live + extra)) if len(live) else 0
                 most = int((live + extra)[at]) if len(live) else 0
                 cases.append((others + most, way, at, count, whole))
-        largest = max((min(w.weight, w.gradient) for w in trained), default=0)
-        most = max(fixed + gradients + max(UPDATE * largest, packed), entry.update)
-        cases.append((most, "update", 0, 0, True))
+        temporary = max((w.temporary for w in trained), default=0)
+        still = flying - 1 if weights else 0  # others are in flight while a stream's stage updates
+        known = fixed + gradients + max(temporary, packed) + still * (moved + self._saved)
+        most = known if weights else max(known, entry.update)
+        cases.append((most, "update", 0, still, True))
         peak, way, at, count, whole = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
         if entry.memory.copies:
@@ -146,8 +147,10 @@ class StagePeak:
             rows.append(LiveTensor(name="gradients", bytes=packed, why="packed to be summed"))
         if way != "update":
             rows += self._moment(way, at, count)
-        elif more := most - fixed - gradients - max(UPDATE * largest, packed):
-            rows.append(LiveTensor(name="gradients", bytes=more, why="packed to be summed"))
+        else:
+            rows += self._flying(count)
+            if more := most - known:
+                rows.append(LiveTensor(name="gradients", bytes=more, why="packed to be summed"))
         rows.sort(key=lambda row: (-row.bytes, row.name))
         return msgspec.structs.replace(entry, peak=peak, top=tuple(rows[:TOP]))
 
@@ -188,11 +191,17 @@ class StagePeak:
             if weight.gradient and whole:
                 yield LiveTensor(name=weight.name, bytes=weight.gradient, why="gradient")
         if way == "update":
-            largest = max(
-                (w for w in self._held if w.gradient), key=lambda w: min(w.weight, w.gradient)
+            largest = max((w for w in self._held if w.gradient), key=lambda w: w.temporary)
+            why = "working memory, optimizer"
+            yield LiveTensor(name=largest.name, bytes=largest.temporary, why=why)
+
+    def _flying(self, count: int) -> Iterator[LiveTensor]:
+        """What so many microbatches have saved, and wait with."""
+        for kept in self._kept if count else ():
+            times = f", {count} microbatches" if count > 1 else ""
+            yield LiveTensor(
+                name=kept.name, bytes=count * kept.size, why=f"saved for {kept.saver}{times}"
             )
-            size = UPDATE * min(largest.weight, largest.gradient)
-            yield LiveTensor(name=largest.name, bytes=size, why="working memory, optimizer")
 
     def _moment(self, way: str, at: int, count: int) -> Iterator[LiveTensor]:
         """What the microbatch in hand has at one op, and what the others in flight have."""

@@ -59,6 +59,7 @@ class Sharing:
         parts = self.mesh.shape[self.mesh.index(self.zero_axis)]
         return msgspec.structs.replace(
             weight,
+            temporary=-(-weight.temporary // parts),
             optimizer=-(-weight.optimizer // parts),
             gradient=weight.gradient if self.zero == 1 else -(-weight.gradient // parts),
         )

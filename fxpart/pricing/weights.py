@@ -11,6 +11,7 @@ from fxpart.optimizers import OptimizerChoice, state_bytes
 from fxpart.pricing.specs import annotation
 from fxpart.pricing.touched import touched_bytes
 from fxpart.solver.problem import Weight
+from fxpart.temporaries import UNKNOWN, temporaries
 
 if TYPE_CHECKING:
     from fxpart.capture.captured import Captured
@@ -37,19 +38,28 @@ def weights(
     shapes = [(tuple(held[n].shape), held[n].dtype) for n in learnt]
     state = dict(zip(learnt, state_bytes(optimizer, shapes, learnt), strict=True))
     parameters = frozenset(captured.parameters)
+    takes, before = temporaries(optimizer), 0
     result = []
     for name in used:
         tensor = held[name]
         size = tensor.numel() * tensor.element_size()
+        gradient = touched.get(name, size) if name in state else 0
+        if name in touched:  # in tensors of the gradient's size, by other ways
+            temporary = UNKNOWN.of(min(size, gradient), 0)
+        elif gradient:
+            temporary, before = takes.of(size, before), size
+        else:
+            temporary = 0
         result.append(
             Weight(
                 name=name,
                 blocks=tuple(sorted(users[name])),
                 weight=size,
-                gradient=touched.get(name, size) if name in state else 0,
+                gradient=gradient,
                 optimizer=state.get(name, 0) + _numbered(name in touched, tensor, state.get(name)),
                 buffer=name not in parameters,
                 sparse=name in state and name in touched,
+                temporary=temporary,
             )
         )
     return tuple(sorted(result, key=lambda weight: (weight.blocks, weight.name)))

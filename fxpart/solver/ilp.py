@@ -248,7 +248,10 @@ class _Programme:
         self.model.minimize(sum(total))
 
     def _fit(self) -> None:
-        """Bytes, exact: each stage's memory for as many microbatches as it has in flight."""
+        """Bytes, exact: each stage's memory for as many microbatches as it has in flight.
+
+        And for the update of any of its weights, when nothing is.
+        """
         problem, one, last = self.problem, self.variant, len(self.blocks) - 1
         own, shared = [0] * len(self.blocks), list[tuple[int, Weight]]()
         for weight in problem.weights:
@@ -260,6 +263,9 @@ class _Programme:
         for p, device in enumerate(problem.devices[: self.stages]):
             standing: list[Expression] = [own[b] * self._x(b, p) for b in self.blocks]
             standing += [size * self._any(w.blocks, p) for size, w in shared]
+            for size, block in {(w.temporary, b) for w in problem.weights for b in w.blocks}:
+                if size:
+                    self.model.add(sum(standing) + size * self._x(block, p) <= device.memory)
             work = self.model.new_int_var(0, max(one.workspace), "")
             self.model.add_hint(
                 work, max((one.workspace[b] for b in self.blocks if self.hint[b] == p), default=0)

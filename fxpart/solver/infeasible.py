@@ -63,10 +63,10 @@ def _too_little_memory(
 ) -> Problem:
     """The worst stage of the closest split, and the fixes that were tried."""
     stages = evaluation.stages
-    k = max(range(len(stages)), key=lambda s: stages[s].memory.total - stages[s].memory_limit)
+    k = max(range(len(stages)), key=lambda s: stages[s].needed - stages[s].memory_limit)
     stage, variant = stages[k], problem.variants[choice.variant]
-    over = sum(s.memory.total > s.memory_limit for s in stages)
-    need, there = stage.memory.total, stage.memory_limit
+    over = sum(s.needed > s.memory_limit for s in stages)
+    need, there = stage.needed, stage.memory_limit
     others = f", and {over - 1} more stages like it" if over > 1 else ""
     return Problem(
         "FXP204",
@@ -86,5 +86,9 @@ def _blocks(problem: PartitionProblem, stage: StageCost) -> str:
 
 def _parts(stage: StageCost) -> str:
     """A stage's memory by cause, largest first, in one unit, without what is nothing."""
-    parts = sorted(msgspec.structs.asdict(stage.memory).items(), key=lambda part: -part[1])
+    causes = msgspec.structs.asdict(stage.memory)
+    if stage.updating > stage.memory.total:  # its worst moment is after the passes
+        causes |= {"activations": 0, "transfers": 0, "copies": 0}
+        causes["the optimizer's temporaries"] = stage.updating - sum(causes.values())
+    parts = sorted(causes.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {amount(size)}" for name, size in parts if size) or "nothing"

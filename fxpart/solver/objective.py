@@ -60,7 +60,8 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
     (sync: all messages about tied gradients in a step, as if none overlapped computation).
     collective: the part of forward and backward in which ranks of the stage talk. workspace: bytes,
-    already counted in ``memory.activations``.
+    already counted in ``memory.activations``. updating: bytes while the optimizer steps, without
+    those of microbatches in flight.
     """
 
     first: int
@@ -76,6 +77,12 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     in_flight: int
     workspace: int
     collective_seconds: float = 0.0
+    updating: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes at most: in the passes of a step, or in the update after them."""
+        return max(self.memory.total, self.updating)
 
     @property
     def seconds(self) -> float:
@@ -172,6 +179,7 @@ class Scorer:
         workspace = max(variant.workspace[b] for b in blocks)
         saved = sum(variant.activation[b] for b in blocks)
         sent = [v for b in blocks for v in self._made[b] if problem.values[v].consumers[-1] > last]
+        state = sum(w.weight + w.gradient + w.optimizer for w in weights)
         return StageCost(
             first=first,
             last=last,
@@ -206,6 +214,7 @@ class Scorer:
             memory_limit=device.memory,
             in_flight=flying,
             workspace=workspace,
+            updating=state + max((w.temporary for w in weights), default=0),
         )
 
 
@@ -249,7 +258,7 @@ def _broken_constraints(problem: PartitionProblem, choice: Choice) -> list[str]:
 def _overfull(problem: PartitionProblem, stages: tuple[StageCost, ...]) -> list[str]:
     """Stages that need more than their device has, as text."""
     return [
-        f"stage {k} needs {s.memory.total} bytes, {problem.devices[k].name} has {s.memory_limit}"
+        f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
         for k, s in enumerate(stages)
-        if s.memory.total > s.memory_limit
+        if s.needed > s.memory_limit
     ]

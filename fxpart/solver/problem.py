@@ -56,7 +56,9 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the link into its own device (the first stage: into the second device). So a stage's cost
     depends on its own blocks and device alone. That the m messages overlap computation is not
     counted on. A buffer's bytes are in ``weight``. sparse: the gradient is of the rows that a step
-    asks for, and the optimizer looks at those alone.
+    asks for, and the optimizer looks at those alone. temporary: bytes that the optimizer takes for
+    a moment while it updates the weight, when the pass's activations are gone; one weight follows
+    the other.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: int
     buffer: bool = False
     sparse: bool = False
+    temporary: int = 0
 
 
 class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Choic
     """About the least bytes that each device lacks, and a choice that would then fit."""
     scorer = Scorer(problem)
     lacking = [
-        (max(s.memory.total - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
+        (max(s.needed - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
         for choice in first_choices(problem, deadline)
     ]
     more, best = min(lacking, key=lambda pair: pair[0])

@@ -90,6 +90,11 @@ class Tables:
         ]
         self._leaving, self._leaving_value = [r for r, _ in leaving], [i for _, i in leaving]
         self.state_bytes = self.band(interval_sums(n, *_columns(held)))
+        temporary = np.zeros(n, dtype=np.int64)
+        for weight in problem.weights:
+            for block in weight.blocks:
+                temporary[block] = max(temporary[block], weight.temporary)
+        self.updating = self.state_bytes + self.band(largest(temporary))
         shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
         split = [(r, s, w.gradient) for w in shared for r, s in splits(w.blocks, n)]
         self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
@@ -160,8 +165,7 @@ class VariantTables:
             + self.received
         )
         workspace = np.array(variant.workspace, dtype=np.int64)
-        peak = np.triu(np.broadcast_to(workspace, (len(workspace), len(workspace))))
-        self.standing = tables.state_bytes + tables.band(np.maximum.accumulate(peak, axis=1))
+        self.standing = tables.state_bytes + tables.band(largest(workspace))
         self._stages: dict[tuple[int, ...], StageTable] = {}
 
     @cached_property
@@ -207,7 +211,8 @@ class VariantTables:
         flights = np.where(
             self.per_flight > 0, room // np.maximum(self.per_flight, 1), np.int64(2**40)
         )
-        flights = np.where((room >= 0) & tables.valid, flights, np.int64(-1))
+        there = (room >= 0) & (tables.updating <= memory) & tables.valid
+        flights = np.where(there, flights, np.int64(-1))
         blank = ~tables.valid
         seconds[blank] = np.inf
         load[blank] = np.inf
@@ -242,6 +247,12 @@ def interval_sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64
         np.add.at(corner, (low, stop + 1), -amounts)
         np.add.at(corner, (high + 1, stop + 1), amounts)
     return corner.cumsum(axis=0).cumsum(axis=1)[:n, :n]
+
+
+def largest(row: Ints) -> Ints:
+    """The (n, n) table of (first, last): the largest entry of a row from first to last."""
+    square = np.triu(np.broadcast_to(row, (len(row), len(row))))
+    return np.asarray(np.maximum.accumulate(square, axis=1))
 
 
 def touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:

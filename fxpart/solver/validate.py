@@ -66,7 +66,9 @@ def _weights(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         where = f"weights[{index}] ({weight.name})"
         if not weight.blocks or not _rising(weight.blocks, len(problem.blocks)):
             yield where, f"blocks {weight.blocks} do not rise within the blocks"
-        if not all(map(_number, (weight.weight, weight.gradient, weight.optimizer))):
+        if not all(
+            map(_number, (weight.weight, weight.gradient, weight.optimizer, weight.temporary))
+        ):
             yield where, "a size is not from 0 to 2**60 bytes"
 
 
@@ -96,7 +98,7 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
 
 
 def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
-    state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
+    state = sum(w.weight + w.gradient + w.optimizer + w.temporary for w in problem.weights)
     widest = max((value.widened for value in problem.values), default=1)
     flying = max(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 
 import pytest
@@ -32,8 +33,7 @@ def least_lacking(problem: PartitionProblem) -> int:
     """The bytes that each device lacks, at the split where the worst device lacks least."""
     scorer = Scorer(problem)
     return min(
-        max(s.memory.total - s.memory_limit for s in scorer.evaluate(c).stages)
-        for c in choices(problem)
+        max(s.needed - s.memory_limit for s in scorer.evaluate(c).stages) for c in choices(problem)
     )
 
 
@@ -74,6 +74,19 @@ def test_the_message_names_the_stage_the_parts_and_the_changes() -> None:
     first, *rest = found.fix.split("; or ")
     assert first.endswith("of memory on each device")
     assert any("microbatches of" in text for text in rest)
+
+
+def test_what_the_optimizer_needs_for_a_moment_is_named() -> None:
+    """Activations are gone by then, so that they are no cause."""
+    problem = transformer(
+        layers=6, hidden=512, devices=4, vocabulary=999, batch=8, sizes=(1,), memory=3 * 10**8
+    )
+    weights = tuple(replace(w, temporary=3 * 10**8) for w in problem.weights)
+    (found,) = explain_infeasible(replace(problem, weights=weights), time_limit=60)
+    assert found.code == "FXP204" and "the optimizer's temporaries 286.10 MiB" in found.why
+    assert "activations" not in found.why
+    lacking = re.match(r"([\d.]+) MiB", found.fix)
+    assert lacking is not None and float(lacking[1]) > 286
 
 
 def test_one_change_at_a_time_before_both() -> None:

@@ -35,7 +35,7 @@ def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
         kind = problem.devices[stage_of[b]].type
         time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]
         load[stage_of[b]] += problem.step[kind][b]
-    need = [0] * count
+    need, state, updating = [0] * count, [0] * count, [0] * count
     flying = [m if choice.schedule == "gpipe" else min(m, count - s) for s in range(count)]
     for s in range(count):
         mine = [b for b in range(n) if stage_of[b] == s]
@@ -53,12 +53,15 @@ def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
     for weight in problem.weights:
         holders = {stage_of[b] for b in weight.blocks}
         for s in holders:
-            need[s] += weight.weight + weight.gradient + weight.optimizer
+            state[s] += weight.weight + weight.gradient + weight.optimizer
+            updating[s] = max(updating[s], weight.temporary)
             if len(holders) > 1 and weight.gradient:
                 link = problem.devices[1 if s == 0 else s]
                 once = link.latency + weight.gradient * link.inverse_bandwidth
                 load[s] += m * once + once  # one out for each microbatch, one back a step
-    fits = all(need[s] <= problem.devices[s].memory for s in range(count))
+    fits = all(
+        state[s] + max(need[s], updating[s]) <= problem.devices[s].memory for s in range(count)
+    )
     return sum(time) + max((m - 1) * t + f for t, f in zip(time, load, strict=True)), fits
 
 
@@ -233,6 +236,24 @@ def test_broken_constraints_are_faults() -> None:
     )
     assert len(full.faults) == 1
     assert "y has 100" in full.faults[0]
+
+
+def test_the_optimizers_temporaries_have_to_fit_too() -> None:
+    """After the passes: beside the state, without activations; the largest of a stage's weights."""
+    problem, whole = by_hand(), Choice(variant=0, schedule="1f1b", starts=(0,))
+    (stage,) = evaluate(problem, whole).stages
+    state = stage.memory.total - stage.memory.activations - stage.memory.transfers
+    assert stage.updating == state and stage.needed == stage.memory.total
+    passes = stage.memory.activations + stage.memory.transfers
+    for more in (passes, passes + 1):
+        sizes = (more - 1, more, 0)
+        weights = tuple(
+            replace(w, temporary=size) for w, size in zip(problem.weights, sizes, strict=True)
+        )
+        limited = tuple(replace(d, memory=state + passes) for d in problem.devices)
+        found = evaluate(replace(problem, weights=weights, devices=limited), whole)
+        assert found.stages[0].updating == state + more
+        assert found.feasible == (more == passes)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def check(seed: int) -> int:
                     flights = int(table.flights[i, w])
                     most = min(flights, 1000)
                     if most >= 0:
-                        held = scorer.stage(one, k, first, last, most).memory.total
+                        held = scorer.stage(one, k, first, last, most).needed
                         assert held <= device.memory
-                    more = scorer.stage(one, k, first, last, flights + 1).memory.total
+                    more = scorer.stage(one, k, first, last, flights + 1).needed
                     assert flights >= 1000 or more > device.memory
                     entries += 1
     return entries

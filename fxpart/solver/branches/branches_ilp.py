@@ -285,11 +285,15 @@ class _Model:
         each = sum(one.activation) + 2 * sum(kept)
         most = max(self.tables.flying(self.count), 1)
         least = min(d.memory for d in problem.devices[: self.count])
-        if state + max(one.workspace) + most * each <= least:
+        temporary = max((w.temporary for w in problem.weights), default=0)
+        if state + max(max(one.workspace) + most * each, temporary) <= least:
             return  # whatever lies where, it fits
         deep = self._deep(most)
         for p, device in enumerate(problem.devices[: self.count]):
-            need = self._standing(p)
+            state = self._state(p)
+            for size, block in {(w.temporary, b) for w in problem.weights for b in w.blocks}:
+                self.model.add(state + size * self.x[block][p] <= device.memory)
+            need = state + self._work(p)
             one_more: list[Expression] = [one.activation[b] * self.x[b][p] for b in range(self.n)]
             for v, size in enumerate(kept):
                 one_more += [size * self.got[p][v], size * self._sent(v, p)]
@@ -302,19 +306,23 @@ class _Model:
                 if depth > 1:
                     held.only_enforce_if(literal)
 
-    def _standing(self, stage: int) -> Expression:
-        """Bytes on a stage however many microbatches are in flight."""
-        problem, one = self.problem, self.one
+    def _state(self, stage: int) -> Expression:
+        """Bytes of weights, gradients and the optimizer on a stage."""
         terms: list[Expression] = [
             (w.weight + w.gradient + w.optimizer) * self._any(w.blocks, stage)
-            for w in problem.weights
+            for w in self.problem.weights
         ]
+        return sum(terms)
+
+    def _work(self, stage: int) -> Expression:
+        """Bytes that a stage's blocks take while they run, the most of them."""
+        one = self.one
         work = self.model.new_int_var(0, max(one.workspace), "")
         inside = (one.workspace[b] for b in range(self.n) if self.hint[b] == stage)
         self.model.add_hint(work, max(inside, default=0))
         for b in range(self.n):
             self.model.add(work >= one.workspace[b] * self.x[b][stage])
-        return sum(terms) + work
+        return work
 
     def _deep(self, most: int) -> list[list[cp_model.IntVar]]:
         """Per stage literals: its depth is at least 1, 2, ... (up to ``most``, where it counts)."""

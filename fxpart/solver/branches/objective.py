@@ -45,9 +45,9 @@ def evaluate(problem: PartitionProblem, choice: BranchChoice) -> Evaluation:
     longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
     found = _faults(problem, choice)
     found += [
-        f"stage {k} needs {s.memory.total} bytes, {problem.devices[k].name} has {s.memory_limit}"
+        f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
         for k, s in enumerate(stages)
-        if s.memory.total > s.memory_limit
+        if s.needed > s.memory_limit
     ]
     seconds = fsum(stages[k].seconds for k in path) + longest
     return Evaluation(seconds=seconds, stages=stages, faults=tuple(found))

@@ -134,7 +134,7 @@ class _Cutter:
                 if cost.seconds > self.limit and first < end - 1:
                     break
                 for (stages, deep), (path, sets) in states.items():
-                    need = cost.standing + self.tables.flying(deep + 1) * cost.each
+                    need = cost.needed(self.tables.flying(deep + 1))
                     if stages < self.most and need <= self.memory:
                         _keep(
                             after[first],

@@ -21,12 +21,18 @@ class Parts:
     """A set of blocks as a stage: seconds a microbatch and once a step, and bytes.
 
     standing: bytes however many microbatches are in flight; each: bytes for each of them.
+    updating: bytes while the optimizer steps.
     """
 
     seconds: float
     once: float
     standing: int
     each: int
+    updating: int
+
+    def needed(self, flying: int) -> int:
+        """Bytes at most, with so many microbatches in flight."""
+        return max(self.standing + flying * self.each, self.updating)
 
 
 class Tables:
@@ -99,6 +105,7 @@ class Tables:
             once,
             state + max((one.workspace[b] for b in inside), default=0),
             sum(one.activation[b] for b in inside) + crossing,
+            state + max((weights[w].temporary for w in held), default=0),
         )
 
     def judge(self, stages: Sequence[int]) -> tuple[float, float]:
@@ -113,7 +120,7 @@ class Tables:
                 deep[k] = max(deep[k], deep[q] + 1)
             tail[k] += part.seconds
             longest = max(longest, (self.m - 1) * part.seconds + part.once)
-            need = part.standing + self.flying(deep[k]) * part.each
+            need = part.needed(self.flying(deep[k]))
             over += max(0, need - self.problem.devices[k].memory)
         return over, max(tail, default=inf) + longest
 

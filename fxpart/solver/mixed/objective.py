@@ -160,7 +160,7 @@ class MixedScorer:
             if len(set(group.turns)) < len(group.copies):
                 faults.append(f"group {number} has a copy without a microbatch")
             for place, cost in set(zip(group.kinds, group.copies, strict=True)):
-                needed = max(cost.memory.total, group.while_summing(cost))
+                needed = max(cost.needed, group.while_summing(cost))
                 if needed > cost.memory_limit:
                     faults.append(
                         f"group {number} needs {needed} bytes of {cost.memory_limit}"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.solver.problem import Weight
-from fxpart.solver.tables import Ints, Tables, interval_sums, touching
+from fxpart.solver.tables import Ints, Tables, interval_sums, largest, touching
 
 PIECE = 25 << 20  # bytes, as fxpart.runtime.replicas has it
 
@@ -44,6 +44,5 @@ class Gradients:
         for weight in weights:
             for block in weight.blocks:
                 row[block] = max(row[block], weight.gradient)
-        square = np.triu(np.broadcast_to(row, (n, n)))
-        largest = tables.band(np.maximum.accumulate(square, axis=1))
-        self.summing: Ints = np.maximum(np.minimum(self.total, 2 * PIECE), largest)
+        most = tables.band(largest(row))
+        self.summing: Ints = np.maximum(np.minimum(self.total, 2 * PIECE), most)

@@ -139,5 +139,6 @@ class _Cuts:
         busy = table.load + table.seconds + problem.once
         busy = busy + asked.passes * self._passes[device.type]
         bytes_ = variant.standing + (kind.stages - k) * variant.per_flight
-        bytes_ = bytes_ + asked.copies * self._copied
+        flowing = tables.updating + (kind.stages - k - 1) * variant.per_flight
+        bytes_ = np.maximum(bytes_, flowing) + asked.copies * self._copied
         return np.where(tables.valid & (bytes_ <= device.memory), busy, inf)

@@ -29,7 +29,8 @@ _NONE = Needs(staleness=0, copies=0, passes=0)  # where the mode cannot be at al
 class StreamStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage: what it costs in a step, and beside that in a stream.
 
-    cost: with what the stream keeps in flight. copies: bytes of weights beside the parameters.
+    cost: with what the stream keeps in flight. copies: bytes of weights beside the parameters;
+    updating: of everything while the optimizer steps, with what is in flight then.
     predict_seconds: a minibatch. staleness: of its forwards, at most.
     """
 
@@ -37,11 +38,12 @@ class StreamStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     copies: int
     predict_seconds: float
     staleness: int
+    updating: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at its peak."""
-        return self.cost.memory.total + self.copies
+        """Bytes at its peak, in a pass or in an update."""
+        return max(self.cost.memory.total + self.copies, self.updating)
 
 
 class StreamEvaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,11 +100,14 @@ class StreamScorer:
         blocks = range(cost.first, cost.last + 1)
         held = {w for b in blocks for w in self._trained.get(b, ())}
         passes = self.given.passes[self.given.problem.devices[cost.device].type]
+        copies = asked.copies * sum(self.given.problem.weights[w].weight for w in held)
+        each = (cost.memory.activations - cost.workspace + cost.memory.transfers) // cost.in_flight
         return StreamStage(
             cost=cost,
-            copies=asked.copies * sum(self.given.problem.weights[w].weight for w in held),
+            copies=copies,
             predict_seconds=asked.passes * fsum(passes[cost.first : cost.last + 1]),
             staleness=asked.staleness,
+            updating=cost.updating + copies + (cost.in_flight - 1) * each,
         )
 
 
