@@ -1,7 +1,8 @@
 """A rank of an exported program, which may kill itself: ``python -m queued_killed FOLDER ANSWER``.
 
 FXPART_TEST_DIES=RANK:BATCH:TURN:SIGNAL: in the midst of that step, after so many computations of
-its own. Rank 0 writes losses, weights and reports to ANSWER. Needs no capture: it starts fast.
+its own. Rank 0 writes losses, weights and reports to ANSWER, and all that live a checkpoint beside
+it ("saved"). Needs no capture: it starts fast.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main(folder: Path, answer: Path) -> None:
 
             worker.turn = counted
         losses.append(float(trainer.step(batch(rows, step))))
+    trainer.save_checkpoint(answer.parent / "saved")
     state = {name: value.tolist() for name, value in trainer.state_dict().items()}
     copies = [(each.stage, each.updates) for each in trainer.report()]
     if trainer.rank == 0:

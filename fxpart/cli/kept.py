@@ -120,17 +120,38 @@ def on_ranks(
 ) -> int:
     """Start the ranks; the exit status. A run that is kept is watched over, too.
 
-    options: others of train, by name.
+    options: others of train, by name. Ranks of queues are missed by nobody while rank 0 lives, so
+    that nobody starts them again: the same command goes on. FXP109 for what that cannot be.
     """
-    if kept is None:
+    queue = options.get("--routing") == "queue"
+    if kept is None or queue:
         from fxpart.cli.processes import run_on
 
-        each = options.get("--routing") == "queue"
-        return run_on(request, bounds.most, "train", options, as_json, each=each)
+        if kept is not None:
+            _check_queued(bounds, kept)
+            request = planned(request, kept, None)
+            options = {**options, **kept.options()}
+        return run_on(request, bounds.most, "train", options, as_json, each=queue)
     from fxpart.cli.supervised import run_supervised
 
     more = {**options, **kept.options()}
     return run_supervised(request, bounds, kept.run, more, steps, as_json, rebalance=kept.rebalance)
+
+
+def _check_queued(bounds: Bounds, kept: Kept) -> None:
+    """FXP109 for what a run from queues does not have."""
+    given = {
+        "--copies": kept.copies,
+        "--rebalance": kept.rebalance,
+        f"--nproc {bounds}": bounds.elastic,
+    }
+    for name, asked in given.items():
+        if asked:
+            raise error(
+                "FXP109", where=f"--routing queue {name}",
+                why="a run from queues keeps its plan and its ranks",
+                fix="leave it out, or --routing turns",
+            )  # fmt: skip
 
 
 def planned(request: Request, kept: Kept, started: Launch | None) -> Request:

@@ -30,7 +30,7 @@ def queued_of(
 ) -> tuple[dict[str, Any], str | None]:
     """What a trainer from queues is given (nothing else is), and the weights that are left.
 
-    weights: a weight mode is the queues'. FXP109 for --run and --trace with queues.
+    weights: a weight mode is the queues'. FXP109 for --trace with queues.
     """
     routing, staleness = options.pop("routing"), options.pop("staleness")
     if routing != "queue":
@@ -38,10 +38,9 @@ def queued_of(
             fix = "give --routing queue too"
             raise error("FXP109", where="--staleness", why="copies take turns", fix=fix)
         return {}, weights
-    for name, value in {"--run": options["folder"], "--trace": trace}.items():
-        if value is not None:
-            why = "queues have no checkpoints and no recordings"
-            raise error("FXP109", where=f"--routing queue {name}", why=why, fix=f"leave {name} out")
+    if trace is not None:
+        why = "there is no schedule whose actions could be measured"
+        raise error("FXP109", where="--routing queue --trace", why=why, fix="leave --trace out")
     found: dict[str, Any] = {"routing": routing, "staleness": staleness or 0}
     if weights in MODES:
         found["weight_mode"], weights = weights, None

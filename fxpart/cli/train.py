@@ -69,7 +69,8 @@ def command(
     --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads. An
     asynchronous plan's losses are known a few steps later, and the last ones when it has drained.
     With --routing queue, whichever copy of a stage is free takes the next microbatch, and with
-    --nproc a process that ends is missed by nobody while its stage has another.
+    --nproc a process that ends is missed by nobody while its stage has another; with --run, too,
+    the same command goes on.
     """
     from fxpart.environment import launch
 

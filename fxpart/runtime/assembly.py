@@ -55,10 +55,13 @@ class Assembly:
     schedulers and options. events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
-    of tables that several stages hold stay sparse.
+    of tables that several stages hold stay sparse. flows: stages do not wait for each other between
+    steps. repeats: the same once more gives the same bits, where the device's operations do.
     """
 
     shared_rows = True
+    flows = False
+    repeats = True
 
     def __init__(
         self,

@@ -6,14 +6,17 @@ Twenty clusters (two types of GPU, one slower device, some with half the memory,
 middle, GPUs that CPUs with much memory feed) and six models on the meta device: GPT-2, Llama, BERT,
 ViT, ResNet-50, a recommender whose tables fit no GPU's half. For each the simulated step of the
 plan, of the best plan on the devices of each kind by themselves, and how the plan uses the devices.
-Ends with status 1 where a plan is slower than one of these. Nothing is run.
+Ends with status 1 where a plan is slower than one of these. Nothing is run, so that any machine
+will do; ``--keep FILE`` keeps the rows as they come, and goes on from what is in it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -196,25 +199,38 @@ def row(program: Any, cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def outcome(program: Any, cluster: Cluster) -> dict[str, Any]:
+    """:func:`row`, or why no plan fits."""
+    try:
+        return row(program, cluster)
+    except FxpartError as fault:
+        if fault.code not in _UNFIT:
+            raise
+        return {"fault": fault.code}
+
+
 def main() -> int:
     """All pairs."""
     options = parser(__doc__)
     options.add_argument("--models", default=",".join(MODELS))
     options.add_argument("--clusters", type=int, default=20, help="the first so many")
+    options.add_argument("--keep", type=Path, help="a file of rows to go on from")
     given = options.parse_args()
-    rows = []
-    for name in given.models.split(","):
-        program = captured(name)
-        for number, (words, cluster) in enumerate(clusters().items()):
-            if number >= given.clusters:
-                break
-            try:
-                rows.append({"model": name, "cluster": words, **row(program, cluster)})
-            except FxpartError as fault:
-                if fault.code not in _UNFIT:
-                    raise
-                rows.append({"model": name, "cluster": words, "fault": fault.code})
+    kept: Path | None = given.keep
+    rows = json.loads(kept.read_text()) if kept is not None and kept.exists() else []
+    known = {(r["model"], r["cluster"]) for r in rows}
+    names, some = given.models.split(","), list(clusters().items())[: given.clusters]
+    for name in names:
+        missing = [each for each in some if (name, each[0]) not in known]
+        program = captured(name) if missing else None
+        for words, cluster in missing:
+            rows.append({"model": name, "cluster": words, **outcome(program, cluster)})
             sys.stderr.write(f"{name:<12} {words:<34} {rows[-1].get('over_best')}\n")
+            if kept is not None:
+                kept.write_text(json.dumps(rows))
+    given.keep = kept is not None
+    wanted = {(name, words) for name in names for words, _ in some}
+    rows = [r for r in rows if (r["model"], r["cluster"]) in wanted]
     worse = [
         f"{r['model']} on {r['cluster']}"
         for r in rows

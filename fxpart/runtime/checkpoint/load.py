@@ -26,7 +26,7 @@ from fxpart.runtime.checkpoint.parts import as_bytes, as_tensor, key_of, region_
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer_state import option, source_of
 from fxpart.runtime.saving import Saving
-from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.trainer import Trainer
 
 
@@ -128,7 +128,7 @@ class _Loading:
             self._model()
             self._states()
         self._groups()
-        if isinstance(self._trainer, StreamTrainer):
+        if isinstance(self._trainer, Whole):
             self._stream(self._trainer)
 
     def _put(self, key: str, region: Region, target: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ class _Loading:
                     else:
                         group[name] = option(current, value)
 
-    def _stream(self, trainer: StreamTrainer) -> None:
+    def _stream(self, trainer: Whole) -> None:
         known, manifest = self._known, self._manifest
 
         def key(parameter: torch.Tensor, slot: str) -> str:
@@ -238,7 +238,7 @@ class _Loading:
             return manifest.values.get(key(parameter, slot))
 
         updates = manifest.values.get("trainer/updates", manifest.step)
-        stream.put_slots(trainer, kept, told, updates)
+        stream.put_slots(trainer, kept, told, updates, manifest.calls)
         self._read = None
         stream.put_squares(trainer, manifest.values)
         names = ("draining", "known", "scheduler")

@@ -24,7 +24,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.checkpoint.take import Staging, Taken, check_whole, take
 from fxpart.runtime.saving import Saving
-from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.trainer import Trainer
 
 _LOOK = 0.02  # seconds between two looks at the folder
@@ -47,6 +47,7 @@ class _Job:
     taken: Taken | None
     extra: dict[str, Any]
     calls: int
+    world: int
     failure: FxpartError | None = None
     done: Path | None = None
     written: threading.Event = field(default_factory=threading.Event)
@@ -106,7 +107,7 @@ class Saver:
         check_whole(self._trainer)
         self._conclude()
         self._trainer.events.put(_TAKES)
-        job = _Job(step, None, dict(extra or {}), self._trainer.calls)
+        job = _Job(step, None, dict(extra or {}), self._trainer.calls, self._world)
         try:
             self._clear(step)
             job.taken = take(self._trainer, None if wait else self._staging)
@@ -219,7 +220,7 @@ class Saver:
         if 0 in self._trainer.transport.local:
             shared = dict(job.taken.shared) if job.taken is not None else {}
             job.taken = None  # the copies' views are needed no more
-            self._await(job, limit, partial, lambda: not merging.awaited(partial, self._world))
+            self._await(job, limit, partial, lambda: not merging.awaited(partial, job.world))
             final, manifest = self._commit(job, partial, shared)
             if self._keep:
                 folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
@@ -235,9 +236,9 @@ class Saver:
 
     def _commit(self, job: _Job, partial: Path, shared: dict[str, Any]) -> tuple[Path, Manifest]:
         files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
-        written = merging.told(partial, self._world)
+        written = merging.told(partial, job.world)
         trainer = self._trainer
-        mode = trainer.stream.mode.name if isinstance(trainer, StreamTrainer) else "flush"
+        mode = trainer.weight_mode.name if isinstance(trainer, Whole) else "flush"
         manifest = merging.merge(
             written, step=job.step, calls=job.calls, seed=trainer.seed,
             fingerprint=self._fingerprint,
@@ -256,7 +257,7 @@ class Saver:
             gone = not partial.exists() and not there()
             if failed or gone or job.cancelled.is_set() or time.monotonic() > limit:
                 if 0 in self._trainer.transport.local:
-                    missing = merging.awaited(partial, self._world)
+                    missing = merging.awaited(partial, job.world)
                     folder.discard(partial)
                     why = f"rank {', '.join(map(str, missing))} did not finish its file"
                 else:
@@ -285,7 +286,7 @@ class Saver:
 
 def save_once(trainer: Saving, root: Path, extra: dict[str, Any]) -> Path:
     """:meth:`fxpart.runtime.saving.Saving.save_checkpoint`."""
-    assert isinstance(trainer, (Trainer, StreamTrainer)), "there is no other"
+    assert isinstance(trainer, (Trainer, Whole)), "there is no other"
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)

@@ -1,28 +1,29 @@
-"""What an asynchronous trainer has beside parameters and optimizers, once its pipeline is drained.
+"""What trainers that do not drain between steps have beside parameters and optimizers.
 
-Per parameter what its stage's prediction or correction keeps, named by the rule that keeps it:
-another rule does not take it. Of the whole: updates, the newest global norm, whether the guard made
-it drain for good, and the learning-rate scheduler, equal on all stages.
+Taken once nothing is in flight. Per parameter what its stage's prediction or correction keeps,
+named by the rule that keeps it: another rule does not take it. Of the whole: updates, and the
+learning-rate scheduler, equal on all stages; of a stream also the newest global norm, and whether
+the guard made it drain for good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fxpart.runtime.predict import Correction, Predictor
 from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.stream.whole import Whole
 
 Kept = Callable[[torch.Tensor, str], torch.Tensor | None]  # parameter, slot
 Told = Callable[[torch.Tensor, str], Any]
 
 
-def slots(trainer: StreamTrainer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+def slots(trainer: Whole) -> Iterator[tuple[torch.Tensor, str, Any]]:
     """Each parameter's (parameter, slot, tensor or plain value)."""
-    for weights in trainer._weights.values():
+    for weights in trainer.weights_of().values():
         for rule in weights.rules():
             kind = type(rule).__name__
             if isinstance(rule, Correction):
@@ -41,41 +42,45 @@ def slots(trainer: StreamTrainer) -> Iterator[tuple[torch.Tensor, str, Any]]:
                     yield rule.parameters[place], f"{kind}.rate", rate
 
 
-def put_slots(trainer: StreamTrainer, kept: Kept, told: Told, updates: int) -> None:
-    """Give every rule what was kept for it and begin a stream after so many updates.
+def put_slots(trainer: Whole, kept: Kept, told: Told, updates: int, calls: int) -> None:
+    """Give every rule what was kept for it and go on after so many updates and calls.
 
     kept: a new tensor, the parameter's part. told: the plain value. None where there is none.
     """
-    for weights in trainer._weights.values():
+    for weights in trainer.weights_of().values():
         states = [_state(rule, kept, told) for rule in weights.rules()]
         weights.load_state_dict({"updates": updates, "rules": states})
         for rule in weights.rules():
             if isinstance(rule, Predictor):
                 rule.coming.forget()
-    trainer.versions = replace(trainer.versions, start=updates)
-    trainer._stages.begin(trainer.versions)
+    trainer.restart(updates, calls)
 
 
-def whole(trainer: StreamTrainer) -> dict[str, Any]:
+def whole(trainer: Whole) -> dict[str, Any]:
     """Plain data of the whole trainer, equal on every rank."""
-    update = next(iter(trainer._stages.updates.values()))
-    weights = next(iter(trainer._weights.values()))
-    found: dict[str, Any] = {"draining": trainer.draining, "known": update.known}
-    found["stages"] = len(trainer.spec.stages)
+    weights = next(iter(trainer.weights_of().values()))
+    found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
+    if isinstance(trainer, StreamTrainer):
+        update = next(iter(trainer._stages.updates.values()))
+        found |= {"draining": trainer.draining, "known": update.known}
     if weights.scheduler is not None:
         found["scheduler"] = weights.scheduler.state_dict()
     return found
 
 
-def squares(trainer: StreamTrainer) -> Iterator[tuple[int, str, float]]:
-    """Each stage's (rank, key, squared norm of its last gradients), of the first lane."""
+def squares(trainer: Whole) -> Iterator[tuple[int, str, float]]:
+    """Each stage's (rank, key, squared norm of its last gradients), of a stream's first lane."""
+    if not isinstance(trainer, StreamTrainer):
+        return
     for (stage, lane), update in trainer._stages.updates.items():
         if lane == 0:
             yield trainer._state.rank(stage, lane), _square(stage), update.square
 
 
-def put_squares(trainer: StreamTrainer, values: Mapping[str, Any]) -> None:
+def put_squares(trainer: Whole, values: Mapping[str, Any]) -> None:
     """The same of a checkpoint of as many stages: until its first update a stage still tells it."""
+    if not isinstance(trainer, StreamTrainer):
+        return
     same = values.get("trainer/stages") == len(trainer.spec.stages)
     for (stage, _), update in trainer._stages.updates.items():
         update.square = float(values.get(_square(stage), 0.0)) if same else 0.0
@@ -85,15 +90,15 @@ def _square(stage: int) -> str:
     return f"stage/{stage}/square"
 
 
-def put_whole(trainer: StreamTrainer, given: Mapping[str, Any]) -> None:
+def put_whole(trainer: Whole, given: Mapping[str, Any]) -> None:
     """Take it in again; what is not there stays as the trainer was made."""
-    trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
-    for update in trainer._stages.updates.values():
-        update.known = given.get("known")
-    for weights in trainer._weights.values():
+    if isinstance(trainer, StreamTrainer):
+        trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
+        for update in trainer._stages.updates.values():
+            update.known = given.get("known")
+    for weights in trainer.weights_of().values():
         if weights.scheduler is not None and given.get("scheduler"):
             weights.scheduler.load_state_dict(dict(given["scheduler"]))
-    trainer.taken()
 
 
 def _state(rule: Predictor | Correction, kept: Kept, told: Told) -> dict[str, Any]:

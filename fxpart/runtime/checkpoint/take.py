@@ -20,7 +20,7 @@ from fxpart.runtime.checkpoint import draws, stream
 from fxpart.runtime.checkpoint.owned import Holder, holders, optimizers, stepped
 from fxpart.runtime.checkpoint.parts import as_bytes, dtype_name, key_of, region_of
 from fxpart.runtime.saving import Saving
-from fxpart.runtime.stream.trainer import StreamTrainer
+from fxpart.runtime.stream.whole import Whole
 
 
 class Staging:
@@ -59,7 +59,7 @@ def check_whole(trainer: Saving) -> None:
     Gradients are not part of a checkpoint.
     """
     trainer.settle()
-    waiting = 0 if isinstance(trainer, StreamTrainer) else trainer._pending
+    waiting = 0 if isinstance(trainer, Whole) else trainer._pending
     if waiting:
         raise error(
             "FXP109", where="a checkpoint",
@@ -78,7 +78,7 @@ def take(trainer: Saving, staging: Staging | None = None) -> Taken:
     taking = _Taking(trainer, staging)
     taking.model()
     taking.optimizer()
-    if isinstance(trainer, StreamTrainer):
+    if isinstance(trainer, Whole):
         taking.predictors(trainer)
         taking.taken.shared |= {"updates": trainer.updates, **stream.whole(trainer)}
     taking.random()
@@ -129,7 +129,7 @@ class _Taking:
                 self.taken.groups[index]["params"] += names
             self.taken.shared["optimizer"] = type(optimizer).__name__
 
-    def predictors(self, trainer: StreamTrainer) -> None:
+    def predictors(self, trainer: Whole) -> None:
         """What the stages' rules keep of each parameter."""
         for parameter, slot, value in stream.slots(trainer):
             holder = self._known.get(id(parameter))

@@ -93,6 +93,12 @@ class Dispatcher:
                 self._advance()
         return self._orders
 
+    def restart(self, number: int) -> None:
+        """The next minibatch has this number; nothing is in flight, and nobody speaks."""
+        assert not self._minibatches, "drain before loading"
+        self.applied = number
+        self._begun = dict.fromkeys(self._begun, number - 1)
+
     def all(self) -> list[int]:
         """The copies that live."""
         return [copy for group in self.living for copy in group]
@@ -114,6 +120,8 @@ class Dispatcher:
             fix = "give every rank the same script, arguments and batches in the same order"
             self.stop((("FXP501", where, why, fix),))
         self._begun[copy] = event.minibatch
+        if event.asks:
+            found.asked[copy] = event.asks
 
     @_hear.register
     def _(self, event: Ran, copy: int) -> None:
@@ -178,7 +186,8 @@ class Dispatcher:
             self._exchange(number)
         while self._complete(self.applied):
             minibatch = self._minibatches.pop(self.applied)
-            order = Apply(self.applied, minibatch.loss(), sum(minibatch.squares))
+            asked = tuple(sorted(minibatch.asked.items()))
+            order = Apply(self.applied, minibatch.loss(), sum(minibatch.squares), asked)
             for copy in self.all():
                 self._order(copy, order)
             self.applied += 1

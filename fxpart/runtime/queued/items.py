@@ -23,7 +23,8 @@ class Minibatch:
     text: what every rank must have of it. items: by group and microbatch. attempts: by group how
     often its exchange began anew. exchanging: by group whether it was ordered; gathered: the copies
     that have all gradients; squares: of their norms. losses: by microbatch, its part. given: by
-    (backward, microbatch, from group, to group) the copy that was sent it.
+    (backward, microbatch, from group, to group) the copy that was sent it. asked: by copy what its
+    process asks of all.
     """
 
     count: int
@@ -31,6 +32,7 @@ class Minibatch:
     groups: int
     losses: dict[int, float] = field(default_factory=dict)
     given: dict[tuple[bool, int, int, int], int] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Nothing was done."""

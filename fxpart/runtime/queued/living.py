@@ -122,7 +122,7 @@ class Living:
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Give a few numbers."""
-        return self._say(msgspec.msgpack.encode(list(row)))
+        return self._say(msgspec.msgpack.encode([int(number) for number in row]))
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
         """Those of every rank that lives."""

@@ -13,11 +13,15 @@ class Said(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Begun(Said, frozen=True):
-    """The copy has the batch of a minibatch, in so many microbatches; text: what all must have."""
+    """The copy has the batch of a minibatch, in so many microbatches; text: what all must have.
+
+    asks: what its process asks of all; 0: nothing.
+    """
 
     minibatch: int
     count: int
     text: str
+    asks: int = 0
 
 
 class Ran(Said, frozen=True):
@@ -60,6 +64,7 @@ Event = Begun | Ran | Gathered | Met | Failed | Lost
 # -- orders: the dispatcher tells a copy ----------------------------------------------------------
 
 To = tuple[tuple[int, int], ...]  # (group, copy of it)
+Asked = tuple[tuple[int, int], ...]  # (copy, number)
 
 
 class Forward(Said, frozen=True):
@@ -103,12 +108,14 @@ class Exchange(Said, frozen=True):
 class Apply(Said, frozen=True):
     """Update with what was gathered: every group has it. square: of the norm of all gradients.
 
-    What was kept for the minibatch is not asked for again. loss: of the minibatch.
+    What was kept for the minibatch is not asked for again. loss: of the minibatch. asked: what
+    copies asked of all when they began it.
     """
 
     minibatch: int
     loss: float | None
     square: float
+    asked: Asked = ()
 
 
 class Here(Said, frozen=True):

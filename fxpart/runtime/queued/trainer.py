@@ -36,7 +36,8 @@ from fxpart.runtime.stage import StageTable
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.optimizers import Optimizers
-from fxpart.runtime.stream.whole import Whole
+from fxpart.runtime.stream.whole import Ruled, Whole
+from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
 _AFTER = "go on from the last checkpoint, or saved weights"
 
@@ -44,12 +45,12 @@ _AFTER = "go on from the last checkpoint, or saved weights"
 class QueueTrainer(Whole):
     """Trains copies of stages from queues; every rank makes one and gives it equal batches.
 
-    queue: its options. optimizers: of this process, by stage and lane. updates: minibatches that
-    were applied, the same on every rank. last_rows: of the last global batch. lost: stages whose
-    process has ended, as far as all ranks know.
+    queue: its options. optimizers: of this process, by stage and lane. last_rows: of the last
+    global batch. lost: stages whose process has ended, as far as all ranks know.
     """
 
     shared_rows = True  # they are taken after each backward, and travel with their microbatches
+    repeats = False  # who did which microbatch is another story each time
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments: see :class:`~fxpart.runtime.assembly.Assembly` and :class:`QueueOptions`.
@@ -66,10 +67,11 @@ class QueueTrainer(Whole):
                 "FXP109", where="a trainer from queues", why="it was given no optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
             )  # fmt: skip
-        self.updates = self.last_rows = 0
+        self.last_rows = self._updates = self._applied = 0
         self.last_grad_norm: torch.Tensor | None = None
         self.listeners: list[Callable[[str], object]] = []
         self._losses: deque[tuple[int, torch.Tensor]] = deque()
+        self._asked: deque[tuple[int, tuple[tuple[int, int], ...]]] = deque()
         self._met = self._here = -1
         self._gone: tuple[int, ...] = ()
         self._first_ranks = [row[0] for row in self._ranks]
@@ -132,7 +134,7 @@ class QueueTrainer(Whole):
             self._stop(list(cause.problems))
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         for stage, worker in self._workers.items():
-            worker.begin(call, self._batch(stage, cut), text)
+            worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
         self.last_rows = sum(cut.rows)
         self.calls += 1
         self._until(call - self.queue.allowed(call))
@@ -157,7 +159,7 @@ class QueueTrainer(Whole):
     @property
     def in_flight(self) -> bool:
         """Whether a minibatch is not applied yet."""
-        return self.updates < self.calls
+        return self._applied < self.calls
 
     def spoil(self, cause: Exception) -> None:
         """Have it raised on every rank, by what each calls next."""
@@ -170,23 +172,41 @@ class QueueTrainer(Whole):
         raise AssertionError("the training has ended")
 
     def fit(self, batches: Any, **run: Any) -> Fitted:
-        """As :meth:`fxpart.runtime.stream.StreamTrainer.fit`; FXP109 for ``checkpoints=`` too."""
-        given = checked(run)
-        if given.checkpoints is not None:
-            self._refuse("fit(checkpoints=)")
-        return StreamFit(self, batches, given).go()  # type: ignore[arg-type]
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, FXP109."""
-        self._refuse("save_checkpoint()")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, FXP109."""
-        self._refuse("load_checkpoint()")
+        """As :meth:`fxpart.runtime.stream.StreamTrainer.fit`."""
+        return StreamFit(self, batches, checked(run)).go()  # type: ignore[arg-type]
 
     def record(self, **_: Any) -> NoReturn:
         """Refused, FXP109: a recording is of a schedule's actions, and here there is none."""
-        self._refuse("record()", "there is no schedule whose actions could be measured")
+        raise error(
+            "FXP109", where="record()",
+            why="there is no schedule whose actions could be measured",
+            fix='routing="turns" has one',
+        )  # fmt: skip
+
+    @property
+    def updates(self) -> int:
+        """Minibatches that were applied, the same on every rank."""
+        return self._updates
+
+    @property
+    def weight_mode(self) -> WeightMode:
+        """Which weights a backward reads; with staleness 0 there is but one kind."""
+        return self.queue.mode if self.queue.staleness else weight_mode("flush")
+
+    def weights_of(self) -> Mapping[tuple[int, int], Ruled]:
+        """Of the copies of this process."""
+        return {(stage, 0): worker.weights for stage, worker in self._workers.items()}
+
+    def restart(self, updates: int, calls: int) -> None:
+        """Minibatches are numbered as calls are: go on with that number."""
+        for worker in self._workers.values():
+            worker.weights.updates = calls  # versions are counted as minibatches are
+            worker.restart(calls)
+        if self.dispatcher is not None:
+            self.dispatcher.restart(calls)
+        self._updates, self.calls, self._applied = updates, calls, calls
+        self._losses.clear()
+        self._asked.clear()
 
     def report(self) -> tuple[CopyReport, ...]:
         """Of every copy that lives: what it took and how stale it was. Every rank calls it."""
@@ -223,12 +243,19 @@ class QueueTrainer(Whole):
         self._work(lambda: all(w.applied > minibatch for w in self._workers.values()))
         first = next(iter(self._workers.values()))
         while first.losses:
-            call, loss = first.losses.popleft()
-            self.updates = call + 1
+            call, loss, asked = first.losses.popleft()
+            self._asked.append((call, asked))
+            self._applied = call + 1
+            self._updates += 1
             if loss is not None:
                 self._losses.append((call, self._as_loss(loss)))
         for worker in self._workers.values():
             worker.losses.clear()
+        while self._asked and self._asked[0][0] <= minibatch:  # no further: all hear it here
+            numbers = [0] * len(self._first_ranks)
+            for copy, number in self._asked.popleft()[1]:
+                numbers[self._first_ranks[copy]] = number
+            self.asks.hear(numbers)
 
     def _work(self, done: Callable[[], bool]) -> None:
         """Take what comes and compute what is ready, each copy in turn."""
@@ -377,10 +404,6 @@ class QueueTrainer(Whole):
         ]
         device = self._devices[self._transport.local[0]]
         return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
-
-    def _refuse(self, what: str, why: str = "a trainer from queues has no checkpoints") -> NoReturn:
-        fix = 'save_pretrained() and state_dict() keep the weights; or routing="turns"'
-        raise error("FXP109", where=what, why=why, fix=fix)
 
     def _check_whole(self) -> None:
         if self._broken:

@@ -7,14 +7,14 @@ copy is made just before an update, if a backward will still read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpart.runtime.predict import Predictor, predictor
+from fxpart.runtime.predict import Correction, Predictor, predictor
 from fxpart.runtime.weights.held import Held, Source, Tensors
 from fxpart.runtime.weights.saved import SavedWeights
 from fxpart.runtime.weights.swap import swapped
@@ -36,7 +36,7 @@ class QueueWeights:
         """staleness: 0: no update comes in between, and nothing is done for one that would."""
         self.updates = 0
         self._mode, self._stale = mode, staleness > 0
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self.scheduler = optimizer, scheduler
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         self._places = [at for at, p in enumerate(listed) if p.requires_grad]
         self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
@@ -90,10 +90,23 @@ class QueueWeights:
         self._optimizer.step()
         if self._predictor is not None:
             self._predictor.after_update()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.updates += 1
         self._release()
+
+    def rules(self) -> list[Predictor | Correction]:
+        """What predicts, and keeps something between updates for it."""
+        return [] if self._predictor is None else [self._predictor]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after so many ``updates`` with other weights, and this state of the ``rules``."""
+        assert not self._flying, "drain before loading"
+        self.updates = state["updates"]
+        for rule, kept in zip(self.rules(), state["rules"], strict=True):
+            rule.load_state_dict(kept)
+        for source in self._held.sources():
+            self._held.drop(source)
 
     def _find(self, source: Source) -> Tensors | None:
         """These weights; None where they are those that the parameters hold."""

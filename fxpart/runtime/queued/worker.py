@@ -21,6 +21,7 @@ from fxpart.runtime.queued.gradients import Gradients, Parameters, Part, clipped
 from fxpart.runtime.queued.layout import Layout
 from fxpart.runtime.queued.orders import (
     Apply,
+    Asked,
     Backward,
     Begun,
     Event,
@@ -66,7 +67,8 @@ class Clip:
 
 
 class Worker:
-    """applied: minibatches. losses: of those, as (minibatch, loss), until they are taken.
+    """applied: minibatches. losses: of those, as (minibatch, loss, what copies asked), until they
+    are taken.
 
     staleness: updates between a forward and its own update, the most there ever were. forwards:
     microbatches done. doing: what it does now, or did last.
@@ -89,7 +91,7 @@ class Worker:
         """bound: what the staleness must keep to. post: sends to a copy. tell: the dispatcher."""
         self.copy, self.weights = copy, weights
         self.applied = self.forwards = self.staleness = 0
-        self.losses: deque[tuple[int, float | None]] = deque()
+        self.losses: deque[tuple[int, float | None, Asked]] = deque()
         self.doing = Action(copy, Kind.F, 0)
         self._group = layout.group(copy)
         self._table, self._parameters = table, parameters
@@ -109,10 +111,19 @@ class Worker:
         self._gathered: dict[tuple[int, int], dict[int, tuple[Gradients, Tensors]]] = {}
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
-    def begin(self, minibatch: int, batch: Batch, text: str) -> None:
-        """A minibatch's inputs are there. text: what must be equal on all ranks."""
+    def begin(self, minibatch: int, batch: Batch, text: str, asks: int = 0) -> None:
+        """A minibatch's inputs are there. text: what must be equal on all ranks.
+
+        asks: what the process asks of all (:class:`~fxpart.runtime.asks.Asks`).
+        """
         self._batches[minibatch] = batch
-        self._tell(Begun(minibatch, len(batch.keys), text))
+        self._tell(Begun(minibatch, len(batch.keys), text, asks))
+
+    def restart(self, number: int) -> None:
+        """The next minibatch has this number; nothing is in flight."""
+        assert not self._batches, "drain before loading"
+        self.applied = number
+        self.losses.clear()
 
     @property
     def idle(self) -> bool:
@@ -262,7 +273,7 @@ class Worker:
             self.staleness = max(self.staleness, number - version)
         self._forget(number)
         self.applied += 1
-        self.losses.append((number, said.loss))
+        self.losses.append((number, said.loss, said.asked))
 
     def _gather(self, said: Gradients, tensors: Tensors) -> None:
         number = said.minibatch

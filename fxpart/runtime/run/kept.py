@@ -182,7 +182,7 @@ class Kept:
             begin = Begin(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=_same(fit), own=fit.run.local,
-                stream=_is_stream(fit),
+                stream=fit.trainer.flows,
             )  # fmt: skip
             self._ledger.begin(begin)
             _write(self._run.plan, fit.trainer.plan_text)
@@ -313,16 +313,11 @@ def _back(fit: Fit, extra: Mapping[str, Any]) -> tuple[None, str]:
     return None, f"step {fit.step} epoch {fit.position.epoch}"
 
 
-def _is_stream(fit: Fit) -> bool:
-    """Whether its stages go on without waiting for each other."""
-    from fxpart.runtime.stream.trainer import StreamTrainer  # which needs this module
-
-    return isinstance(fit.trainer, StreamTrainer)
-
-
 def _same(fit: Fit) -> str:
-    """Runs of equal ones give equal bits: plan, ranks, options, machine, version."""
+    """Runs of equal ones give equal bits: plan, ranks, options, machine, version; "": none do."""
     trainer = fit.trainer
+    if not trainer.repeats:
+        return ""
     kinds = sorted({device.type for device in trainer._devices.values()})
     exact = kinds == ["cpu"] or torch.are_deterministic_algorithms_enabled()
     text = (

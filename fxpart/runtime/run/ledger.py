@@ -42,7 +42,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag="update", tag_field=
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="line"):
-    """A generation goes on after a step. same: alike where losses have to be equal to the bit.
+    """A generation goes on after a step. same: alike where losses have to be equal to the bit, ""
+    where they need not be.
 
     own: rank 0 is given its own rows only, so that digests are those of this world. stream: stages
     do not wait for each other, so that losses are those of their number and cuts.
@@ -234,7 +235,7 @@ def _different(then: Update, by: Begin, now: Update, begin: Begin) -> str:
     comparable = comparable and then.digest[:_WHAT] == now.digest[:_WHAT]
     if comparable and then.digest != now.digest:
         return f"{_data(then)}: other numbers in it than then"
-    exact = by.same == begin.same
+    exact = bool(by.same) and by.same == begin.same
     if not exact and (by.stream or begin.stream):
         return ""
     if not _alike(then.number, now.number, exact=exact):

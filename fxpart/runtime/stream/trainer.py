@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -30,8 +31,9 @@ from fxpart.runtime.stream.shared import refresh
 from fxpart.runtime.stream.telling import counts, fallback, problem_of, word_of
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Words, number
-from fxpart.runtime.weights import Counters
+from fxpart.runtime.weights import Counters, StageWeights
 from fxpart.schedule.versions import Versions
+from fxpart.schedule.weight_modes import WeightMode
 
 
 class StreamTrainer(Whole):
@@ -168,6 +170,22 @@ class StreamTrainer(Whole):
         """Per stage the most updates between a forward and its backward, in a full pipeline."""
         stages = range(len(self.spec.stages))
         return tuple(0 if self.draining else self.versions.gap(stage) for stage in stages)
+
+    @property
+    def weight_mode(self) -> WeightMode:
+        """As it was asked for."""
+        return self.stream.mode
+
+    def weights_of(self) -> Mapping[tuple[int, int], StageWeights]:
+        """Of the stages of this process."""
+        return self._weights
+
+    def restart(self, updates: int, calls: int) -> None:
+        """Begin a stream after so many updates."""
+        self.versions = replace(self.versions, start=updates)
+        self._stages.begin(self.versions)
+        self.calls = calls
+        self._losses.clear()
 
     @property
     def counters(self) -> dict[int, Counters]:

@@ -5,14 +5,33 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fxpart.errors import error
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
+from fxpart.runtime.predict import Correction, Predictor
 from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
+from fxpart.schedule.weight_modes import WeightMode
+
+
+class Ruled(Protocol):
+    """A stage's weights, as far as a checkpoint has something of them beside the parameters.
+
+    scheduler: of the stage's learning rate, None where there is none.
+    """
+
+    @property
+    def scheduler(self) -> Any:
+        """As it was given."""
+
+    def rules(self) -> list[Predictor | Correction]:
+        """What predicts or corrects, and keeps something between updates for it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """``updates``, and the state of the ``rules``; nothing is in flight."""
 
 
 class Whole(Inference):
@@ -21,10 +40,32 @@ class Whole(Inference):
     optimizers: Optimizers
     # They travel with every microbatch, before anybody knows how many rows they will have.
     shared_rows = False
+    flows = True
 
     @abstractmethod
     def _settle(self) -> None:
         """Drain, and give holders of shared parameters their owners' weights."""
+
+    @property
+    @abstractmethod
+    def updates(self) -> int:
+        """Of the weights, that are certain."""
+
+    @property
+    @abstractmethod
+    def weight_mode(self) -> WeightMode:
+        """Which weights forwards and backwards read."""
+
+    @abstractmethod
+    def weights_of(self) -> Mapping[tuple[int, int], Ruled]:
+        """Of this process, by stage and lane."""
+
+    @abstractmethod
+    def restart(self, updates: int, calls: int) -> None:
+        """Nothing is in flight and all state is that of a checkpoint: go on from there.
+
+        updates: that were made. calls: of ``step`` so far.
+        """
 
     def settle(self) -> None:
         """Drain, and give holders of shared parameters their owners' weights."""

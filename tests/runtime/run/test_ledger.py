@@ -96,6 +96,8 @@ def test_a_stream_of_the_same_plan_is_done_again_to_the_bit(tmp_path: Path) -> N
     [
         [begin(1, 0), line(1), begin(2, 0, "b"), line(1, loss=1 + 1e-9)],
         [begin(1, 0), line(1, loss="nan"), begin(2, 0), line(1, loss="nan")],
+        # A device whose operations do not give equal bits.
+        [begin(1, 0, ""), line(1), begin(2, 0, ""), line(1, loss=1 + 1e-9)],
         # Rank 0 had other inputs, or its own rows among fewer ranks.
         [begin(1, 0), line(1), begin(2, 0, "b"), line(1, digest="00000009bb")],
         [begin(1, 0, own=True), line(1), begin(2, 0, own=True, world=3), line(1, digest="0" * 10)],
