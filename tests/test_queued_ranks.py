@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ranks import TESTS, Pool, die_with_parent, python_path
 from safetensors.torch import save_file
 
 from fxpart.cli import run
+from fxpart.events.postmortem import examine
 from fxpart.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -173,6 +175,10 @@ def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:
     assert losses == pytest.approx(alone()[0], rel=1e-6)
     assert [row["from"] for row in found if "from" in row] == [4]
     assert [row["lost"] for row in found if "lost" in row] == [[1], []]
+    killed, whole = (examine(tmp_path / "run", generation) for generation in (1, 2))
+    assert killed.first == (1,) and whole.first == ()
+    done = {event.what for event in killed.ranks[1].newest(1000)}
+    assert any(re.fullmatch(r"1[FB]\d", what) for what in done) and "the step" in done
 
 
 @pytest.mark.parametrize("given", [("--copies",), ("--rebalance",), ("--nproc", "2:3")])

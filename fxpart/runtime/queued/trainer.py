@@ -10,29 +10,27 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.events.event import ALL, STEP
 from fxpart.runtime.agreement import AgreedError, agree, reporting
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiler
 from fxpart.runtime.engine import place, used_inputs
 from fxpart.runtime.fit import Fitted
-from fxpart.runtime.groups import Groups, own
+from fxpart.runtime.groups import Groups
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import lane_ranks
 from fxpart.runtime.links import torch_dtype
-from fxpart.runtime.optimizer import describe_groups, groups_of, make_optimizer
+from fxpart.runtime.optimizer import describe_groups, groups_of
+from fxpart.runtime.queued.build import make_optimizers, make_worker
 from fxpart.runtime.queued.dispatcher import Dispatcher
-from fxpart.runtime.queued.gradients import Parameters
 from fxpart.runtime.queued.layout import Layout, check_program
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.mail import InMemory, Mail
 from fxpart.runtime.queued.options import QueueOptions
 from fxpart.runtime.queued.orders import Event, Failed, Here, Met, Stop
 from fxpart.runtime.queued.report import CopyReport, together
-from fxpart.runtime.queued.weights import QueueWeights
-from fxpart.runtime.queued.worker import Batch, Clip, Worker
-from fxpart.runtime.rows import check_gradients
+from fxpart.runtime.queued.worker import Batch, Worker
 from fxpart.runtime.sharded_state import ShardedState
-from fxpart.runtime.stage import StageTable
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.optimizers import Optimizers
@@ -76,6 +74,8 @@ class QueueTrainer(Whole):
         self._gone: tuple[int, ...] = ()
         self._first_ranks = [row[0] for row in self._ranks]
         self._broken = ""
+        self._waits = self.events.mark("something to do", "wait", peer=ALL)
+        self._over = self.events.mark(STEP, "end")
         layout = Layout.of(self.spec)
         placed = place(
             self.options.schedule, self.spec, lane_ranks(self._ranks, 0),
@@ -92,7 +92,9 @@ class QueueTrainer(Whole):
         else:
             assert self.dispatcher is not None, "one process has all ranks"
             self._mail = InMemory(self.dispatcher)
-        self._workers = {stage: self._worker(stage, layout) for stage in self._lanes[0].modules}
+        self._workers = {
+            stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
+        }
 
     # -- training -------------------------------------------------------------------------------
 
@@ -132,12 +134,14 @@ class QueueTrainer(Whole):
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop(list(cause.problems))
+        self.events.step = call + 1
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         for stage, worker in self._workers.items():
             worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
         self.last_rows = sum(cut.rows)
         self.calls += 1
         self._until(call - self.queue.allowed(call))
+        self.events.write(self._over)
         return call
 
     def drain(self) -> list[torch.Tensor]:
@@ -274,6 +278,7 @@ class QueueTrainer(Whole):
                     failure = Failure(self._ranks[worker.copy][0], worker.doing, cause)
                     self._stop([failure.problem(_AFTER)], cause)
             if not moved and not done():
+                self.events.write(self._waits)
                 self._mail.wait()
 
     def _hear(self, worker: Worker) -> bool:
@@ -342,48 +347,12 @@ class QueueTrainer(Whole):
         names = used_inputs(self._lanes, self._ranks, rank)
         return Batch(cut.taken(names, self._devices[rank]), cut.weights, self._keys(cut))
 
-    def _worker(self, stage: int, layout: Layout) -> Worker:
-        module = self._lanes[0].modules[stage]
-        optimizer = self.optimizers[stage, 0]
-        table = StageTable.of(
-            self.spec, self.spec.stages[stage], module, layout.found(stage), False,
-            self.options.recomputes(len(self.spec.stages)).get(stage, "none"),
-        )  # fmt: skip
-        make = self.queue.scheduler
-        weights = QueueWeights(
-            module, optimizer, self.queue.mode, self.queue.staleness if table.trains else 0,
-            scheduler=None if make is None else make(optimizer),
-        )  # fmt: skip
-        return Worker(
-            stage, layout, table, weights,
-            Parameters([p for _, p in self._mine(stage)], self._held.rows),
-            bound=self.queue.staleness,
-            clip=Clip(self.options.clip_norm, self.options.clip_value),
-            device=self._devices[self._ranks[stage][0]],
-            post=lambda target, said, tensors: self._mail.post(stage, target, said, tensors),
-            tell=lambda event: self._mail.tell(stage, event),
-        )  # fmt: skip
-
-    def _mine(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters of a copy, in the model's order."""
-        return [
-            (name, tensor)
-            for name, entry in self._state.entries.items()
-            if entry.trainable and isinstance(tensor := entry.copies.get((stage, 0)), nn.Parameter)
-        ]
-
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
         """One for each copy of this process, with the same groups everywhere; the first."""
 
         def make() -> tuple[Optimizers, str]:
             self._groups = groups_of(given, groups, self._state.trainable())
-            made: dict[tuple[int, int], torch.optim.Optimizer] = {}
-            for stage in self._lanes[0].modules:
-                mine = self._mine(stage)
-                made[stage, 0] = make_optimizer(
-                    given, [p for _, p in mine], own(self._groups, mine)
-                )
-                check_gradients(made[stage, 0], self._state, self._held.rows)
+            made = make_optimizers(self, given)
             names = " ".join(",".join(group.names) for group in self._groups)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 

@@ -15,6 +15,7 @@ from functools import singledispatchmethod
 import torch
 
 from fxpart.errors import error
+from fxpart.events.ring import Ring
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.links import Link
 from fxpart.runtime.queued.gradients import Gradients, Parameters, Part, clipped, square
@@ -87,8 +88,12 @@ class Worker:
         device: torch.device,
         post: Post,
         tell: Callable[[Event], object],
+        events: Ring,
     ) -> None:
-        """bound: what the staleness must keep to. post: sends to a copy. tell: the dispatcher."""
+        """bound: what the staleness must keep to. post: sends to a copy. tell: the dispatcher.
+
+        events: where what it does is noted.
+        """
         self.copy, self.weights = copy, weights
         self.applied = self.forwards = self.staleness = 0
         self.losses: deque[tuple[int, float | None, Asked]] = deque()
@@ -96,7 +101,7 @@ class Worker:
         self._group = layout.group(copy)
         self._table, self._parameters = table, parameters
         self._bound, self._clip, self._device = bound, clip, device
-        self._post, self._tell = post, tell
+        self._post, self._tell, self._events = post, tell, events
         self._into, self._out = layout.into(copy, back=False), layout.out(copy, back=False)
         self._returns = layout.into(copy, back=True)
         self._back = layout.out(copy, back=True)
@@ -139,6 +144,7 @@ class Worker:
         number, microbatch = order.minibatch, order.microbatch
         kind = Kind.B if isinstance(order, Backward) else Kind.F
         self.doing = Action(self.copy, kind, microbatch)
+        self._events.put(str(self.doing), stage=self.copy, microbatch=microbatch)
         run = self._run_backward if kind is Kind.B else self._run_forward
         loss = run(number, microbatch)
         for group, copy in order.to:
