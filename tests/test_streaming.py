@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch import nn
 
 import fxpart
 from fxpart.cluster import Cluster
-from fxpart.deciding import Decided
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError
 from fxpart.modes import drained, mode_of, undrained
 from fxpart.plan import Plan, RankPrediction
 from fxpart.planned.streamed import Trained, streamed
@@ -30,7 +28,6 @@ from fxpart.report.timeline import plan_steps, stream_steps
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.weight_modes import MODES
 from fxpart.streaming import _least_stale
-from fxpart.weighing import Weighed, _better
 
 BATCH = (torch.randn(64, 32), torch.randint(0, 4, (64,)))
 STREAMS = [name for name, mode in MODES.items() if not mode.flush]
@@ -254,51 +251,6 @@ def test_asked_to_weigh_it_takes_the_faster() -> None:
     assert compiled(microbatches=4).plan == same and same.schedule == "1f1b"
 
 
-def weighed(seconds: float, schedule: str) -> Weighed:
-    """A plan of so many seconds."""
-    plan = sample_plans.plan(2)
-    told = msgspec.structs.replace(plan.prediction, simulated_seconds=seconds)
-    weights: Any = "stash" if schedule == "async" else "flush"
-    made: Any = msgspec.structs.replace(
-        plan, prediction=told, schedule=schedule, weights=weights, alternatives=()
-    )
-    nothing: Any = None
-    return Weighed(Decided(made, nothing), asked())
-
-
-def asked() -> Any:
-    """What was asked for; only its wishes are looked at."""
-    return type("Asked", (), {"constraints": {"mode": "auto"}})()
-
-
-def unfit() -> Weighed:
-    """There is none."""
-    raise error("FXP204", where="memory", why="stage 0 is too full", fix="")
-
-
-@pytest.mark.parametrize(
-    ("step", "stream", "schedule", "words"),
-    [
-        (1.0, 0.9, "async", "faster by simulation"),
-        (1.0, 1.0, "1f1b", "not faster by simulation"),
-        (1.0, None, "1f1b", "stage 0 is too full"),
-        (None, 1.0, "async", "no synchronous plan fits"),
-    ],
-)
-def test_both_ways(step: float | None, stream: float | None, schedule: str, words: str) -> None:
-    def make(seconds: float | None, name: str) -> Callable[[], Weighed]:
-        return unfit if seconds is None else lambda: weighed(seconds, name)
-
-    plan = _better(asked(), make(step, "1f1b"), make(stream, "async")).decided.plan
-    assert plan.schedule == schedule and words in plan.provenance["mode"]
-    assert len(plan.alternatives) == (step is not None and stream is not None)
-
-
-def test_nothing_fits_either_way() -> None:
-    with pytest.raises(FxpartError, match="stage 0 is too full"):
-        _better(asked(), unfit, unfit)
-
-
 def test_what_does_not_fit_names_a_mode_that_does() -> None:
     width = 512
     roomy = compiled("local:2", width, mode="async", weights="naive", microbatches=1).plan
@@ -374,6 +326,24 @@ def test_degrees_are_chosen_for_the_stream() -> None:
     assert plan.degrees.lower_bound <= plan.degrees.objective
 
 
+def test_microbatches_are_chosen_with_few_updates_missed() -> None:
+    """With four stages one microbatch to an update misses three updates, three of them one."""
+    plan = compiled("local:4", stages=4, mode="async").plan
+    assert max(row.staleness for row in plan.prediction.ranks) == -(-3 // plan.microbatches)
+    others = [one for one in plan.alternatives if one.stages == 4 and one.schedule == "async"]
+    mine = plan.prediction.step_seconds
+    assert all(o.microbatches <= plan.microbatches or o.step_seconds > mine for o in others)
+
+
+def test_all_that_the_planner_knows_under_a_weight_mode() -> None:
+    found = fxpart.api.propose(
+        net(), "local:4", example_inputs=BATCH, loss=nn.functional.cross_entropy, microbatches=4,
+        constraints={"stages": 2}, mode="async", weights="stash",
+    )  # fmt: skip
+    assert (found.plan.schedule, found.plan.weights) == ("async", "stash")
+    assert found.problem.weights == "stash" and found.plan.problems() == ()
+
+
 def aged(seconds: float, stale: int) -> Plan:
     """The plan with this time and this staleness of its first stage."""
     was = asynchronous()
@@ -399,21 +369,3 @@ def aged(seconds: float, stale: int) -> Plan:
 def test_of_equals_the_least_stale(plans: list[tuple[float, int]], best: int) -> None:
     made: list[Any] = [(aged(*each), index) for index, each in enumerate(plans)]
     assert _least_stale(made)[1] == best
-
-
-def test_microbatches_are_chosen_with_few_updates_missed() -> None:
-    """With four stages one microbatch to an update misses three updates, three of them one."""
-    plan = compiled("local:4", stages=4, mode="async").plan
-    assert max(row.staleness for row in plan.prediction.ranks) == -(-3 // plan.microbatches)
-    others = [one for one in plan.alternatives if one.stages == 4 and one.schedule == "async"]
-    mine = plan.prediction.step_seconds
-    assert all(o.microbatches <= plan.microbatches or o.step_seconds > mine for o in others)
-
-
-def test_all_that_the_planner_knows_under_a_weight_mode() -> None:
-    found = fxpart.api.propose(
-        net(), "local:4", example_inputs=BATCH, loss=nn.functional.cross_entropy, microbatches=4,
-        constraints={"stages": 2}, mode="async", weights="stash",
-    )  # fmt: skip
-    assert (found.plan.schedule, found.plan.weights) == ("async", "stash")
-    assert found.problem.weights == "stash" and found.plan.problems() == ()

@@ -13,7 +13,7 @@ from fxpart.errors import error
 from fxpart.plan import Plan
 
 if TYPE_CHECKING:
-    from fxpart.report.compared import Comparison
+    from fxpart.report.comparison import Comparison
     from fxpart.schedule.recording import Recording
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from fxpart.report import units
-from fxpart.report.compared import WAITING, Compared, Comparison, Difference, MemoryCompared
+from fxpart.report.comparison import WAITING, Compared, Comparison, Difference, MemoryCompared
 from fxpart.report.table import shortened, table
 
 _TOLD = 4  # differences that are told in words

@@ -7,7 +7,8 @@ from html import escape
 
 from fxpart.plan import Plan
 from fxpart.report import comparing, sharding, units
-from fxpart.report.compared import Comparison, played
+from fxpart.report.compared import played
+from fxpart.report.comparison import Comparison
 from fxpart.report.explain import (
     by,
     certificate,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 from fxpart.report import units
-from fxpart.report.compared import Comparison, spans_of
+from fxpart.report.compared import spans_of
+from fxpart.report.comparison import Comparison
 from fxpart.report.svg import DETAILED, LEFT, WIDTH, opening, ticks
 from fxpart.schedule.action import Kind
 from fxpart.schedule.recording import AGREE, END, Measured, Recording

@@ -19,8 +19,9 @@ from fxpart import cli
 from fxpart.errors import FxpartError
 from fxpart.plan import Plan
 from fxpart.planned.decided import decisions
-from fxpart.report.compared import BACKWARD, FORWARD, WAITING, compare
+from fxpart.report.compared import compare
 from fxpart.report.comparing import told
+from fxpart.report.comparison import BACKWARD, FORWARD, WAITING
 from fxpart.report.html import report_html
 from fxpart.report.measured import belongs, decode, load
 from fxpart.schedule.recording import OPTIMIZER, Recording

@@ -19,7 +19,6 @@ from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import lane_ranks
-from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.queued.build import make_optimizers, make_worker
 from fxpart.runtime.queued.dispatcher import Dispatcher
@@ -68,7 +67,7 @@ class QueueTrainer(Whole):
         self.last_rows = self._updates = self._applied = 0
         self.last_grad_norm: torch.Tensor | None = None
         self.listeners: list[Callable[[str], object]] = []
-        self._losses: deque[tuple[int, torch.Tensor]] = deque()
+        self._losses = deque()
         self._asked: deque[tuple[int, tuple[tuple[int, int], ...]]] = deque()
         self._met = self._here = -1
         self._gone: tuple[int, ...] = ()
@@ -144,21 +143,11 @@ class QueueTrainer(Whole):
         self.events.write(self._over)
         return call
 
-    def drain(self) -> list[torch.Tensor]:
-        """Finish what is in flight; the losses that no call has returned, in order."""
-        return [loss for _, loss in self.finish()]
-
     def finish(self) -> list[tuple[int, torch.Tensor]]:
         """As :meth:`drain`, with the calls."""
         self._check_whole()
         self._until(self.calls - 1)
         return self.taken()
-
-    def taken(self) -> list[tuple[int, torch.Tensor]]:
-        """The losses that are known and were not taken or returned, with their calls."""
-        found = list(self._losses)
-        self._losses.clear()
-        return found
 
     @property
     def in_flight(self) -> bool:
@@ -366,13 +355,6 @@ class QueueTrainer(Whole):
 
     def _describe(self, optimizer: Any) -> str:
         return f"{super()._describe(optimizer)} queue {self.queue.describe()}"
-
-    def _as_loss(self, value: float) -> torch.Tensor:
-        values = [
-            v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
-        ]
-        device = self._devices[self._transport.local[0]]
-        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
 
     def _check_whole(self) -> None:
         if self._broken:

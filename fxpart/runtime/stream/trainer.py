@@ -19,7 +19,6 @@ from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
 from fxpart.runtime.compiled import Compiler
 from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups
-from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.stream.build import build, check_program
 from fxpart.runtime.stream.fit import StreamFit, checked
@@ -63,7 +62,7 @@ class StreamTrainer(Whole):
         self.versions.check(self.stream.mode)
         self._weights, self._stages = build(self)
         self._words = Words(self._transport)
-        self._losses: deque[tuple[int, torch.Tensor]] = deque()
+        self._losses = deque()
         self._shapes: Mapping[str, Shape] = {}
         self._others: Mapping[str, Shape] = {}
         self._streaming = False  # something is in flight
@@ -112,20 +111,10 @@ class StreamTrainer(Whole):
         self.last_rows = sum(cut.rows)
         return self.calls - 1
 
-    def drain(self) -> list[torch.Tensor]:
-        """Finish what is in flight; the losses that no call has returned, in order."""
-        return [loss for _, loss in self.finish()]
-
     def finish(self) -> list[tuple[int, torch.Tensor]]:
         """As :meth:`drain`, with the calls."""
         self._settle()
         return self.taken()
-
-    def taken(self) -> list[tuple[int, torch.Tensor]]:
-        """The losses that are known and were not taken or returned, with their calls."""
-        found = list(self._losses)
-        self._losses.clear()
-        return found
 
     @property
     def in_flight(self) -> bool:
@@ -394,13 +383,6 @@ class StreamTrainer(Whole):
             problems = merge(self._transport.exchange_bytes(problems_of(mine)))
         self._stages.broken = problems[0].why
         raise AgreedError(problems) from (failures[0].cause if failures else None)
-
-    def _as_loss(self, value: float) -> torch.Tensor:
-        values = [
-            v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
-        ]
-        device = self._devices[self._transport.local[0]]
-        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
 
     def _tell_of_fallback(self, call: int) -> None:
         text = fallback(call)

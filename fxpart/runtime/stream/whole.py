@@ -1,8 +1,12 @@
-"""What looks at the whole model between two streams: evaluation, prediction, state in and out."""
+"""What trainers that do not drain between steps share: losses of earlier calls, the whole model.
+
+Evaluation, prediction, and state in and out look at the whole model: they drain first.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +16,7 @@ import torch
 from fxpart.errors import error
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
+from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.predict import Correction, Predictor
 from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
 from fxpart.schedule.weight_modes import WeightMode
@@ -38,6 +43,7 @@ class Whole(Inference):
     """The calls of a synchronous trainer that drain an asynchronous one first."""
 
     optimizers: Optimizers
+    _losses: deque[tuple[int, torch.Tensor]]  # that are known and were not taken, by call
     # They travel with every microbatch, before anybody knows how many rows they will have.
     shared_rows = False
     flows = True
@@ -66,6 +72,20 @@ class Whole(Inference):
 
         updates: that were made. calls: of ``step`` so far.
         """
+
+    @abstractmethod
+    def finish(self) -> list[tuple[int, torch.Tensor]]:
+        """As :meth:`drain`, with the calls."""
+
+    def drain(self) -> list[torch.Tensor]:
+        """Finish what is in flight; the losses that no call has returned, in order."""
+        return [loss for _, loss in self.finish()]
+
+    def taken(self) -> list[tuple[int, torch.Tensor]]:
+        """The losses that are known and were not taken or returned, with their calls."""
+        found = list(self._losses)
+        self._losses.clear()
+        return found
 
     def settle(self) -> None:
         """Drain, and give holders of shared parameters their owners' weights."""
@@ -126,3 +146,10 @@ class Whole(Inference):
             "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
             fix="a synchronous trainer has them",
         )  # fmt: skip
+
+    def _as_loss(self, value: float) -> torch.Tensor:
+        values = [
+            v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
+        ]
+        device = self._devices[self._transport.local[0]]
+        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
