@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from queued_batches import ROWS, adagrad, batch
 from queued_programs import alone, model, plan, program, sgd, touched, trainer
 
+from fxpart.checkpoint import folder, merging
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.writer import write_rank
 from fxpart.errors import FxpartError
+from fxpart.runtime.checkpoint.saver import Saver, _Job
 
 SAVED = 3  # of six steps
 
@@ -204,4 +208,26 @@ def test_of_another_model_it_is_refused(tmp_path: Path) -> None:
         touched(made.state_dict()) == touched(before)
         and before.keys() == model().state_dict().keys()
     )
+    made.close()
+
+
+def test_a_file_that_will_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    """The rank has ended since the save began; one that has ended after its file is not missed."""
+    made = queues((2, 1))
+    saver, began = Saver(made, tmp_path), time.monotonic()
+    partial = folder.begin(tmp_path, 1, 0)
+    write_rank(partial, 0, [], values={}, more={})
+
+    def awaited(lost: int, seconds: float) -> float:
+        job = _Job(1, None, {}, 1, 2, lambda: {lost})
+        with pytest.raises(FxpartError, match="rank 1 did not finish its file"):
+            saver._await(
+                job, time.monotonic() + seconds, partial, lambda: not merging.awaited(partial, 2)
+            )
+        return time.monotonic() - began
+
+    assert awaited(0, 0.5) >= 0.5
+    partial = folder.begin(tmp_path, 1, 0)
+    write_rank(partial, 0, [], values={}, more={})
+    assert awaited(1, 300.0) < 60.0
     made.close()

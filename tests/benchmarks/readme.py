@@ -141,6 +141,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(runtime, name) for name in RUNTIME},
     "surviving": readme_surviving.surviving,
     "unlike": lambda: readme_unlike.unlike(made_by(read(readme_unlike.NAME))),
+    "kinds": lambda: readme_unlike.clusters(made_by(read(readme_unlike.CLUSTERS))),
     "summary": readme_summary.summary,
 }
 
@@ -152,6 +153,7 @@ def tables() -> dict[str, str]:
         "zoo": {"compatibility"}, "figures": set(readme_figures.FIGURES),
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
         **{name: {name} for name in RUNTIME}, "unlike": {readme_unlike.NAME},
+        "kinds": {readme_unlike.CLUSTERS},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}
 

@@ -1,10 +1,37 @@
-"""The table about unlike devices: ranks under CPU quotas. Imported by readme.py."""
+"""The tables about unlike devices: clusters, and ranks under quotas. Imported by readme.py."""
 
 from __future__ import annotations
 
+from collections import Counter
+from statistics import geometric_mean
+
 from record import read
 
-NAME = "heterogeneous_measured"
+NAME, CLUSTERS = "heterogeneous_measured", "heterogeneous"
+_MORE = 1.005  # of the best of one kind: what counts as faster
+
+
+def clusters(made: str) -> str:
+    """By model the simulated plan for all of a cluster beside the best for each kind alone."""
+    lines = [
+        "| model | clusters | slower than one kind | as fast | faster | by, at most"
+        " | fit no kind alone | one kind chosen | planning, CPU s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    found = read(CLUSTERS)["figures"]
+    for model in dict.fromkeys(row["model"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["model"] == model and "fault" not in row]
+        ratios = [row["over_best"] for row in rows if row["over_best"] is not None]
+        faster = [ratio for ratio in ratios if ratio > _MORE]
+        worse = sum(name.startswith(f"{model} on ") for name in found["slower_than_one_kind"])
+        chosen = Counter(len(set(row["devices"])) == 1 for row in rows)
+        seconds = [row["planning_cpu_seconds"] for row in rows]
+        lines.append(
+            f"| {model} | {len(rows)} | {worse} | {len(ratios) - len(faster) - worse}"
+            f" | {len(faster)} | {max(ratios):.2f} | {len(rows) - len(ratios)} | {chosen[True]}"
+            f" | {geometric_mean(seconds):.0f}, at most {max(seconds):.0f} |"
+        )
+    return "\n".join([*lines, "", f"By simulation on rates from data sheets. {made}"])
 
 
 def unlike(made: str) -> str:

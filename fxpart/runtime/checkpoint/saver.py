@@ -23,6 +23,7 @@ from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.agreement import AgreedError, agree, merge, problems_of, reporting
 from fxpart.runtime.checkpoint.take import Staging, Taken, check_whole, take
+from fxpart.runtime.queued.living import Living
 from fxpart.runtime.saving import Saving
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.trainer import Trainer
@@ -41,13 +42,17 @@ class Keeper(Protocol):
 
 @dataclass
 class _Job:
-    """One save of this process. failure: why there is no checkpoint of it."""
+    """One save of this process. failure: why there is no checkpoint of it.
+
+    world: ranks that write. missed: which of them will not, as they have ended.
+    """
 
     step: int
     taken: Taken | None
     extra: dict[str, Any]
     calls: int
     world: int
+    missed: Callable[[], set[int]]
     failure: FxpartError | None = None
     done: Path | None = None
     written: threading.Event = field(default_factory=threading.Event)
@@ -107,7 +112,9 @@ class Saver:
         check_whole(self._trainer)
         self._conclude()
         self._trainer.events.put(_TAKES)
-        job = _Job(step, None, dict(extra or {}), self._trainer.calls, self._world)
+        transport, calls = self._trainer.transport, self._trainer.calls
+        missed = transport.missed() if isinstance(transport, Living) else set[int]
+        job = _Job(step, None, dict(extra or {}), calls, transport.ranks, missed)
         try:
             self._clear(step)
             job.taken = take(self._trainer, None if wait else self._staging)
@@ -255,8 +262,11 @@ class Saver:
         while not there():
             failed = sorted(path.name for path in partial.glob("*.failed"))
             gone = not partial.exists() and not there()
+            first = 0 in self._trainer.transport.local
+            if first and (lost := job.missed()):
+                gone |= not lost.isdisjoint(merging.awaited(partial, job.world))
             if failed or gone or job.cancelled.is_set() or time.monotonic() > limit:
-                if 0 in self._trainer.transport.local:
+                if first:
                     missing = merging.awaited(partial, job.world)
                     folder.discard(partial)
                     why = f"rank {', '.join(map(str, missing))} did not finish its file"
@@ -275,10 +285,6 @@ class Saver:
     def _clear(self, step: int) -> None:
         if 0 in self._trainer.transport.local:
             folder.discard(folder.begin(self.root, step, self._generation))
-
-    @property
-    def _world(self) -> int:
-        return self._trainer.transport.ranks
 
     def _where(self) -> str:
         return f"{self.root}, rank {self._trainer.rank}"

@@ -71,6 +71,11 @@ class Living:
         self.ranks, self.local = len(self._real), (renamed[self._own],)
         return renamed
 
+    def missed(self) -> Callable[[], set[int]]:
+        """What tells which of the ranks that live now, by their numbers of now, are gone since."""
+        peers = [self.wire.peers.get(rank) for rank in self._real]
+        return lambda: {n for n, peer in enumerate(peers) if peer is not None and peer.gone}
+
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> None:
         """Start sending."""
         self.wire.peers[self._real[target]].send(
