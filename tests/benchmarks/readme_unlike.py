@@ -15,7 +15,7 @@ def clusters(made: str) -> str:
     """By model the simulated plan for all of a cluster beside the best for each kind alone."""
     lines = [
         "| model | clusters | slower than one kind | as fast | faster | by, at most"
-        " | fit no kind alone | one kind chosen | planning, CPU s |",
+        " | fit no kind alone | one model of device used | planning, CPU s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     found = read(CLUSTERS)["figures"]
