@@ -24,6 +24,7 @@ SECONDS = 1.0  # of the processor, for one file
 MEMORY = 512 << 20  # address space beyond what the process has, for one file
 LONGEST = 150_000  # characters of what is said of a file, however long it is
 _SHRINKING = 300  # tries to make a failing file smaller
+_SETTLED = 250  # files after which what libraries keep of them is no longer a file's
 
 
 class TooLong(BaseException):
@@ -42,7 +43,7 @@ class Outcome:
 @contextmanager
 def bounded() -> Iterator[None]:
     """Memory and time as they are allowed to a reader: MemoryError and :class:`TooLong` else."""
-    gc.collect()
+    _settle()
     often = gc.get_threshold()
     gc.set_threshold(700, 10, 10)  # as programs have it; the tests' own number lets garbage wait
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -56,6 +57,17 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         gc.set_threshold(*often)
+        gc.unfreeze()
+
+
+def _settle() -> None:
+    """Full collections pass over all that there is by now.
+
+    They come whenever they like, and take a second where other tests (or torch's caches, which keep
+    some 180 objects of every reproducer that is read) have left a million objects: no file's fault.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _stop(*_: object) -> None:
@@ -100,6 +112,8 @@ def fuzz(
     began = time.process_time()
     with bounded():
         for number in range(count):
+            if number % _SETTLED == 0:
+                _settle()
             made = f"{name}:{seed}:{number}"
             data = mutated(samples, made)
             start = time.thread_time()
