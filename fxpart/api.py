@@ -87,10 +87,12 @@ def compile(
     runs model and loss under torch.autocast in bfloat16 (parameters and optimizer stay as they
     are); by default the plan's, or "fp32", the model as it is. transfer_dtype: "bfloat16" sends
     float32 values and gradients as that from rank to rank; by default the plan's, or as they are.
-    mode: "sync" (by default), "async" (1F1B that never drains), or "auto", the faster of both by
-    simulation. weights: which weights an asynchronous plan's forwards and backwards read, a name of
-    :mod:`fxpart.schedule.weight_modes`, by default "spectrain". progress: told of incumbent and
-    bound while the planner solves.
+    mode: "sync" (by default), "async" (1F1B that never drains), "auto", the faster of both by
+    simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
+    with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
+    stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". progress:
+    told of incumbent and bound while the planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -284,7 +286,8 @@ class Program:
 
         A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or a
         ``weight_mode`` is given, a :class:`~fxpart.runtime.stream.StreamTrainer`; or, with
-        ``routing="queue"``, a :class:`~fxpart.runtime.queued.trainer.QueueTrainer`.
+        ``routing="queue"`` or a plan of the mode "queue", a
+        :class:`~fxpart.runtime.queued.trainer.QueueTrainer`.
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
@@ -346,9 +349,10 @@ class Program:
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
         """Train beside one process and compare losses, gradients, parameters.
 
-        FXP109 for an asynchronous plan, whose forwards miss updates that one process has.
+        FXP109 for an asynchronous plan, whose forwards miss updates that one process has. Copies
+        take turns here, also where the plan has queues.
         """
-        if self.plan.schedule == ASYNC:
+        if self.plan.schedule == ASYNC or any(self.plan.staleness):
             raise error(
                 "FXP109",
                 where="verify",

@@ -20,7 +20,7 @@ __all__ = [
     "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 7
+VERSION = 8
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,9 +171,13 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind, each as a round of turns: microbatch m is done by the stage that stands at m modulo the
     round's length, so that a faster copy stands there more often. A copy is a stage like any other;
     all of a group hold the same blocks, one rank each, and sum their gradients once a step.
+    staleness: where copies do not take turns, but whichever is free takes the next microbatch from
+    a queue: by stage how many updates its gradients may miss, the same for all copies of one. 0: it
+    waits for each update, as a group that sums its gradients does; above, it goes on with the next
+    minibatches. Empty: copies take turns.
     weights: which weights forwards and backwards read, a mode of
-    :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async", and with
-    no other.
+    :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async" or a
+    staleness above 0, and with nothing else.
     actions: for the schedule "found", which a solver found for these stages, the computations of
     each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
     under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
@@ -224,6 +228,7 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
+    staleness: tuple[int, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -12,7 +12,7 @@ from fxpart.cluster import Cluster
 from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.modes import NAMES, drained, mode_of, weights_of
+from fxpart.modes import NAMES, QUEUE, drained, mode_of, weights_of
 from fxpart.modes import faults as mode_faults
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import PRECISIONS, TRANSFER_DTYPES, precision_of, transfer_dtype_of
@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "transfer_dtype": (str, TRANSFER_DTYPES),
     "mode": (str, NAMES),
     "weights": (str, tuple(MODES)),
+    "staleness": (object, ()),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
@@ -88,12 +89,12 @@ class Request:
 
     @property
     def mode(self) -> str:
-        """ "sync", "async" or "auto"."""
+        """ "sync", "async", "auto" or "queue"."""
         return mode_of(self.constraints)
 
     @property
     def weights(self) -> str:
-        """The weight mode of a plan that does not drain."""
+        """The weight mode of a plan that does not drain, or of queues."""
         return weights_of(self.constraints)
 
     @property
@@ -116,7 +117,7 @@ def make_request(
     """
     problems = list(_faults(constraints))
     costs = _cost_model(cost_model, cluster, problems)
-    text = constraints.get("mesh", "")
+    text = constraints.get("mesh", ONE_LANE if mode_of(constraints) == QUEUE else "")
     mesh = Mesh()
     if isinstance(text, str) and text not in (ONE_LANE, "auto"):
         try:

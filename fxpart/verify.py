@@ -93,7 +93,7 @@ def verify(
     if batch is None:
         assert captured.example is not None
         batch = captured.example()
-    trainer = program.trainer(optimizer, need_loss=False)
+    trainer = program.trainer(optimizer, need_loss=False, routing="turns")
     try:
         seen = Seen([], [], {})
         for _ in range(steps):

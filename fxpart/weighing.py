@@ -1,4 +1,4 @@
-"""Synchronous or asynchronous: the plan of the mode that was asked for, or the faster of both.
+"""Synchronous, asynchronous or queues: the plan of the mode that was asked for, or the faster.
 
 Asynchronous training leaves out updates that are under way, which a step's time cannot tell the
 worth of; so it is never chosen unless somebody asks for it, or asks for it to be weighed.
@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.deciding import Decided, decide
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.front import Front
-from fxpart.modes import ASYNC, Found, drained, undrained
+from fxpart.modes import ASYNC, QUEUE, Found, drained, staleness_of, undrained
 from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan
-from fxpart.planned.streamed import against, cost_in_staleness
+from fxpart.planned.streamed import against, as_weights, cost_in_staleness
 from fxpart.requests import Request
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
+_QUEUED = "copies take turns in what is simulated, whoever is free in what is run"
 _ONE = "the best asynchronous plan has one stage, which misses no update: it is synchronous"
 
 
@@ -57,6 +58,8 @@ def weigh(
         mine = _with(front, constraints)
         return Weighed(decide(mine, microbatches, progress), mine.request)
 
+    if request.mode == QUEUE:
+        return _queued(of(drained(request.constraints)), request)
     if request.mode == ASYNC:
         _check(request)
         found = of(undrained(request.constraints))
@@ -74,6 +77,43 @@ def request_of(request: Request, plan: Plan) -> Request:
         return request
     of = undrained if plan.schedule == ASYNC else drained
     return replace(request, constraints=of(request.constraints))
+
+
+def _queued(found: Weighed, request: Request) -> Weighed:
+    """The plan for stages of one rank, whose copies take what they do from queues.
+
+    FXP109 where the staleness is said for another number of stages, or stages share parameters.
+    """
+    plan = found.decided.plan
+    asked = staleness_of(request.constraints.get("staleness", 0)) or (0,)
+    each = asked * len(plan.firsts) if len(asked) == 1 else asked
+    problems = []
+    if len(each) != len(plan.firsts):
+        why = f"the plan has {len(plan.firsts)} stages, their copies counted once"
+        where = f"staleness={','.join(map(str, asked))}"
+        fix = f"one number for all, or constraints={{'stages': {len(asked)}}}"
+        problems.append(Problem("FXP109", where, why, fix))
+    if plan.ties:
+        names = ", ".join(sorted(name for tie in plan.ties for name in tie.names)[:3])
+        why = f"several stages share parameters ({names}), which have no queues"
+        problems.append(Problem("FXP109", f"mode={QUEUE}", why, "mode=sync, or fewer stages"))
+    if problems:
+        raise FxpartError(problems)
+    group = {copy: place for place, mine in enumerate(_groups(plan)) for copy in mine}
+    told = _told(found, request, f"queue, as asked; {_QUEUED}")
+    staleness = tuple(each[group[stage.index]] for stage in plan.stages)
+    queued = msgspec.structs.replace(
+        told.decided.plan,
+        staleness=staleness,
+        weights=as_weights(request.weights) if any(staleness) else "flush",
+    )
+    return replace(told, decided=replace(told.decided, plan=queued))
+
+
+def _groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Each stage without copies, or with them."""
+    rounds = {group[0]: group for group in plan.replicas}
+    return [rounds.get(first, (first,)) for first in plan.firsts]
 
 
 def _stream(request: Request, of: Callable[[Found], Weighed]) -> Weighed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +50,9 @@ class Rehearsal:
     """Runs minibatches over pretended copies, and checks what must hold at every update."""
 
     def __init__(
-        self, queues: Queues, staleness: int, minibatches: int, count: int, seed: int
+        self, queues: Queues, staleness: Sequence[int], minibatches: int, count: int, seed: int
     ) -> None:
-        """count: microbatches of each."""
+        """staleness: by group. count: microbatches of each."""
         self.random = random.Random(seed)
         self.queues, self.staleness = queues, staleness
         self.minibatches, self.count = minibatches, count
@@ -61,7 +62,7 @@ class Rehearsal:
             for g, group in enumerate(queues.groups)
             for copy in group
         }
-        self.most = 0  # updates between a forward and its own update
+        self.most = [0] * len(queues.groups)  # updates between a forward and its own update
         self.flew: dict[int, int] = dict.fromkeys(self.copies, 0)  # most in flight
         self.stopped: set[int] = set()
         self._heap: list[Any] = []
@@ -123,7 +124,7 @@ class Rehearsal:
     # -- a copy -----------------------------------------------------------------------------------
 
     def _begin(self, copy: Copy) -> None:
-        while copy.begun < self.minibatches and copy.begun <= copy.version + self.staleness:
+        while copy.begun < self.minibatches and copy.begun <= copy.version + max(self.staleness):
             self._tell(copy.number, Begun(copy.begun, self.count, ""))
             copy.begun += 1
 
@@ -139,7 +140,7 @@ class Rehearsal:
             copy.work.remove(order)
             copy.busy = True
             if isinstance(order, Forward):
-                assert copy.version >= order.minibatch - self.staleness
+                assert copy.version >= order.minibatch - self.staleness[copy.group]
                 copy.read[order.minibatch, order.microbatch] = copy.version
                 self.flew[copy.number] = max(self.flew[copy.number], len(copy.read))
             self._at(
@@ -161,7 +162,8 @@ class Rehearsal:
         if back:
             assert item in copy.read, "a backward follows its forward, on the same copy"
             copy.contributed[order.minibatch].append(order.microbatch)
-            self.most = max(self.most, order.minibatch - copy.read.pop(item))
+            missed = order.minibatch - copy.read.pop(item)
+            self.most[copy.group] = max(self.most[copy.group], missed)
         elif not self.queues.trains[copy.group]:
             del copy.read[item]
         copy.kept.add((back, *item))

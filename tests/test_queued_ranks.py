@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from queued_batches import ROWS, adagrad, batch
@@ -146,8 +147,12 @@ def command_line(path: Path, *more: str) -> list[str]:
 
 
 def test_the_command_line_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
-    """Killed while it reads the third batch, or soon after."""
-    command = command_line(tmp_path, "--staleness", "1", "--steps", str(len(ROWS)))
+    """Killed while it reads the third batch, or soon after; queues as the plan says."""
+    command = command_line(tmp_path, "--steps", str(len(ROWS)))
+    place = command.index("--routing")
+    del command[place : place + 2]
+    said = msgspec.structs.replace(plan((2, 1)), staleness=(1, 1, 0), weights="stash")
+    said.dump(tmp_path / "plan.json")
     done = subprocess.run(
         command, env=environment("1:2:0"), capture_output=True, text=True, timeout=280,
         check=False, preexec_fn=die_with_parent,
@@ -157,6 +162,8 @@ def test_the_command_line_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
     *steps, last = (json.loads(line) for line in done.stdout.splitlines())
     assert [row["step"] for row in steps] == list(range(1, len(ROWS) + 1))
     assert last["lost"] == [1] and [copy["stage"] for copy in last["copies"]] == [0, 2]
+    first, other = (copy["staleness"] for copy in last["copies"])
+    assert first <= 1 and other == 0
 
 
 def test_a_run_of_the_command_line_goes_on(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import click
 from fxpart.cli import output
 from fxpart.errors import error
 from fxpart.modes import NAMES, STREAMS, WEIGHTS
+from fxpart.schedule.weight_modes import QUEUED
 
 if TYPE_CHECKING:
     from fxpart.api import Program, Proposed
@@ -156,11 +157,13 @@ class Request:
 _MODES = (
     click.option(
         "--mode", type=click.Choice(NAMES),
-        help="async never drains the pipeline; auto is what is faster. By default sync.",
+        help="async never drains the pipeline; auto is what is faster; in queue whichever copy of "
+        "a stage is free takes the next microbatch. By default sync.",
     ),
     click.option(
         "--weights", metavar="NAME",
-        help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}.",
+        help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}; of queue: "
+        f"{', '.join(QUEUED)}.",
     ),
 )  # fmt: skip
 

@@ -68,9 +68,9 @@ def command(
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
     --save DIR, the weights are written as a safetensors checkpoint that from_pretrained reads. An
     asynchronous plan's losses are known a few steps later, and the last ones when it has drained.
-    With --routing queue, whichever copy of a stage is free takes the next microbatch, and with
-    --nproc a process that ends is missed by nobody while its stage has another; with --run, too,
-    the same command goes on.
+    With --routing queue, or a plan made with --mode queue, whichever copy of a stage is free takes
+    the next microbatch, and with --nproc a process that ends is missed by nobody while its stage
+    has another; with --run, too, the same command goes on.
     """
     from fxpart.environment import launch
 

@@ -12,10 +12,10 @@ import msgspec
 from fxpart.errors import Problem, short
 from fxpart.plan import Certificate, Plan
 from fxpart.plan_io.check_prediction import prediction
+from fxpart.plan_io.check_queues import queues, weights
 from fxpart.plan_io.check_sharding import sharding
 from fxpart.plan_io.check_stages import Faults, edges, mesh, order, ranks, stages, ties
 from fxpart.plan_io.runs import shorten
-from fxpart.schedule.weight_modes import MODES
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
@@ -104,8 +104,6 @@ def _counts(plan: Plan) -> Faults:
                 yield f"{field}[{index}]", "stages and microbatches start at 1"
             if other.step_seconds is not None and other.unfit_seconds is not None:
                 yield f"{field}[{index}]", "it fits and does not fit"
-    if MODES[plan.weights].flush == (plan.schedule == "async"):
-        yield "weights", f"{plan.weights} does not go with the schedule {plan.schedule}"
 
 
 def _certificate(given: Certificate, where: str) -> Faults:
@@ -122,6 +120,6 @@ def _certificate(given: Certificate, where: str) -> Faults:
 
 
 _CHECKS = (
-    _numbers, _cluster, _model, stages, ranks, order, mesh, edges, ties, _counts, prediction,
-    sharding,
+    _numbers, _cluster, _model, stages, ranks, order, mesh, edges, ties, _counts, queues, weights,
+    prediction, sharding,
 )  # fmt: skip

@@ -35,6 +35,8 @@ def decisions(plan: Plan) -> dict[str, str]:
             name: value
             for name, value in (
                 ("actions", plan.actions),
+                ("rounds", plan.replicas),
+                ("staleness", plan.staleness),
                 ("precision", plan.precision if plan.precision != "fp32" else ""),
                 ("transfer dtype", plan.transfer_dtype),
             )

@@ -15,9 +15,10 @@ def copies_rows(plan: Plan) -> list[tuple[str, ...]]:
     """By group its stages, devices, seconds of a microbatch on each, shares, and c / n_c.
 
     The last is the seconds between two microbatches while all copies of the group work; the group
-    with the most sets the pace, or the transfers do. Empty where no stage has copies.
+    with the most sets the pace, or the transfers do. Where microbatches come from queues also the
+    updates that the group's gradients may miss. Empty where copies neither are nor have queues.
     """
-    if not plan.replicas:
+    if not plan.replicas and not plan.staleness:
         return []
     rows = {row.stage: row for row in plan.prediction.ranks}
     groups = {group[0]: tuple(dict.fromkeys(group)) for group in plan.replicas}
@@ -34,6 +35,7 @@ def copies_rows(plan: Plan) -> list[tuple[str, ...]]:
                 ", ".join(map(units.seconds, each)),
                 ", ".join(map(str, taken)),
                 units.seconds(pace),
+                *(() if not plan.staleness else (units.plural(plan.staleness[first], "update"),)),
             )
         )
     return found
@@ -44,7 +46,12 @@ def copies_lines(plan: Plan) -> list[str]:
     rows = copies_rows(plan)
     if not rows:
         return []
+    heads: tuple[str, ...] = HEADS
+    sides, how = "<<<<>", "take microbatches in turn"
+    if plan.staleness:
+        heads, sides = (*heads, "may miss"), sides + ">"
+        how = "take the next microbatch when they are free;\nshares and times are those of turns"
     return [
-        "Copies (stages of one row hold the same blocks and take microbatches in turn)",
-        *(f"  {line}" for line in table(HEADS, "<<<<>", rows)),
+        *f"Copies (stages of one row hold the same blocks and {how})".splitlines(),
+        *(f"  {line}" for line in table(heads, sides, rows)),
     ]

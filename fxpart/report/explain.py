@@ -82,7 +82,8 @@ def schedule(plan: Plan) -> str:
     """The schedule, and the pieces of each stage where there are several."""
     pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
     weights = f" with weights {plan.weights}" if plan.weights != "flush" else ""
-    return f"{plan.schedule}{pieces}{weights}"
+    queues = " from queues" if plan.staleness else ""
+    return f"{plan.schedule}{pieces}{queues}{weights}"
 
 
 def spare(found: Explanation) -> str:

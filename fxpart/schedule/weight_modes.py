@@ -76,6 +76,9 @@ MODES: Mapping[str, WeightMode] = {
     )
 }
 
+# Those whose updates may come in no order that is known beforehand, as they do from queues.
+QUEUED = ("stash", "naive", "spectrain-v2", "pipeoptim")
+
 
 def weight_mode(given: str | WeightMode) -> WeightMode:
     """The mode of that name, or as it was given; FXP109 for an unknown name."""

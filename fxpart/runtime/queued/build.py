@@ -27,18 +27,19 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: Layout) -> Worker:
     module = trainer._lanes[0].modules[stage]
     optimizer, options, queue = trainer.optimizers[stage, 0], trainer.options, trainer.queue
     mail, spec = trainer._mail, trainer.spec
+    bound = trainer.dealt[layout.group(stage)]
     table = StageTable.of(
         spec, spec.stages[stage], module, layout.found(stage), False,
         options.recomputes(len(spec.stages)).get(stage, "none"),
     )  # fmt: skip
     weights = QueueWeights(
-        module, optimizer, queue.mode, queue.staleness if table.trains else 0,
+        module, optimizer, queue.mode, bound if table.trains else 0,
         scheduler=None if queue.scheduler is None else queue.scheduler(optimizer),
     )  # fmt: skip
     return Worker(
         stage, layout, table, weights,
         Parameters([p for _, p in parameters_of(trainer, stage)], trainer._held.rows),
-        bound=queue.staleness,
+        bound=bound,
         clip=Clip(options.clip_norm, options.clip_value),
         device=trainer._devices[trainer._ranks[stage][0]],
         post=lambda target, said, tensors: mail.post(stage, target, said, tensors),

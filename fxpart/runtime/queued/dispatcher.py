@@ -2,16 +2,16 @@
 
 Microbatches of a group of copies wait in a queue: whichever copy is free takes the oldest that is
 ready, its own backwards first. A forward of minibatch t starts only when t - s updates were made
-(s: the staleness), so that its own update finds at most s made in between. When all backwards of a
-minibatch are done in a group, its copies exchange gradients; when all groups have them, all apply
-them: one count of updates for the whole program. Until then copies keep what they sent, and a copy
-that is lost costs no sample: what it had done of minibatches that are not applied goes back into
-the queue, and others do it again.
+(s: the staleness of its group), so that its own update finds at most s made in between. When all
+backwards of a minibatch are done in a group, its copies exchange gradients; when all groups have
+them, all apply them: one count of updates for the whole program. Until then copies keep what they
+sent, and a copy that is lost costs no sample: what it had done of minibatches that are not applied
+goes back into the queue, and others do it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
@@ -66,10 +66,13 @@ class Dispatcher:
     are gone. again: how many microbatches went back into a queue. problems: why it has stopped.
     """
 
-    def __init__(self, queues: Queues, staleness: int, warm_up: int = 0) -> None:
-        """Nothing has begun. warm_up: the first so many minibatches miss no update."""
+    def __init__(self, queues: Queues, staleness: Sequence[int], warm_up: int = 0) -> None:
+        """Nothing has begun. staleness: by group. warm_up: the first so many minibatches miss none.
+
+        What they do not miss are updates.
+        """
         self.queues = queues
-        self.staleness, self.warm_up = staleness, warm_up
+        self.staleness, self.warm_up = tuple(staleness), warm_up
         self.applied = self.again = 0
         self.lost: list[int] = []
         self.problems: tuple[tuple[str, str, str, str], ...] = ()
@@ -248,7 +251,7 @@ class Dispatcher:
         oldest = self._oldest()
         free = self._flying(copy, group) < self.queues.limits[copy]
         for number in sorted(self._minibatches):
-            stale = self.staleness if number >= self.warm_up else 0
+            stale = self.staleness[group] if number >= self.warm_up else 0
             if number > min(self.applied + stale, self._begun[copy]):
                 return None
             for microbatch, item in enumerate(self._minibatches[number].items[group]):

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fxpart.errors import error
 from fxpart.plan import Plan
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import QUEUED, WeightMode, weight_mode
 
 TURNS, QUEUE = "turns", "queue"
-MODES = ("stash", "naive", "spectrain-v2", "pipeoptim")
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOptions:
     """What a trainer from queues takes beside a trainer's options.
 
-    staleness: updates that a minibatch's gradients may miss at most; 0: synchronous. warm_up: the
-    first so many minibatches miss none. weights: which weights a backward reads where updates came
-    in between (a weight mode or its name). scheduler: a function of an optimizer that makes its
-    learning-rate scheduler, stepped with its updates. patience: seconds of silence after which a
-    rank counts as lost.
+    staleness: updates that a minibatch's gradients may miss at most, of all stages or of each, its
+    copies counted once; 0: synchronous. warm_up: the first so many minibatches miss none. weights:
+    which weights a backward reads where updates came in between (a weight mode or its name).
+    scheduler: a function of an optimizer that makes its learning-rate scheduler, stepped with its
+    updates. patience: seconds of silence after which a rank counts as lost.
     """
 
-    staleness: int = 0
+    staleness: int | Sequence[int] = 0
     warm_up: int = 0
     weights: str | WeightMode = "stash"
     scheduler: Callable[..., Any] | None = None
@@ -36,10 +35,12 @@ class QueueOptions:
         """FXP109 for values that cannot be."""
         object.__setattr__(self, "mode", weight_mode(self.weights))
         wrong = ""
-        if self.staleness < 0 or self.warm_up < 0:
+        if not isinstance(self.staleness, int):
+            object.__setattr__(self, "staleness", tuple(self.staleness))
+        if min((*self._each, self.warm_up)) < 0:
             wrong = f"staleness={self.staleness}, warm_up={self.warm_up}: one of them is below 0"
-        elif self.mode.name not in MODES:
-            wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(MODES)}"
+        elif self.mode.name not in QUEUED:
+            wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(QUEUED)}"
         elif self.scheduler is not None and not callable(self.scheduler):
             wrong = "scheduler is a function of an optimizer: each copy makes its own"
         elif not self.patience > 0:
@@ -64,18 +65,35 @@ class QueueOptions:
         name = getattr(made, "__qualname__", type(made).__name__)
         return f"staleness {self.staleness} warm_up {self.warm_up} {self.mode} scheduler {name}"
 
+    @property
+    def _each(self) -> tuple[int, ...]:
+        return (self.staleness,) if isinstance(self.staleness, int) else tuple(self.staleness)
+
+    def by_group(self, groups: int) -> tuple[int, ...]:
+        """The staleness of each of so many groups; FXP109 where it is given for fewer or more."""
+        if isinstance(self.staleness, int):
+            return (self.staleness,) * groups
+        if len(self._each) != groups:
+            raise error(
+                "FXP109", where=f"staleness={','.join(map(str, self._each))}",
+                why=f"the plan has {groups} stages, their copies counted once",
+                fix="one number for all, or one for each",
+            )  # fmt: skip
+        return self._each
+
     def allowed(self, minibatch: int) -> int:
-        """Updates that a minibatch may miss."""
-        return self.staleness if minibatch >= self.warm_up else 0
+        """Updates that a minibatch may miss on some stage."""
+        return max(self._each, default=0) if minibatch >= self.warm_up else 0
 
 
 def routed(plan: Plan, weight_mode: str | WeightMode | None, options: dict[str, Any]) -> bool:
     """Whether a trainer's copies take microbatches from queues; FXP109 for what cannot be.
 
-    options: the trainer's own, of which ``routing`` is taken out: "turns" or "queue". weight_mode:
-    becomes ``weights`` there, where it is asked for with queues.
+    options: the trainer's own, of which ``routing`` is taken out: "turns" or "queue", by default
+    as the plan says, whose staleness and weights are put there where none are. weight_mode: becomes
+    ``weights`` there, where it is asked for with queues.
     """
-    routing = options.pop("routing", TURNS)
+    routing = options.pop("routing", QUEUE if plan.staleness else TURNS)
     if routing not in (TURNS, QUEUE):
         fix = f"one of {TURNS}, {QUEUE}"
         raise error("FXP109", where=f"routing={routing!r}", why="there is no such routing", fix=fix)
@@ -88,6 +106,10 @@ def routed(plan: Plan, weight_mode: str | WeightMode | None, options: dict[str, 
         why = f"the plan's schedule is {plan.schedule}, which nothing bounds what copies keep by"
         fix = 'constraints={"schedule": "1f1b"}'
         raise error("FXP109", where="routing=queue", why=why, fix=fix)
+    if plan.staleness:
+        options.setdefault("staleness", tuple(plan.staleness[k] for k in plan.firsts))
+        if any(plan.staleness):
+            options.setdefault("weights", plan.weights)
     if weight_mode is not None:
         options["weights"] = weight_mode
     return True

@@ -42,8 +42,9 @@ _AFTER = "go on from the last checkpoint, or saved weights"
 class QueueTrainer(Whole):
     """Trains copies of stages from queues; every rank makes one and gives it equal batches.
 
-    queue: its options. optimizers: of this process, by stage and lane. last_rows: of the last
-    global batch. lost: stages whose process has ended, as far as all ranks know.
+    queue: its options; dealt: of them the staleness of each group. optimizers: of this process, by
+    stage and lane. last_rows: of the last global batch. lost: stages whose process has ended, as
+    far as all ranks know.
     """
 
     shared_rows = True  # they are taken after each backward, and travel with their microbatches
@@ -76,14 +77,14 @@ class QueueTrainer(Whole):
         self._waits = self.events.mark("something to do", "wait", peer=ALL)
         self._over = self.events.mark(STEP, "end")
         layout = Layout.of(self.spec)
+        self.dealt = self.queue.by_group(len(layout.groups))
         placed = place(
             self.options.schedule, self.spec, lane_ranks(self._ranks, 0),
             self.microbatches, self._transport.ranks,
         )  # fmt: skip
         queues = layout.queues(placed)
         first = 0 in self._transport.local
-        given = self.queue.staleness, self.queue.warm_up
-        self.dispatcher = Dispatcher(queues, *given) if first else None
+        self.dispatcher = Dispatcher(queues, self.dealt, self.queue.warm_up) if first else None
         self._mail: Mail
         if isinstance(self._transport, Living):
             self._mail = self._transport.wire
@@ -103,7 +104,8 @@ class QueueTrainer(Whole):
         """One more minibatch into the queues; the newest loss that is known.
 
         With staleness 0 that is this minibatch's, of which every copy has the update then; else of
-        the one ``staleness`` calls before, None before there is one; :meth:`drain` gives the rest.
+        the one ``staleness`` calls before (the largest of all groups'), None before there is one;
+        :meth:`drain` gives the rest.
         accumulate, local: refused, FXP109: each minibatch is an update, and any copy may take any
         of its rows. A failure on any rank is raised on every rank as the same error.
         """
@@ -184,7 +186,7 @@ class QueueTrainer(Whole):
     @property
     def weight_mode(self) -> WeightMode:
         """Which weights a backward reads; with staleness 0 there is but one kind."""
-        return self.queue.mode if self.queue.staleness else weight_mode("flush")
+        return self.queue.mode if any(self.dealt) else weight_mode("flush")
 
     def weights_of(self) -> Mapping[tuple[int, int], Ruled]:
         """Of the copies of this process."""

@@ -22,7 +22,8 @@ def chosen_mode(
     "flush". options: the trainer's. FXP109 for those that only the other kind has, for unknown
     modes, and for plans with other schedules.
     """
-    mode = weight_mode(plan.weights if given is None else given)
+    planned = plan.weights if plan.schedule == "async" else "flush"
+    mode = weight_mode(planned if given is None else given)
     only = StreamOptions.names(options)
     if mode.name == "flush" and plan.schedule != "async":
         if only:

@@ -1,0 +1,176 @@
+"""Plans that say that microbatches come from queues, and how stale each stage may be."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from queued_batches import ROWS, adagrad, batch
+from queued_programs import alone, model
+from queued_programs import plan as turns
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+from fxpart.plan import Plan
+from fxpart.plan_io.diff import diff
+from fxpart.planned.decided import decisions
+from fxpart.report.explain import explain
+from fxpart.runtime.queued.trainer import QueueTrainer
+
+
+def compiled(ranks: int = 3, mode: str = "queue", **constraints: Any) -> fxpart.Program:
+    """The clicks model on so many ranks of this machine."""
+    wishes = {"granularity": "op", "stages": 2, **constraints}
+    return fxpart.compile(
+        model(), f"local:{ranks}", example_inputs=batch(), loss=nn.functional.cross_entropy,
+        microbatches=4, optimizer=adagrad, mode=mode, constraints=wishes,
+    )  # fmt: skip
+
+
+@cache
+def mixed() -> fxpart.Program:
+    """Two copies that may miss two updates each feed a stage that misses none."""
+    return compiled(copies="always", staleness="2,0")
+
+
+def losses_of(trainer: Any) -> list[float]:
+    found = [trainer.step(batch(rows, step)) for step, rows in enumerate(ROWS)]
+    found += trainer.drain() if isinstance(trainer, QueueTrainer) else []
+    return [float(loss) for loss in found if loss is not None]
+
+
+def test_each_stage_has_its_own_staleness() -> None:
+    plan = mixed().plan
+    assert plan.replicas and len(plan.firsts) == 2
+    assert plan.staleness == (2, 2, 0) and plan.weights == "stash"
+    assert plan.provenance["mode"].startswith("queue, as asked")
+    assert Plan.loads(plan.dumps()) == plan and not plan.problems() and not plan.runnable
+
+
+def test_a_trainer_is_as_the_plan_says() -> None:
+    trainer = mixed().trainer(adagrad)
+    assert isinstance(trainer, QueueTrainer)
+    assert (trainer.dealt, trainer.weight_mode.name) == ((2, 0), "stash")
+    assert len(losses_of(trainer)) == len(ROWS)
+    missed = [copy.staleness for copy in trainer.report()]
+    assert missed[2] == 0 < max(missed[:2]) <= 2
+    trainer.close()
+
+
+def test_by_default_no_update_is_missed() -> None:
+    plan = compiled(2).plan
+    assert plan.staleness == (0, 0) and plan.weights == "flush"
+    trainer = compiled(2).trainer(adagrad)
+    assert isinstance(trainer, QueueTrainer) and trainer.weight_mode.name == "flush"
+    assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
+    trainer.close()
+
+
+def test_what_is_asked_of_the_trainer_goes_before() -> None:
+    trainer = mixed().trainer(adagrad, staleness=1, weight_mode="naive")
+    assert (trainer.dealt, trainer.weight_mode.name) == ((1, 1), "naive")
+    trainer.close()
+    trainer = mixed().trainer(adagrad, routing="turns")
+    assert not isinstance(trainer, QueueTrainer)
+    assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
+    trainer.close()
+    with pytest.raises(FxpartError, match="2 stages, their copies counted once"):
+        mixed().trainer(adagrad, staleness=(1, 0, 0))
+
+
+def test_only_what_misses_nothing_is_verified() -> None:
+    assert compiled(2).verify(steps=1).passed
+    with pytest.raises(FxpartError, match="asynchronous"):
+        mixed().verify(steps=1)
+
+
+def test_an_applied_plan_minds_the_mode() -> None:
+    program = mixed()
+    again = fxpart.compile(
+        model(), plan=program.plan, example_inputs=batch(), loss=nn.functional.cross_entropy,
+        mode="queue",
+    )  # fmt: skip
+    assert again.plan == program.plan
+    with pytest.raises(FxpartError, match="made with mode='queue'"):
+        fxpart.compile(model(), plan=program.plan, example_inputs=batch(), mode="sync")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "why"),
+    [
+        ({"staleness": "1,2,3"}, "the plan has 2 stages"),
+        ({"staleness": "x"}, "not a count of updates"),
+        ({"staleness": -1}, "not a count of updates"),
+        ({"staleness": True}, "not a count of updates"),
+        ({"weights": "pipemare"}, "has no queues"),
+        ({"mesh": "dp=2", "stages": 1}, "share their work"),
+        ({"schedule": "zb-h1"}, "what its copies would keep"),
+        ({"mode": "sync", "staleness": 1}, "none to choose"),
+    ],
+)
+def test_refusals(wishes: dict[str, Any], why: str) -> None:
+    with pytest.raises(FxpartError, match=why) as caught:
+        compiled(**wishes)
+    assert {problem.code for problem in caught.value.problems} == {"FXP109"}
+
+
+class Tied(nn.Module):
+    """Its head is its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.body(self.table(ids)).tanh())
+
+
+def test_shared_parameters_are_refused_when_it_is_planned() -> None:
+    ids = batch()[1] % 9
+    with pytest.raises(FxpartError, match="several stages share parameters"):
+        fxpart.compile(
+            Tied(), "local:5", example_inputs=(ids, ids),
+            loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+            mode="queue", constraints={"stages": 5, "granularity": "op"},
+        )  # fmt: skip
+
+
+def test_explain_and_diff_say_so() -> None:
+    plan = mixed().plan
+    text = explain(plan)
+    assert "from queues with weights stash" in text
+    assert "take the next microbatch when they are free" in text
+    assert [line.split()[-2:] for line in text.splitlines() if line.endswith(" updates")] == [
+        ["2", "updates"], ["0", "updates"],
+    ]  # fmt: skip
+    in_turns = msgspec.structs.replace(plan, staleness=(), weights="flush")
+    assert "may miss" not in explain(in_turns) and "in turn" in explain(in_turns)
+    assert "staleness" in str(diff(in_turns, plan))
+    assert decisions(plan) != decisions(in_turns)
+
+
+def test_a_plan_of_version_7_takes_turns() -> None:
+    from test_plan_sharding import GOLDEN
+
+    found = Plan.load(GOLDEN / "plan_version_7.json")
+    assert found.staleness == () and found.replicas == ((0, 1),)
+    assert not found.problems()
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.sampled_from(("flush", "stash", "vertical")))
+def test_a_plan_with_queues_is_valid_or_says_why(each: list[int], weights: str) -> None:
+    plan = msgspec.structs.replace(turns((2, 1)), staleness=tuple(each), weights=weights)
+    places = {problem.where for problem in plan.problems()}
+    if each:
+        good = len(each) == 3 and each[0] == each[1]
+        assert ("staleness" not in places) == good
+    wanted = "stash" if any(each) else "flush"
+    assert ("weights" not in places) == (weights == wanted)
+    assert places <= {"staleness", "weights"}
