@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpart.runtime.queued.dispatcher import Dispatcher, Queues
-from fxpart.runtime.queued.orders import (
+from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
+from fxpart.schedule.queues.orders import (
     Apply,
     Backward,
     Begun,
@@ -57,6 +57,7 @@ class Rehearsal:
         self.queues, self.staleness = queues, staleness
         self.minibatches, self.count = minibatches, count
         self.dispatcher = Dispatcher(queues, staleness)
+        self.timed = bool(seed % 2)  # whether the dispatcher is told how fast copies are
         self.copies = {
             copy: Copy(copy, g, self.random.choice((0.2, 1.0, 5.0)))
             for g, group in enumerate(queues.groups)
@@ -169,7 +170,8 @@ class Rehearsal:
         copy.kept.add((back, *item))
         for _, target in order.to:
             self._send(copy.number, target, ("value", (back, *item, copy.group)))
-        self._tell(copy.number, Ran(back, *item, loss=None if back else 1.0))
+        seconds = copy.speed if self.timed else 0.0
+        self._tell(copy.number, Ran(back, *item, loss=None if back else 1.0, seconds=seconds))
         self._go(copy)
 
     def _take(self, copy: Copy, message: Any) -> None:

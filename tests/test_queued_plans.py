@@ -20,6 +20,7 @@ from fxpart.plan import Plan
 from fxpart.plan_io.diff import diff
 from fxpart.planned.decided import decisions
 from fxpart.report.explain import explain
+from fxpart.report.figures import explanation
 from fxpart.runtime.queued.trainer import QueueTrainer
 
 
@@ -154,6 +155,34 @@ def test_explain_and_diff_say_so() -> None:
     assert "may miss" not in explain(in_turns) and "in turn" in explain(in_turns)
     assert "staleness" in str(diff(in_turns, plan))
     assert decisions(plan) != decisions(in_turns)
+
+
+def test_what_queues_gain_is_simulated() -> None:
+    """Equal copies that miss no update take what turns take; for a slow one turns wait."""
+    equal = slower(1.0)
+    shown = explanation(equal).queues
+    assert shown is not None and shown.staleness == (2, 0) and set(shown.others) == {0, 1, 2}
+    assert shown.others[0] == pytest.approx(shown.turns_seconds, rel=0.02)
+    assert shown.missed[1] == 0 and shown.others[2] < shown.others[0]
+    unequal = explanation(slower(3.0)).queues
+    assert unequal is not None and unequal.others[0] < 0.8 * unequal.turns_seconds
+    assert "times as fast as turns" in explain(equal)
+    assert explanation(msgspec.structs.replace(equal, staleness=(), weights="flush")).queues is None
+
+
+def slower(times: float) -> Plan:
+    """Of two copies one takes so many times as long, and nothing else takes any time."""
+    plan = mixed().plan
+    rows = tuple(
+        msgspec.structs.replace(
+            row, forward_seconds=seconds, backward_seconds=2 * seconds, overhead_seconds=0.0,
+            optimizer_seconds=0.0, sync_seconds=0.0, transfer_seconds=0.0,
+        )
+        for row in plan.prediction.ranks
+        for seconds in [(2.0, 2.0 * times, 1.0)[row.stage]]
+    )  # fmt: skip
+    prediction = msgspec.structs.replace(plan.prediction, ranks=rows)
+    return msgspec.structs.replace(plan, prediction=prediction)
 
 
 def test_a_plan_of_version_7_takes_turns() -> None:

@@ -25,6 +25,7 @@ def explain(plan: Plan) -> str:
         _step(found),
         _memory(found),
         _stream(found),
+        _queued(found),
         sharding.lines(plan),
         ["How good it is", *(line for words in certificate(plan) for line in _wrapped(words))],
         _rejected("Rejected", found.rejected),
@@ -156,6 +157,24 @@ def _stream(found: Explanation) -> list[str]:
         return []
     words = [line for sentence in stream_words(given) for line in _wrapped(sentence)]
     return ["Asynchronous training", *words, *_indented(stream_table(given))]
+
+
+def _queued(found: Explanation) -> list[str]:
+    """What queues gain, by how many updates may be missed."""
+    given = found.queues
+    if given is None:
+        return []
+    rows = [(", ".join(map(str, given.staleness)) + " (plan)", given.seconds)]
+    rows += [(str(staleness), seconds) for staleness, seconds in given.others.items()]
+    shown = [
+        (words, units.seconds(seconds), f"{given.turns_seconds / seconds:.2f}" if seconds else "-")
+        for words, seconds in rows
+    ]
+    return [
+        "From queues (the dispatcher simulated, each rank as if it were alone on its host)",
+        *_indented(table(("staleness", "a minibatch", "times as fast as turns"), "<>>", shown)),
+        f"  In turns a step takes {units.seconds(given.turns_seconds)} then.",
+    ]
 
 
 def stream_words(given: Asynchrony) -> list[str]:

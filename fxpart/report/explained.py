@@ -142,6 +142,21 @@ class Crowded(_Struct, frozen=True, kw_only=True):
     assumed: float
 
 
+class FromQueues(_Struct, frozen=True, kw_only=True):
+    """What a plan of queues gains beside copies that take turns, each rank alone on its host.
+
+    staleness: of each stage, its copies counted once. seconds: between two updates; missed: by
+    stage the most updates that its gradients missed. others: the seconds by a staleness of all
+    stages. turns_seconds: a step in turns.
+    """
+
+    staleness: tuple[int, ...]
+    seconds: float
+    missed: tuple[int, ...]
+    others: dict[int, float]
+    turns_seconds: float
+
+
 class StageStream(_Struct, frozen=True, kw_only=True):
     """One stage of an asynchronous plan: the updates that its forwards miss at most, and its costs.
 
@@ -177,7 +192,8 @@ class Explanation(_Struct, frozen=True, kw_only=True):
     devices: those of the cluster, used or not. binding: rejected choices that would be faster and
     do not fit. hosts: those whose ranks slow each other down; empty where none do, or where the
     simulation takes all ranks to compute all the time. asynchrony: None where the pipeline drains
-    before each update. certificate, degrees: as in the plan.
+    before each update. queues: None where there are none, or more than is simulated. certificate,
+    degrees: as in the plan.
     not_runnable: why this version cannot train by the plan.
     """
 
@@ -200,6 +216,7 @@ class Explanation(_Struct, frozen=True, kw_only=True):
     by_stage: tuple[StageFigures, ...]
     hosts: tuple[Crowded, ...]
     asynchrony: Asynchrony | None
+    queues: FromQueues | None
     certificate: Certificate
     degrees: Certificate | None
     not_runnable: tuple[str, ...]

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 from fxpart.plan import Alternative, Plan, RankPrediction
 from fxpart.plan_io.runs import text_of
+from fxpart.planned.queued import MOST, in_turns, queued
 from fxpart.prediction import HostLoad, bottleneck, pace, step_parts
 from fxpart.report.explained import (
     Asynchrony,
     Crowded,
     Explanation,
+    FromQueues,
     Fullest,
     Pace,
     Rejected,
@@ -21,6 +23,7 @@ from fxpart.report.explained import (
 from fxpart.schedule.crowd import factor
 from fxpart.solver.joint.schedules import fill
 
+_TRIED = (0, 1, 2)  # updates that all stages may miss, beside what the plan says
 _NEAR = 0.999  # a stage above this share of the bottleneck's pace is as slow
 
 
@@ -52,6 +55,7 @@ def explanation(plan: Plan) -> Explanation:
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
         hosts=tuple(_crowd(load) for load in plan.prediction.hosts),
         asynchrony=_asynchrony(plan),
+        queues=_queues(plan),
         certificate=plan.certificate,
         degrees=plan.degrees,
         not_runnable=plan.runnable,
@@ -186,6 +190,21 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         free=entry.memory_limit - entry.memory.total,
         **{name: getattr(stage, name) for name in decisions},
         **{name: getattr(entry, name) for name in names},
+    )
+
+
+def _queues(plan: Plan) -> FromQueues | None:
+    """The plan's minibatches from queues, as it says and with the same staleness everywhere."""
+    if not plan.staleness or plan.world * plan.microbatches > MOST:
+        return None
+    own = tuple(plan.staleness[first] for first in plan.firsts)
+    run = queued(plan, own)
+    return FromQueues(
+        staleness=own,
+        seconds=run.seconds,
+        missed=run.missed,
+        others={s: queued(plan, (s,) * len(own)).seconds for s in _TRIED if {s} != set(own)},
+        turns_seconds=in_turns(plan),
     )
 
 

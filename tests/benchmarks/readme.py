@@ -142,6 +142,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "surviving": readme_surviving.surviving,
     "unlike": lambda: readme_unlike.unlike(made_by(read(readme_unlike.NAME))),
     "kinds": lambda: readme_unlike.clusters(made_by(read(readme_unlike.CLUSTERS))),
+    "queued": lambda: readme_unlike.queues(made_by(read("queued"))),
     "summary": readme_summary.summary,
 }
 
@@ -153,7 +154,7 @@ def tables() -> dict[str, str]:
         "zoo": {"compatibility"}, "figures": set(readme_figures.FIGURES),
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
         **{name: {name} for name in RUNTIME}, "unlike": {readme_unlike.NAME},
-        "kinds": {readme_unlike.CLUSTERS},
+        "kinds": {readme_unlike.CLUSTERS}, "queued": {"queued"},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}
 

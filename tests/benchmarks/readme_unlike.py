@@ -34,6 +34,29 @@ def clusters(made: str) -> str:
     return "\n".join([*lines, "", f"By simulation on rates from data sheets. {made}"])
 
 
+def queues(made: str) -> str:
+    """By copies and staleness the seconds of a minibatch, simulated and measured."""
+    lines = [
+        "| copies of each stage | staleness | simulated | measured | simulated by measured"
+        " | in turns, simulated |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    rows = read("queued")["figures"]["rows"]
+    for row in rows:
+        copies, stale = (", ".join(map(str, row[key])) for key in ("counts", "staleness"))
+        lines.append(
+            f"| {copies} | {stale} | {1e3 * row['simulated']:.0f} ms"
+            f" | {1e3 * row['measured']:.0f} ms | {row['simulated'] / row['measured']:.2f}"
+            f" | {1e3 * row['turns']:.0f} ms |"
+        )
+    errors = sorted(abs(row["error"]) for row in rows)
+    words = (
+        f"The median error is {100 * errors[len(errors) // 2]:.0f} %, the worst"
+        f" {100 * errors[-1]:.0f} %. {made}"
+    )
+    return "\n".join([*lines, "", words])
+
+
 def unlike(made: str) -> str:
     """Of each cluster and model the chosen plan beside the best that treats its ranks alike."""
     lines = [

@@ -15,8 +15,8 @@ import torch
 
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.queued.gradients import Gradients
-from fxpart.runtime.queued.orders import Event, Order, Said
 from fxpart.runtime.queued.worker import Values
+from fxpart.schedule.queues.orders import Event, Order, Said
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 28  # bytes of a head

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fxpart.errors import error
-from fxpart.runtime.queued.orders import Said
 from fxpart.runtime.rows import Parts, Rows
 from fxpart.runtime.rows.parts import merged
+from fxpart.schedule.queues.orders import Said
 
 
 class Gradients(Said, frozen=True):

@@ -9,9 +9,9 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.program import ProgramSpec
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.options import Options
-from fxpart.runtime.queued.dispatcher import Queues
 from fxpart.runtime.stage import trains
 from fxpart.schedule.action import Kind, Schedule, members
+from fxpart.schedule.queues.dispatcher import Queues
 
 Parts = tuple[tuple[int, tuple[Link, ...]], ...]  # (group, what it sends or is sent)
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from fxpart.runtime.queued.dispatcher import Dispatcher
 from fxpart.runtime.queued.gradients import Gradients
-from fxpart.runtime.queued.orders import Event, Lost, Said
+from fxpart.schedule.queues.dispatcher import Dispatcher
+from fxpart.schedule.queues.orders import Event, Lost, Said
 
 Tensors = list[torch.Tensor]
 Letter = tuple[Said, Tensors]

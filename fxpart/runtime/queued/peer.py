@@ -12,7 +12,7 @@ import torch
 
 from fxpart.errors import FxpartError
 from fxpart.runtime.queued import frames
-from fxpart.runtime.queued.orders import Said
+from fxpart.schedule.queues.orders import Said
 
 _PULSES = 5  # within the patience
 

@@ -21,12 +21,10 @@ from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import lane_ranks
 from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.queued.build import make_optimizers, make_worker
-from fxpart.runtime.queued.dispatcher import Dispatcher
 from fxpart.runtime.queued.layout import Layout, check_program
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.mail import InMemory, Mail
 from fxpart.runtime.queued.options import QueueOptions
-from fxpart.runtime.queued.orders import Event, Failed, Here, Met, Stop
 from fxpart.runtime.queued.report import CopyReport, together
 from fxpart.runtime.queued.worker import Batch, Worker
 from fxpart.runtime.sharded_state import ShardedState
@@ -34,6 +32,8 @@ from fxpart.runtime.state import ModelState
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.optimizers import Optimizers
 from fxpart.runtime.stream.whole import Ruled, Whole
+from fxpart.schedule.queues.dispatcher import Dispatcher
+from fxpart.schedule.queues.orders import Event, Failed, Here, Met, Stop
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
 _AFTER = "go on from the last checkpoint, or saved weights"

@@ -16,12 +16,12 @@ import torch
 from fxpart.environment import launch
 from fxpart.errors import error
 from fxpart.runtime.handshake import Kind, Loopback, Network, meet
-from fxpart.runtime.queued.dispatcher import Dispatcher
 from fxpart.runtime.queued.frames import Moved, Word, Words
-from fxpart.runtime.queued.orders import Event, Lost, Said, Stop
 from fxpart.runtime.queued.peer import Peer
 from fxpart.runtime.transport import Transport
 from fxpart.runtime.watch.joining import own_address
+from fxpart.schedule.queues.dispatcher import Dispatcher
+from fxpart.schedule.queues.orders import Event, Lost, Said, Stop
 
 Tensors = list[torch.Tensor]
 Hear = Callable[[int, Moved | Word | Words, Tensors], object]

@@ -7,6 +7,7 @@ minibatch is applied, as another copy may be lost and its heir ask for it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.links import Link
 from fxpart.runtime.queued.gradients import Gradients, Parameters, Part, clipped, square
 from fxpart.runtime.queued.layout import Layout
-from fxpart.runtime.queued.orders import (
+from fxpart.runtime.queued.weights import QueueWeights
+from fxpart.runtime.stage import StageTable
+from fxpart.schedule.action import Action, Kind
+from fxpart.schedule.queues.orders import (
     Apply,
     Asked,
     Backward,
@@ -33,9 +37,6 @@ from fxpart.runtime.queued.orders import (
     Said,
     Send,
 )
-from fxpart.runtime.queued.weights import QueueWeights
-from fxpart.runtime.stage import StageTable
-from fxpart.schedule.action import Action, Kind
 
 Tensors = list[torch.Tensor]
 Post = Callable[[int, Said, Tensors], object]
@@ -146,10 +147,11 @@ class Worker:
         self.doing = Action(self.copy, kind, microbatch)
         self._events.put(str(self.doing), stage=self.copy, microbatch=microbatch)
         run = self._run_backward if kind is Kind.B else self._run_forward
+        start = time.perf_counter()
         loss = run(number, microbatch)
         for group, copy in order.to:
             self._send(kind is Kind.B, number, microbatch, group, copy)
-        self._tell(Ran(kind is Kind.B, number, microbatch, loss))
+        self._tell(Ran(kind is Kind.B, number, microbatch, loss, time.perf_counter() - start))
         return True
 
     def _next(self) -> Forward | Backward | None:

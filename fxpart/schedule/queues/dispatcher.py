@@ -1,12 +1,13 @@
 """Who does what next: a state machine that hears events and gives orders, and does nothing else.
 
 Microbatches of a group of copies wait in a queue: whichever copy is free takes the oldest that is
-ready, its own backwards first. A forward of minibatch t starts only when t - s updates were made
-(s: the staleness of its group), so that its own update finds at most s made in between. When all
-backwards of a minibatch are done in a group, its copies exchange gradients; when all groups have
-them, all apply them: one count of updates for the whole program. Until then copies keep what they
-sent, and a copy that is lost costs no sample: what it had done of minibatches that are not applied
-goes back into the queue, and others do it again.
+ready, its own backwards first, of several the fastest; a slow one leaves it where the others will
+be done with all that waits before it could be with one. A forward of minibatch t starts only when
+t - s updates were made (s: the staleness of its group), so that its own update finds at most s made
+in between. When all backwards of a minibatch are done in a group, its copies exchange gradients;
+when all groups have them, all apply them: one count of updates for the whole program. Until then
+copies keep what they sent, and a copy that is lost costs no sample: what it had done of minibatches
+that are not applied goes back into the queue, and others do it again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from fxpart.runtime.queued.items import DONE, ORDERED, TODO, Item, Minibatch
-from fxpart.runtime.queued.orders import (
+from fxpart.schedule.queues.items import DONE, ORDERED, TODO, Item, Minibatch
+from fxpart.schedule.queues.orders import (
     Apply,
     Backward,
     Begun,
@@ -33,6 +34,7 @@ from fxpart.runtime.queued.orders import (
     Send,
     Stop,
 )
+from fxpart.schedule.queues.pace import Paces
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Dispatcher:
         self._here = -1
         self._waits: dict[int, int] = dict.fromkeys(self._group, 0)  # since which event
         self._events = 0
+        self._paces = Paces()
         self._orders: list[tuple[int, Order]] = []
 
     def hear(self, copy: int, event: Event) -> list[tuple[int, Order]]:
@@ -134,6 +137,7 @@ class Dispatcher:
         item = minibatch.items[group][event.microbatch]
         assert item.owner == copy, f"copy {copy} ran {event}, which is another's"
         self._waits[copy] = self._events
+        self._paces.heard(copy, event.back, event.seconds)
         if event.back:
             item.backward = DONE
             for other in self.queues.givers(group):
@@ -198,7 +202,7 @@ class Dispatcher:
             self._here = least
             for copy in self.all():
                 self._order(copy, Here(least, tuple(self.lost)))
-        for copy in sorted(self.all(), key=lambda copy: (self._waits[copy], copy)):
+        for copy in sorted(self.all(), key=lambda c: (self._pace(c), self._waits[c], c)):
             self._occupy(copy)
 
     def _exchange(self, number: int) -> None:
@@ -251,15 +255,35 @@ class Dispatcher:
         oldest = self._oldest()
         free = self._flying(copy, group) < self.queues.limits[copy]
         for number in sorted(self._minibatches):
-            stale = self.staleness[group] if number >= self.warm_up else 0
-            if number > min(self.applied + stale, self._begun[copy]):
+            if number > min(self.applied + self._stale(number, group), self._begun[copy]):
                 return None
             for microbatch, item in enumerate(self._minibatches[number].items[group]):
                 # The oldest of all goes on in any case: no limit can have groups wait in a ring.
                 if item.owner is None and (free or (number, microbatch) == oldest):
                     if self._ready(number, microbatch, group, back=False):
-                        return number, microbatch
+                        left = (number, microbatch) != oldest and self._leaves(copy, group)
+                        return None if left else (number, microbatch)
         return None
+
+    def _leaves(self, copy: int, group: int) -> bool:
+        """Whether the group is done sooner if the copy takes none of what waits."""
+        numbers = [n for n in self._minibatches if n <= self.applied + self._stale(n, group)]
+        items = [item for n in numbers for item in self._minibatches[n].items[group]]
+        begun = dict.fromkeys(self.living[group], 0)
+        for item in items:
+            if item.owner in begun and _state(item, self.queues.trains[group]) != DONE:
+                begun[item.owner] += 1
+        waiting = sum(item.owner is None for item in items)
+        mine = self._pace(copy), begun.pop(copy)
+        others = [(self._pace(other), count) for other, count in begun.items()]
+        return self._paces.leaves(mine, others, waiting)
+
+    def _pace(self, copy: int) -> float:
+        return self._paces.of(copy, self.queues.trains[self._group[copy]])
+
+    def _stale(self, number: int, group: int) -> int:
+        """Updates that a minibatch may miss."""
+        return self.staleness[group] if number >= self.warm_up else 0
 
     def _forward(self, copy: int, group: int, number: int, microbatch: int) -> None:
         minibatch = self._minibatches[number]

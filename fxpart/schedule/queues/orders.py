@@ -25,12 +25,16 @@ class Begun(Said, frozen=True):
 
 
 class Ran(Said, frozen=True):
-    """A forward, or with ``back`` a backward, has run. loss: its part of the minibatch's loss."""
+    """A forward, or with ``back`` a backward, has run. loss: its part of the minibatch's loss.
+
+    seconds: that it took; 0 where that is not known.
+    """
 
     back: bool
     minibatch: int
     microbatch: int
     loss: float | None = None
+    seconds: float = 0.0
 
 
 class Gathered(Said, frozen=True):

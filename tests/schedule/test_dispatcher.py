@@ -5,41 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from queued_rehearsal import Rehearsal
+from queued_shapes import queues, shapes
 
-from fxpart.runtime.queued.dispatcher import Dispatcher, Queues
-from fxpart.runtime.queued.orders import Begun, Failed, Forward, Lost, Met, Ran, Stop
-
-
-def queues(
-    counts: list[int], edges: set[tuple[int, int]], frozen: int, limits: list[int]
-) -> Queues:
-    """Groups of so many copies. edges: who feeds whom; the first ``frozen`` have no backward."""
-    groups, start = [], 0
-    for count in counts:
-        groups.append(tuple(range(start, start + count)))
-        start += count
-    back = {(a, b) for a, b in edges if a >= frozen}
-    return Queues(
-        tuple(groups),
-        tuple(tuple(sorted(a for a, b in edges if b == g)) for g in range(len(counts))),
-        tuple(tuple(sorted(b for a, b in back if a == g)) for g in range(len(counts))),
-        tuple(g >= frozen for g in range(len(counts))),
-        {copy: limits[copy % len(limits)] for group in groups for copy in group},
-    )
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Queues:
-    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    chain = {(g, g + 1) for g in range(len(counts) - 1)}
-    skips = {(a, b) for a in range(len(counts)) for b in range(a + 2, len(counts))}
-    extra = draw(st.sets(st.sampled_from(sorted(skips)))) if skips else set()
-    if draw(st.booleans()) and len(counts) > 2:  # two branches that meet
-        chain = {(0, g) for g in range(1, len(counts) - 1)}
-        chain |= {(g, len(counts) - 1) for g in range(1, len(counts) - 1)}
-    frozen = draw(st.integers(0, 1)) if len(counts) > 1 else 0
-    limits = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    return queues(counts, chain | extra, frozen, limits)
+from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
+from fxpart.schedule.queues.orders import Begun, Failed, Forward, Lost, Met, Ran, Stop
 
 
 @given(shapes(), st.integers(1, 5), st.integers(0, 2**32), st.data())
@@ -89,6 +58,26 @@ def test_the_free_copy_takes_the_next() -> None:
     first = desk.hear(1, Ran(False, 0, 1))
     # Copy 1 was faster: it takes microbatch 2, and copy 2 begins with what is there.
     assert first == [(2, Forward(0, 1, ())), (1, Forward(0, 2, ((1, 2),)))]
+
+
+def test_a_slow_copy_leaves_the_last_to_one_that_is_sooner_done() -> None:
+    desk = Dispatcher(queues([2], set(), 1, [2]), [0])
+    for copy in (0, 1):
+        desk.hear(copy, Begun(0, 4, "x"))
+    assert desk.hear(0, Ran(False, 0, 0, seconds=1.0)) == [(0, Forward(0, 2, ()))]
+    # One is left: copy 1 would take five seconds for it, copy 0 is done with both in two.
+    assert desk.hear(1, Ran(False, 0, 1, seconds=5.0)) == []
+    assert desk.hear(0, Ran(False, 0, 2, seconds=1.0)) == [(0, Forward(0, 3, ()))]
+
+
+def test_a_slow_copy_takes_what_it_left_when_the_others_are_gone() -> None:
+    desk = Dispatcher(queues([2], set(), 1, [2]), [0])
+    for copy in (0, 1):
+        desk.hear(copy, Begun(0, 4, "x"))
+    desk.hear(0, Ran(False, 0, 0, seconds=1.0))
+    assert desk.hear(1, Ran(False, 0, 1, seconds=5.0)) == []
+    again = desk.hear(1, Lost(0))
+    assert again == [(1, Forward(0, 0, ()))]  # what copy 0 had done, first
 
 
 def test_batches_must_be_alike() -> None:

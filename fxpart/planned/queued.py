@@ -1,0 +1,80 @@
+"""A plan's microbatches from queues, played in time by what is predicted of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fxpart.planned.hosts import is_crowded
+from fxpart.planned.scheduled import edges_of, plan_schedule
+from fxpart.planned.steps import StageTimes, steps_in_time
+from fxpart.schedule.action import members
+from fxpart.schedule.crowd import crowd_of
+from fxpart.schedule.queues.dispatcher import Queues
+from fxpart.schedule.queues.simulate import QueueRun, QueueTimes, simulate_queues
+
+if TYPE_CHECKING:
+    from fxpart.plan import Plan
+
+_WORD = 3e-4  # seconds of a message of some bytes between processes of one machine, about
+MOST = 64  # copies times microbatches of a plan that is played through
+
+
+def groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Each stage with its copies, ascending."""
+    rounds = {group[0]: tuple(sorted(members(group))) for group in plan.replicas}
+    return tuple(rounds.get(first, (first,)) for first in plan.firsts)
+
+
+def queues_of(plan: Plan) -> Queues:
+    """What flows between the groups of a plan, and how much each copy keeps."""
+    groups = groups_of(plan)
+    of = {copy: g for g, group in enumerate(groups) for copy in group}
+    pairs = sorted({(of[e.source], of[e.target]) for e in edges_of(plan)})
+    back = sorted({(of[e.source], of[e.target]) for e in edges_of(plan) if e.backward})
+    rows = {row.stage: row for row in plan.prediction.ranks}
+    return Queues(
+        groups,
+        tuple(tuple(a for a, b in pairs if b == g) for g in range(len(groups))),
+        tuple(tuple(b for a, b in back if a == g) for g in range(len(groups))),
+        tuple(rows[group[0]].backward_seconds > 0 for group in groups),
+        {copy: max(1, rows[copy].in_flight) for copy in of},
+    )
+
+
+def queued(plan: Plan, staleness: Sequence[int]) -> QueueRun:
+    """The plan's minibatches from queues, by staleness of each group.
+
+    Each rank computes as if it were alone on its host, as :func:`in_turns` does.
+    """
+    rows, edges = plan.prediction.ranks, edges_of(plan)
+    times = StageTimes.of(rows, edges, None, plan.replicas)
+    hosts = [load for load in plan.prediction.hosts if is_crowded(load)]
+    crowd = crowd_of(hosts, plan.world) if hosts else None
+    pace = {
+        k: 1.0
+        if crowd is None
+        else crowd.factor(crowd.host[mine[0]], 1) / max(crowd.full(mine[0]), 1e-12)
+        for k, mine in enumerate(times.ranks)
+    }
+    own = {k: times.once[k] - times.summing[k] for k in pace}
+    return simulate_queues(
+        queues_of(plan),
+        staleness,
+        QueueTimes(
+            forward={k: pace[k] * times.forward[k] for k in pace},
+            backward={k: pace[k] * times.backward[k] for k in pace},
+            sums={k: times.summing[k] for k in pace},
+            once={k: pace[k] * own[k] for k in pace},
+            transfer=lambda a, b: times.transfer.get((a, b), times.transfer.get((b, a), 0.0)),
+            word=_WORD if plan.world > 1 else 0.0,
+        ),
+        plan.microbatches,
+    )
+
+
+def in_turns(plan: Plan) -> float:
+    """Seconds of a step in which copies take turns, each rank as if it were alone on its host."""
+    edges, rows, hosts = edges_of(plan), plan.prediction.ranks, plan.prediction.hosts
+    found = steps_in_time(plan_schedule(plan), edges, rows, hosts, contention=False)
+    return found.steady_seconds

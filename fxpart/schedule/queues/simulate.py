@@ -1,0 +1,239 @@
+"""How long minibatches take whose microbatches come from queues: the dispatcher, played in time.
+
+The very state machine that gives orders in a run gives them here to copies that only take the time
+that is predicted of them. A copy does one thing at a time, backwards before forwards and older ones
+first; values, gradients and the sums of copies travel while it goes on computing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
+from fxpart.schedule.queues.orders import (
+    Apply,
+    Backward,
+    Begun,
+    Exchange,
+    Forward,
+    Gathered,
+    Ran,
+    Send,
+)
+
+Work = Forward | Backward
+_SETTLED = 4  # minibatches, beside two for each update that may be missed, until all is as it stays
+
+
+@dataclass(frozen=True)
+class QueueTimes:
+    """Seconds, by copy.
+
+    forward, backward: of a microbatch. sums: until all copies of its group have each other's
+    gradients. once: of an update. transfer: of what a microbatch sends from a copy to another, in
+    one direction. word: until what the dispatcher is told, or tells, has come.
+    """
+
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+    sums: Mapping[int, float]
+    once: Mapping[int, float]
+    transfer: Callable[[int, int], float]
+    word: float = 0.0
+
+
+@dataclass(frozen=True)
+class QueueRun:
+    """seconds: between two updates, once all is as it stays. missed: by group, the most updates
+    between a forward and its own. taken: by copy, the share of its group's microbatches.
+    """
+
+    seconds: float
+    missed: tuple[int, ...]
+    taken: dict[int, float]
+
+
+@dataclass
+class _Copy:
+    """A copy that only takes time. version: updates made; begun: minibatches that it knows of."""
+
+    number: int
+    group: int
+    inbox: deque[Any] = field(default_factory=deque)
+    orders: list[Work] = field(default_factory=list)
+    values: set[tuple[bool, int, int, int]] = field(default_factory=set)
+    read: dict[tuple[int, int], int] = field(default_factory=dict)
+    parts: dict[int, set[int]] = field(default_factory=dict)
+    asked: dict[int, Exchange] = field(default_factory=dict)
+    version: int = 0
+    begun: int = 0
+    done: int = 0
+    busy: bool = False
+
+
+class _Play:
+    """Copies, messages and the clock."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        staleness: Sequence[int],
+        times: QueueTimes,
+        count: int,
+        minibatches: int,
+    ) -> None:
+        self.queues, self.times, self.count, self.minibatches = queues, times, count, minibatches
+        self.ahead = max(staleness)
+        self.dispatcher = Dispatcher(queues, staleness)
+        self.copies = {
+            copy: _Copy(copy, g) for g, group in enumerate(queues.groups) for copy in group
+        }
+        self.missed = [0] * len(queues.groups)
+        self.updated = [0.0] * minibatches
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+
+    def run(self) -> None:
+        """To the end."""
+        for copy in self.copies.values():
+            self._begin(copy)
+            self._go(copy)
+        while self._heap:
+            self.now, _, do = heapq.heappop(self._heap)
+            do()
+
+    def _at(self, moment: float, do: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (moment, self._number, do))
+
+    def _arrive(self, target: int, message: Any, after: float = 0.0) -> None:
+        copy = self.copies[target]
+
+        def come() -> None:
+            copy.inbox.append(message)
+            self._go(copy)
+
+        self._at(self.now + after, come)
+
+    def _tell(self, copy: _Copy, event: Any) -> None:
+        def hears() -> None:
+            for target, order in self.dispatcher.hear(copy.number, event):
+                self._arrive(target, order, self.times.word)
+
+        self._at(self.now + self.times.word, hears)
+
+    def _begin(self, copy: _Copy) -> None:
+        while copy.begun < self.minibatches and copy.begun <= copy.version + self.ahead:
+            copy.begun += 1
+            self._tell(copy, Begun(copy.begun - 1, self.count, ""))
+
+    def _go(self, copy: _Copy) -> None:
+        """Read what has come, then compute what is ready."""
+        while copy.inbox and not copy.busy:
+            self._hear(copy, copy.inbox.popleft())
+        if copy.busy:
+            return
+        ready = [order for order in copy.orders if self._ready(copy, order)]
+        if not ready:
+            return
+        order = min(ready, key=lambda o: (isinstance(o, Forward), o.minibatch, o.microbatch))
+        copy.orders.remove(order)
+        back = isinstance(order, Backward)
+        if not back:
+            copy.done += 1
+            copy.read[order.minibatch, order.microbatch] = copy.version
+        seconds = (self.times.backward if back else self.times.forward)[copy.number]
+        self._busy(copy, seconds, lambda: self._ran(copy, order, seconds))
+
+    def _busy(self, copy: _Copy, seconds: float, then: Callable[[], None]) -> None:
+        copy.busy = True
+
+        def end() -> None:
+            copy.busy = False
+            then()
+            self._go(copy)
+
+        self._at(self.now + seconds, end)
+
+    def _ready(self, copy: _Copy, order: Work) -> bool:
+        back = isinstance(order, Backward)
+        needed = (self.queues.returns if back else self.queues.sources)[copy.group]
+        key = order.minibatch, order.microbatch
+        return all((back, *key, group) in copy.values for group in needed)
+
+    def _ran(self, copy: _Copy, order: Work, seconds: float) -> None:
+        back = isinstance(order, Backward)
+        for _, target in order.to:
+            self._send(copy, target, back, order.minibatch, order.microbatch)
+        self._tell(copy, Ran(back, order.minibatch, order.microbatch, None, seconds))
+
+    def _send(self, copy: _Copy, target: int, back: bool, minibatch: int, microbatch: int) -> None:
+        value = back, minibatch, microbatch, copy.group
+        self._arrive(target, value, self.times.transfer(copy.number, target))
+
+    def _hear(self, copy: _Copy, said: Any) -> None:
+        if isinstance(said, tuple):
+            copy.values.add(said)
+        elif isinstance(said, Forward | Backward):
+            copy.orders.append(said)
+        elif isinstance(said, Send):
+            self._send(copy, said.copy, said.back, said.minibatch, said.microbatch)
+        elif isinstance(said, Exchange):
+            copy.asked[said.minibatch] = said
+            for other in said.copies:
+                after = 0.0 if len(said.copies) == 1 else self.times.sums[copy.number]
+                self._arrive(other, _Part(said.minibatch, copy.number), after)
+        elif isinstance(said, _Part):
+            copy.parts.setdefault(said.minibatch, set()).add(said.copy)
+            self._gather(copy, said.minibatch)
+        elif isinstance(said, Apply):
+            number = said.minibatch
+            self._busy(copy, self.times.once[copy.number], lambda: self._updated(copy, number))
+
+    def _gather(self, copy: _Copy, minibatch: int) -> None:
+        asked = copy.asked.get(minibatch)
+        if asked is not None and copy.parts[minibatch] >= set(asked.copies):
+            self._tell(copy, Gathered(minibatch, asked.attempt))
+
+    def _updated(self, copy: _Copy, minibatch: int) -> None:
+        for key in [key for key in copy.read if key[0] == minibatch]:
+            missed = minibatch - copy.read.pop(key)
+            self.missed[copy.group] = max(self.missed[copy.group], missed)
+        copy.values = {value for value in copy.values if value[1] != minibatch}
+        copy.version += 1
+        self.updated[minibatch] = max(self.updated[minibatch], self.now)
+        self._begin(copy)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A copy's gradients of a minibatch."""
+
+    minibatch: int
+    copy: int
+
+
+def simulate_queues(
+    queues: Queues, staleness: Sequence[int], times: QueueTimes, microbatches: int
+) -> QueueRun:
+    """Minibatches of so many microbatches from queues, by staleness of each group.
+
+    Every rank computes as if it were alone on its host.
+    """
+    warm = _SETTLED + 2 * max(staleness)
+    # More than count: as those that do are under way, others have begun already.
+    play = _Play(queues, staleness, times, microbatches, 2 * warm + max(staleness))
+    play.run()
+    assert play.dispatcher.applied == play.minibatches, "every minibatch was applied"
+    taken = {
+        copy: play.copies[copy].done / (play.minibatches * microbatches)
+        for group in queues.groups
+        for copy in group
+    }
+    seconds = (play.updated[2 * warm - 1] - play.updated[warm - 1]) / warm
+    return QueueRun(seconds, tuple(play.missed), taken)
