@@ -144,7 +144,8 @@ def propose(
 
     Beyond what :func:`compile` chooses from, stages may differ in their degrees and recompute, and
     ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). Nothing is
-    lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
+    lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`; the
+    mode "queue" is refused (FXP109), as its stages are of one rank and those of :func:`compile`.
     """
     front = make_front(
         model,

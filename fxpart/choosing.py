@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpart.arranging import priced_as
 from fxpart.errors import FxpartError, error
-from fxpart.modes import ASYNC, drained
+from fxpart.modes import ASYNC, QUEUE, drained
 from fxpart.optimizers import choose
 from fxpart.plan import Alternative, Certificate, Plan, PlanModel
 from fxpart.planned.rejected import Comparison
@@ -305,7 +305,13 @@ def best_of_all(
     info: PlanModel,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """The plan of the joint problem's best choice, whoever can train it. FXP2xx as for compile."""
+    """The plan of the joint problem's best choice, whoever can train it. FXP2xx as for compile.
+
+    FXP109 for the mode "queue", whose stages are those that can be trained.
+    """
+    if request.mode == QUEUE:
+        why = "stages that take microbatches from queues have one rank each, and no other degrees"
+        raise error("FXP109", where=f"mode={QUEUE}", why=why, fix="leave --space all out")
     wishes = read_wishes(request.constraints)
     wished = apply_wishes(problem, wishes)
     limit = float(request.constraints.get("time_limit", 30.0))

@@ -120,6 +120,14 @@ def test_refusals(wishes: dict[str, Any], why: str) -> None:
     assert {problem.code for problem in caught.value.problems} == {"FXP109"}
 
 
+def test_what_is_only_planned_has_no_queues() -> None:
+    with pytest.raises(FxpartError, match="have one rank each"):
+        fxpart.propose(
+            model(), "local:2", example_inputs=batch(), loss=nn.functional.cross_entropy,
+            mode="queue",
+        )  # fmt: skip
+
+
 class Tied(nn.Module):
     """Its head is its table."""
 
