@@ -1,9 +1,11 @@
 """How ranks of one host slow each other down: one model's microbatch in several processes at once.
 
 Every process runs the model's whole forward and backward, its own copy, for the same stretch of
-time: alone, then beside one other, and so on up to the ranks of the host. With more ranks than
-cores this measures the operating system's sharing of them. The model travels as an exported
-program, so that no process needs the user's code.
+time: alone, then beside one other, and so on up to the ranks of the host, and all that in several
+turns, since what else a machine does changes within seconds. With more ranks than cores this
+measures the operating system's sharing of them: single rounds then take as long as one process or
+as two, as it comes, and only how many are done in all is a measure. The model travels as an
+exported program, so that no process needs the user's code.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _WEIGHED = "fxpart.measuring.crowding:weigh"
 _EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
 _WEIGHING = 2  # processes of which each says what it takes beside its tensors
 _SETTLED = 4  # steps until a heap grows no more
-_LEAST = 3  # rounds of each process in each stretch
+_LEAST = 2  # rounds of each process in each stretch
+_TURNS = 3  # stretches of each number of processes
 ROUNDS = 40  # of the model's microbatch that all of it takes at least, about, and as slow as alone
 
 
@@ -53,8 +56,9 @@ def crowding(
 ) -> Crowding:
     """Measured with 1 to ``ranks`` processes of this host, eight at most.
 
-    spec, source: of the program of one stage. inputs: one microbatch. seconds: of each stretch,
-    at least; each process runs three rounds in any case. timeout: of everything.
+    spec, source: of the program of one stage. inputs: one microbatch. seconds: of the
+    stretches of one number of processes, at least; each process runs six rounds in any case.
+    timeout: of everything.
     """
     count = min(MOST, ranks)
     world = count if count == 1 else max(3, count)  # two exchange beside one that computes
@@ -90,11 +94,14 @@ def _largest(rows: Sequence[dict[str, Any]]) -> Growth:
 
 
 def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
-    """What the processes' answers amount to: medians over processes, relative to one alone."""
+    """What the processes' answers amount to: seconds of a round by how many are done in all.
+
+    Relative to one process alone.
+    """
     alone = rows[0]["busy"][0]
     slowdown = [1.0]
     for busy in range(2, count + 1):
-        taken = statistics.median(row["busy"][busy - 1] for row in rows[:busy])
+        taken = statistics.harmonic_mean([row["busy"][busy - 1] for row in rows[:busy]])
         # More ranks are never faster; what says so is noise.
         slowdown.append(max(slowdown[-1], taken / alone))
     beside = rows[0]["beside"] / alone if rows[0]["beside"] else 1.0
@@ -150,10 +157,14 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     grown = grows(folder) if rank < _WEIGHING else Growth(0, 0.0)
     run, inputs = _read(folder)
     _round(run, inputs)  # warm
-    busy = [
-        _stretch(lambda: _round(run, inputs), rank < together_, seconds)
-        for together_ in range(1, count + 1)
+    turns = [
+        [
+            _stretch(lambda: _round(run, inputs), rank < together_, seconds / _TURNS)
+            for together_ in range(1, count + 1)
+        ]
+        for _ in range(_TURNS)
     ]
+    busy = [statistics.median(each) for each in zip(*turns, strict=True)]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
     waits = waking(rank, world) if world > 2 else ()
     meets = meeting(rank, count) if count > 1 else ()
@@ -224,14 +235,14 @@ def _round(run: StageRun, inputs: Values) -> float:
 
 
 def _stretch(once: Callable[[], float], active: bool, seconds: float) -> float:
-    """The median round of a process that runs as long as the others; 0 of one that waits."""
+    """Seconds of a round of a process that runs as long as the others; 0 of one that waits."""
     dist.barrier()
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while active and (len(taken) < _LEAST or time.perf_counter() < end):
         taken.append(once())
     dist.barrier()
-    return statistics.median(taken) if taken else 0.0
+    return statistics.fmean(taken) if taken else 0.0
 
 
 def _beside(run: StageRun, inputs: Values, rank: int, seconds: float) -> float:

@@ -6,8 +6,9 @@ The links are measured once (``fxpart cluster bench``, 60 s), and each model is 
 (``fxpart profile --no-rehearse``, 60 s), for up to 4 ranks of one thread. The plans are fixed
 beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of
 microbatches, two replicas, stages that recompute their activations. Predictions are made before
-anything of them is run; then each plan runs on this machine in fresh processes, several times, and
-the median of the runs' median steps is compared. Run it on an idle machine; the load that was found
+anything of them is run; then all plans run on this machine in fresh processes, one after the other
+and that in several turns, so that no plan has one moment of the machine to itself, and the median of
+the turns' median steps is compared. Run it on an idle machine; the load that was found
 is kept with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
 from what is in it: one run in several parts.
 """
@@ -65,8 +66,12 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
                 continue
             programs.append((words(constraints, count), program))
         crowding = found.crowding or Crowding()
+        runs: dict[str, list[Rehearsal]] = {label: [] for label, _ in programs}
+        for _ in range(options.turns):
+            for label, program in programs:
+                runs[label].append(run(program, options))
         for label, program in programs:
-            rows.append(row(name, label, program.plan, crowding, run(program, options)))
+            rows.append(row(name, label, program.plan, crowding, runs[label]))
             say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
     return rows
 
@@ -88,15 +93,12 @@ def planned(
     return fxpart.compile(work.model, cluster, plan=found.plan, **asked)
 
 
-def run(program: Any, options: argparse.Namespace) -> list[Rehearsal]:
-    """The plan's runs: in processes of their own, each with a trainer of its own."""
+def run(program: Any, options: argparse.Namespace) -> Rehearsal:
+    """The plan, run once in processes of its own."""
     from fxpart.measuring.rehearsals import Rehearsals
 
     with Rehearsals(program.plan.world) as bench:
-        return [
-            bench.run(program.plan, program.parts, steps=options.steps)
-            for _ in range(options.turns)
-        ]
+        return bench.run(program.plan, program.parts, steps=options.steps)
 
 
 def row(model: str, label: str, plan: Any, crowding: Any, runs: list[Rehearsal]) -> dict[str, Any]:
