@@ -7,9 +7,9 @@ The links are measured once (``fxpart cluster bench``, 60 s), and each model is 
 beforehand and none of the calibration's making: 1 to 4 ranks, GPipe and 1F1B, several numbers of
 microbatches, two replicas, stages that recompute their activations. Predictions are made before
 anything of them is run; then all plans run on this machine in fresh processes, one after the other
-and that in several turns, so that no plan has one moment of the machine to itself, and the median of
-the turns' median steps is compared. Run it on an idle machine; the load that was found
-is kept with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
+and that in several turns, so that no plan has one moment of the machine to itself, and the median
+of the turns' median steps is compared. Run it on an idle machine; the load that was found is kept
+with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
 from what is in it: one run in several parts.
 """
 
