@@ -16,7 +16,7 @@ from fxpart.schedule.queues.simulate import QueueRun, QueueTimes, simulate_queue
 if TYPE_CHECKING:
     from fxpart.plan import Plan
 
-_WORD = 3e-4  # seconds of a message of some bytes between processes of one machine, about
+_WORD = 3e-4  # seconds of a message of some bytes between processes, at least
 MOST = 64  # copies times microbatches of a plan that is played through
 
 
@@ -58,6 +58,11 @@ def queued(plan: Plan, staleness: Sequence[int]) -> QueueRun:
         for k, mine in enumerate(times.ranks)
     }
     own = {k: times.once[k] - times.summing[k] for k in pace}
+
+    def moved(a: int, b: int) -> float:
+        """As predicted, and through the threads at both ends."""
+        return times.transfer.get((a, b), times.transfer.get((b, a), 0.0)) + 2 * _WORD
+
     return simulate_queues(
         queues_of(plan),
         staleness,
@@ -66,11 +71,18 @@ def queued(plan: Plan, staleness: Sequence[int]) -> QueueRun:
             backward={k: pace[k] * times.backward[k] for k in pace},
             sums={k: times.summing[k] for k in pace},
             once={k: pace[k] * own[k] for k in pace},
-            transfer=lambda a, b: times.transfer.get((a, b), times.transfer.get((b, a), 0.0)),
-            word=_WORD if plan.world > 1 else 0.0,
+            transfer=moved,
+            word={k: _word(plan, mine[0]) for k, mine in enumerate(times.ranks)},
         ),
         plan.microbatches,
     )
+
+
+def _word(plan: Plan, rank: int) -> float:
+    """Seconds of a message between a rank and the dispatcher, which is rank 0's."""
+    if rank == 0:
+        return 0.0
+    return max(_WORD, plan.cluster.link(plan.device(0), plan.device(rank)).latency)
 
 
 def in_turns(plan: Plan) -> float:

@@ -35,7 +35,8 @@ class QueueTimes:
 
     forward, backward: of a microbatch. sums: until all copies of its group have each other's
     gradients. once: of an update. transfer: of what a microbatch sends from a copy to another, in
-    one direction. word: until what the dispatcher is told, or tells, has come.
+    one direction. word: until what the copy tells the dispatcher, or is told, has come; 0 where
+    none is given.
     """
 
     forward: Mapping[int, float]
@@ -43,7 +44,7 @@ class QueueTimes:
     sums: Mapping[int, float]
     once: Mapping[int, float]
     transfer: Callable[[int, int], float]
-    word: float = 0.0
+    word: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ class _Play:
     def _tell(self, copy: _Copy, event: Any) -> None:
         def hears() -> None:
             for target, order in self.dispatcher.hear(copy.number, event):
-                self._arrive(target, order, self.times.word)
+                self._arrive(target, order, self.times.word.get(target, 0.0))
 
-        self._at(self.now + self.times.word, hears)
+        self._at(self.now + self.times.word.get(copy.number, 0.0), hears)
 
     def _begin(self, copy: _Copy) -> None:
         while copy.begun < self.minibatches and copy.begun <= copy.version + self.ahead:
