@@ -151,6 +151,17 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read(counts: tuple[i
     made.close()
 
 
+def test_a_step_returns_the_loss_that_all_ranks_know() -> None:
+    """Also where this rank has heard of later ones, as it may where others are slow."""
+    made = trainer(plan(), staleness=2)
+    assert [made.step(batch(12, step)) is None for step in range(3)] == [True, True, False]
+    made._until(2)
+    (first, loss), (second, _) = made._losses
+    assert (first, second) == (1, 2) and made.step(batch(12, 3)) is loss
+    assert len(made.drain()) == 2
+    made.close()
+
+
 def test_the_first_updates_may_miss_none() -> None:
     made = trainer(plan(), staleness=2, warm_up=len(ROWS))
     check(made, steps(made))

@@ -95,13 +95,16 @@ class QueueTrainer(Whole):
         self._workers = {
             stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
         }
+        if isinstance(self._transport, Living):
+            (worker,) = self._workers.values()
+            self._transport.wire.serve = worker.serve
 
     # -- training -------------------------------------------------------------------------------
 
     def step(
         self, batch: Any, accumulate: bool = False, *, local: bool = False
     ) -> torch.Tensor | None:
-        """One more minibatch into the queues; the newest loss that is known.
+        """One more minibatch into the queues; the loss that every rank knows by now.
 
         With staleness 0 that is this minibatch's, of which every copy has the update then; else of
         the one ``staleness`` calls before (the largest of all groups'), None before there is one;
@@ -114,8 +117,12 @@ class QueueTrainer(Whole):
                 "FXP109", where="step(accumulate=True)", why="each minibatch is an update",
                 fix="give larger batches, and more microbatches",
             )  # fmt: skip
-        self.feed(batch, local=local)
-        return self._losses.pop()[1] if self._losses else None
+        call = self.feed(batch, local=local)
+        known = call - self.queue.allowed(call)  # a rank may have heard of later ones already
+        found = None
+        while self._losses and self._losses[0][0] <= known:
+            found = self._losses.popleft()[1]
+        return found
 
     def feed(self, batch: Any, *, local: bool = False) -> int:
         """As :meth:`step`, and losses wait to be :meth:`taken`; the number of this call."""

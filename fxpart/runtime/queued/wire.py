@@ -21,7 +21,7 @@ from fxpart.runtime.queued.peer import Peer
 from fxpart.runtime.transport import Transport
 from fxpart.runtime.watch.joining import own_address
 from fxpart.schedule.queues.dispatcher import Dispatcher
-from fxpart.schedule.queues.orders import Event, Lost, Said, Stop
+from fxpart.schedule.queues.orders import Event, Lost, Said, Send, Stop
 
 Tensors = list[torch.Tensor]
 Hear = Callable[[int, Moved | Word | Words, Tensors], object]
@@ -29,7 +29,12 @@ _CLOSING = 10.0  # seconds
 
 
 class Wire:
-    """The mail of one copy's process. peers: the connections, by rank."""
+    """The mail of one copy's process.
+
+    peers: the connections, by rank. serve: takes what is to be sent from here to another copy, at
+    once and from any thread, so that nobody waits for it until a computation ends; False leaves it
+    to the copy, in its turn.
+    """
 
     def __init__(
         self, inner: Transport, patience: float, hear: Hear, stir: Callable[[], object]
@@ -41,6 +46,7 @@ class Wire:
         """
         (self._own,) = inner.local
         self._others, self._stir = hear, stir
+        self.serve: Callable[[Send], bool] = lambda said: False
         self._inbox: queue.SimpleQueue[tuple[Said, Tensors]] = queue.SimpleQueue()
         self._ahead: tuple[Said, Tensors] | None = None
         self._closing = False
@@ -116,6 +122,11 @@ class Wire:
         elif isinstance(said, Moved | Word | Words):
             self._others(rank, said, tensors)
         else:
+            self._bring(said, tensors)
+
+    def _bring(self, said: Said, tensors: Tensors) -> None:
+        """To the copy of this process."""
+        if not (isinstance(said, Send) and self.serve(said)):
             self._inbox.put((said, tensors))
 
     def _ask(self, rank: int, event: Event) -> None:
@@ -132,7 +143,7 @@ class Wire:
             for copy, order in orders:
                 target = self._copies[copy]
                 if target == self._own:
-                    self._inbox.put((order, []))
+                    self._bring(order, [])
                 else:
                     self.peers[target].send(order)
             for copy in dispatcher.lost if isinstance(event, Lost) else ():

@@ -300,6 +300,14 @@ class Worker:
         found = self._kept[back, number, microbatch, group]
         self._post(copy, Values(back, number, microbatch, self._group), found)
 
+    def serve(self, said: Send) -> bool:
+        """Send what was made, from any thread; whether it is there."""
+        found = self._kept.get((said.back, said.minibatch, said.microbatch, said.group))
+        if found is not None:
+            mine = Values(said.back, said.minibatch, said.microbatch, self._group)
+            self._post(said.copy, mine, found)
+        return found is not None
+
     def _forget(self, number: int) -> None:
         """Nobody asks for anything of the minibatch any more."""
         self._batches.pop(number, None)

@@ -116,6 +116,10 @@ class _Play:
         copy = self.copies[target]
 
         def come() -> None:
+            if isinstance(message, Send):  # threads send, whatever the copy is at
+                back, minibatch, microbatch = message.back, message.minibatch, message.microbatch
+                self._send(copy, message.copy, back, minibatch, microbatch)
+                return
             copy.inbox.append(message)
             self._go(copy)
 
@@ -182,8 +186,6 @@ class _Play:
             copy.values.add(said)
         elif isinstance(said, Forward | Backward):
             copy.orders.append(said)
-        elif isinstance(said, Send):
-            self._send(copy, said.copy, said.back, said.minibatch, said.microbatch)
         elif isinstance(said, Exchange):
             copy.asked[said.minibatch] = said
             for other in said.copies:
