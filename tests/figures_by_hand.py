@@ -63,9 +63,23 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "rejected": others[: len(raw["alternatives"])],
         "changes": others[len(raw["alternatives"]) :],
         "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
-        "asynchrony": asynchrony(raw, rows),
+        "asynchrony": asynchrony(raw, rows), "queues": queues(raw, rows),
         "certificate": raw["certificate"], "degrees": raw["degrees"],
         "not_runnable": not_runnable(raw),
+    }  # fmt: skip
+
+
+def queues(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of one copy alone, which is never without work: as long as its microbatches take in turn."""
+    if not raw["staleness"]:
+        return None
+    (only,) = rows
+    assert only["stage"] == 0 and not raw["replicas"]
+    seconds = raw["microbatches"] * only["microbatch_seconds"] + only["step_only_seconds"]
+    own = raw["staleness"][0]
+    return {
+        "staleness": [own], "seconds": seconds, "missed": [own],
+        "others": {str(s): seconds for s in range(3) if s != own}, "turns_seconds": seconds,
     }  # fmt: skip
 
 

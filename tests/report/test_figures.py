@@ -46,6 +46,20 @@ def crowded_plan() -> Plan:
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
+def queued_plan() -> Plan:
+    """One copy that takes microbatches from a queue and has no tied weights."""
+    plan = sample_plans.plan(1, 1)
+    ranks = tuple(msgspec.structs.replace(e, tie_seconds=0.0) for e in plan.prediction.ranks)
+    given, tie = plan.prediction, plan.prediction.ranks[0].tie_seconds
+    prediction = msgspec.structs.replace(
+        given,
+        ranks=ranks,
+        step_seconds=given.step_seconds - tie,
+        simulated_seconds=given.simulated_seconds - tie,
+    )
+    return msgspec.structs.replace(plan, prediction=prediction, staleness=(0,))
+
+
 PLANS: dict[str, Any] = {
     "sample": sample_plans.plan,
     "slow": lambda: sample_plans.plan(slow=2.0),
@@ -53,6 +67,7 @@ PLANS: dict[str, Any] = {
     "many": lambda: sample_plans.plan(40, 3),
     "mixed": mixed,
     "crowded": lambda: crowded_plan(),
+    "queued": lambda: queued_plan(),
     **{f"random {seed}": lambda seed=seed: joint_plans.solved(seed)[2] for seed in SEEDS[:24]},
 }
 
@@ -266,6 +281,7 @@ def test_text_from_the_plan_file(name: str) -> None:
     lines = text.splitlines()
     spare = f" of {wanted['devices']} devices" if wanted["devices"] > wanted["ranks"] else ""
     read = f" with weights {plan.weights}" if plan.schedule == "async" else ""
+    read += " from queues" if plan.staleness else ""
     assert lines[0].endswith(
         f"{wanted['stages']} stage{'s' * (wanted['stages'] > 1)} on {wanted['ranks']} "
         f"rank{'s' * (wanted['ranks'] > 1)}{spare}, "
