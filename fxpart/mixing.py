@@ -99,7 +99,8 @@ def better(
     """The fastest by simulation of plans of equal stages, with copies, and on one kind alone.
 
     alike: the best plan of equal stages of a request; raises FXP2xx where there is none, as this
-    does where there is none of any sort. Returned is also whether it is the first of these.
+    does where there is none of any sort. Where so many ranks are asked for, those that have them go
+    before. Returned is also whether it is the first of these.
     """
     request = front.request
     candidates: list[tuple[str, Found]] = []
@@ -123,7 +124,7 @@ def better(
     if not candidates:
         assert fault is not None, "one of them said why"
         raise fault
-    ranked = sorted(candidates, key=lambda one: _seconds(one[1]))
+    ranked = sorted(candidates, key=lambda one: (_misses(one[1], request), _seconds(one[1])))
     (name, (plan, parts)), *others = ranked
     rest = "; ".join(f"{other}: {units.seconds(_seconds(one))}" for other, one in others)
     words = f"{name}: {units.seconds(_seconds((plan, parts)))} simulated; {rest}"
@@ -133,6 +134,11 @@ def better(
         constraints=dict(request.constraints),
     )
     return told, parts, name == _ALIKE
+
+
+def _misses(found: Found, request: Request) -> bool:
+    """Whether another number of ranks was asked for, as by torchrun."""
+    return request.ranks not in (None, found[0].world)
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,15 @@ class Timing(msgspec.Struct, frozen=True):
     runs: int
 
 
-class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage measured whole, alone on its device, per microbatch (optimizer: per step).
+TIMED = 2  # microbatches before each update of a stage that is measured whole
 
-    rows: of the microbatch. parts: predicted seconds of the stage by op class and direction
-    ("matmul forward"), without calibration, so that factors can be fitted to the timings.
+
+class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage measured whole, alone on its device, per microbatch (optimizer: an update).
+
+    An update is after TIMED microbatches. rows: of the microbatch. parts: predicted seconds of the
+    stage by op class and direction ("matmul forward"), without calibration, so that factors can be
+    fitted to the timings.
     """
 
     forward: Timing

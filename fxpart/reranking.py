@@ -22,7 +22,7 @@ from fxpart.plan import Certificate, Plan
 from fxpart.planned.corrected import correction, kind_of
 from fxpart.planned.decided import plan_key
 from fxpart.pricing.own import Calibrated, Own
-from fxpart.profile import Crowding, Rehearsal, StageTiming
+from fxpart.profile import TIMED, Crowding, Rehearsal, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.portfolio import solve, status_of
@@ -132,13 +132,17 @@ def refined(
             continue
         own = Own.of(model, device)
         share = 1 / count
+        blocks = range(stage.first, stage.last + 1)
+        held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
+        update = own.of_rows(held, TIMED * share) * later.optimizer.seconds
         back = share * first.backward.seconds + (1 - share) * later.backward.seconds
+        merged = own.merging(held, count)
         stages.append(
             msgspec.structs.replace(
                 stage,
                 forward_seconds=own.full * later.forward.seconds + problem.action,
-                backward_seconds=own.full * back + problem.action,
-                optimizer_seconds=own.full * later.optimizer.seconds + problem.once,
+                backward_seconds=own.full * back + merged + problem.action,
+                optimizer_seconds=own.full * update + problem.once,
             )
         )
         whole.append(index)

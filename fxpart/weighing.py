@@ -18,6 +18,7 @@ from fxpart.front import Front
 from fxpart.modes import ASYNC, QUEUE, Found, drained, staleness_of, undrained
 from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan
+from fxpart.planned.queue_memory import check_memory, with_queues_memory
 from fxpart.planned.streamed import against, as_weights, cost_in_staleness
 from fxpart.requests import Request
 
@@ -82,7 +83,8 @@ def request_of(request: Request, plan: Plan) -> Request:
 def _queued(found: Weighed, request: Request) -> Weighed:
     """The plan for stages of one rank, whose copies take what they do from queues.
 
-    FXP109 where the staleness is said for another number of stages, or stages share parameters.
+    FXP109 where the staleness is said for another number of stages, or stages share parameters,
+    FXP204 where what queues keep does not fit.
     """
     plan = found.decided.plan
     asked = staleness_of(request.constraints.get("staleness", 0)) or (0,)
@@ -107,6 +109,8 @@ def _queued(found: Weighed, request: Request) -> Weighed:
         staleness=staleness,
         weights=as_weights(request.weights) if any(staleness) else "flush",
     )
+    queued = with_queues_memory(queued)
+    check_memory(queued)
     return replace(told, decided=replace(told.decided, plan=queued))
 
 

@@ -120,6 +120,16 @@ def test_refusals(wishes: dict[str, Any], why: str) -> None:
     assert {problem.code for problem in caught.value.problems} == {"FXP109"}
 
 
+def test_a_rank_misses_no_more_than_its_stage_may() -> None:
+    plan = mixed().plan
+    assert [row.staleness for row in plan.prediction.ranks] == [2, 2, 0]
+    rows = [msgspec.structs.replace(row, staleness=1) for row in plan.prediction.ranks]
+    wrong = msgspec.structs.replace(
+        plan, prediction=msgspec.structs.replace(plan.prediction, ranks=tuple(rows))
+    )
+    assert ["more than stage 2 may miss" in str(fault) for fault in wrong.problems()] == [True]
+
+
 def test_what_is_only_planned_has_no_queues() -> None:
     with pytest.raises(FxpartError, match="have one rank each"):
         fxpart.propose(

@@ -1,7 +1,8 @@
 """Whole stages, timed as the runtime runs them: forward, backward, the optimizer's step.
 
 A stage's emitted module runs in the runtime's own cell on values that the stages before it really
-made; gradients start at zero and add up as over the microbatches of a step.
+made; gradients start at zero and add up as over the microbatches of a step. Sparse ones are kept as
+they came and put together before the update, as the runtime does it, and count as part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
 from fxpart.measuring.outliers import timing
-from fxpart.profile import StageTiming
+from fxpart.profile import TIMED, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch import Reader
@@ -28,6 +29,7 @@ from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.groups import own
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.optimizer import groups_of, make_optimizer
+from fxpart.runtime.rows.parts import Parts
 from fxpart.runtime.shapes import Sizes
 from fxpart.runtime.stage import StageTable
 
@@ -74,8 +76,29 @@ class StageRun:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self._trained = trained
         self._optimizer = _optimizer(optimizer, spec, stage, self.module)
+        self._given: dict[nn.Parameter, list[torch.Tensor]] = {}
+        for held in spec.stages[stage].state:
+            if held.sparse and held.requires_grad:
+                self._keep_rows(self.module.get_parameter(held.attribute))
         self._returned = [k for k in self.found if k.gradient and k.back == stage]
         self._key = microbatch_key(spec.seed, 0, 0)
+
+    def _keep_rows(self, table: nn.Parameter) -> None:
+        given = self._given.setdefault(table, [])
+
+        def take(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                given.append(parameter.grad)
+                parameter.grad = None
+
+        table.register_post_accumulate_grad_hook(take)
+
+    def _update(self) -> None:
+        for table, given in self._given.items():
+            if given:
+                table.grad = Parts.of(given).gradient(table)
+                given.clear()
+        self._optimizer.step()
 
     def forward(self, inputs: Values, *, train: bool) -> Cell:
         """One microbatch: what the runtime does for an F, once its values have arrived."""
@@ -130,7 +153,7 @@ class StageRun:
         for parameter in self._trained:
             parameter.grad = None
         times = [self._now()]
-        for _ in range(2):
+        for _ in range(TIMED):
             cell = self.forward(inputs, train=True)
             times.append(self._now())
             if gradients is None:
@@ -140,7 +163,7 @@ class StageRun:
                 self.backward(cell, gradients, 0.5)
             del cell
             times.append(self._now())
-        self._optimizer.step()
+        self._update()
         times.append(self._now())
         ahead, first, again, later, update = (b - a for a, b in pairwise(times))
         rows.append(((ahead + again) / 2, first, later, update))

@@ -72,7 +72,8 @@ def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:
     most = max(plan.microbatches, len(plan.stages) if streams(plan) else 0)
     if not 1 <= entry.in_flight <= most:
         yield f"{where}.in_flight", f"{entry.in_flight} of {most} microbatches"
-    if not streams(plan) and (entry.staleness or entry.memory.copies or entry.predict_seconds):
+    behind = streams(plan) or any(plan.staleness)
+    if not behind and (entry.staleness or entry.memory.copies or entry.predict_seconds):
         yield where, f"the schedule {plan.schedule} has neither staleness nor copies of weights"
     if entry.tensors > entry.memory_limit:
         name = "memory" if entry.memory.total > entry.memory_limit else "update"

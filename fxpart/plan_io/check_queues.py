@@ -26,6 +26,10 @@ def queues(plan: Plan) -> Faults:
         yield "staleness", "there are stages of several ranks, which have no queues"
     if plan.ties:
         yield "staleness", "there are parameters of several stages, which have no queues"
+    for index, row in enumerate(plan.prediction.ranks):
+        if row.staleness > max(plan.staleness[row.stage : row.stage + 1], default=0):
+            where = f"prediction.ranks[{index}].staleness"
+            yield where, f"{row.staleness} updates, more than stage {row.stage} may miss"
 
 
 def weights(plan: Plan) -> Faults:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.pricing.touched import COPIES
 from fxpart.pricing.weights import step_seconds, updated
+from fxpart.solver.problem import SPARSE_COPIES
 
 if TYPE_CHECKING:
     from fxpart.cluster import Device
@@ -27,8 +27,10 @@ CALL = 3e-6  # seconds: of memory and of one tensor, before any factor
 FRESH, ADDED = "fresh backward", "accumulate backward"
 UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"
 ROWS, TABLES = "rows optimizer", "tables optimizer"  # of tables with sparse gradients
-# Rows that came in any order are sorted and summed, by some twenty small calls for each table.
-_SORTED, _CALLS = 8, 20
+# Rows that came in any order are sorted and summed, by some twenty small calls for each table,
+# after those of one microbatch were merged with those before it (read, read, written). A dense
+# tensor is updated by some eight calls (AdamW has those).
+_SORTED, _MERGED, _CALLS, _DENSE_CALLS = 8, 3, 20, 8
 
 
 @runtime_checkable
@@ -45,31 +47,31 @@ class Calibrated(Protocol):
         """How many times longer everything takes while all ranks of the host compute."""
 
 
-def gradient_parts(weights: Sequence[Weight], later: bool, share: float = 1.0) -> dict[str, float]:
+def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
     """Seconds of a microbatch's gradients, by class, before factors.
 
-    later: they are added to those of an earlier microbatch (read, read, written). share: the part
-    of a batch's rows that the microbatch has. Sparse gradients cost nothing to make; torch puts
-    those of a later microbatch behind the earlier ones.
+    later: they are added to those of an earlier microbatch (read, read, written). Sparse gradients
+    cost nothing here: each microbatch's are kept as they are, and put together once a step.
     """
     dense = sum(weight.gradient for weight in weights if not weight.sparse)
-    rows = sum(weight.gradient / COPIES for weight in weights if weight.sparse)
-    return {ADDED: 3 * (dense + 2 * share * rows) / RATE} if later else {FRESH: dense / RATE}
+    return {ADDED: 3 * dense / RATE} if later else {FRESH: dense / RATE}
 
 
 def update_parts(weights: Sequence[Weight], share: float = 1.0) -> dict[str, float]:
     """Seconds of the optimizer's step, by class, before factors.
 
     Weight, gradient and state are read, weight and state written; of a table with a sparse gradient
-    the rows that a step asks for. share: of a batch's rows the part that the step has.
+    the rows that a step asks for, of two microbatches. share: of a batch's rows the part that the
+    step has.
     """
     held = [w for w in weights if w.gradient]
     tables = [w for w in held if w.sparse]
     moved = sum(updated(w) * (share if w.sparse else 1.0) for w in held)
-    found = {UPDATE: moved / RATE, TENSORS: (len(held) - len(tables)) * CALL}
+    found = {UPDATE: moved / RATE, TENSORS: _DENSE_CALLS * (len(held) - len(tables)) * CALL}
     if tables:
         rows = share * sum(w.gradient for w in tables)
-        found |= {ROWS: _SORTED * rows / RATE, TABLES: _CALLS * len(tables) * CALL}
+        passes = _SORTED + _MERGED / SPARSE_COPIES
+        found |= {ROWS: passes * rows / RATE, TABLES: _CALLS * len(tables) * CALL}
     return found
 
 
@@ -105,6 +107,27 @@ class Own:
             seconds[weight.blocks[0]] += self._taken(update_parts([weight]))
         return tuple(seconds)
 
+    def of_rows(self, weights: Sequence[Weight], share: float) -> float:
+        """How many times longer an update takes than one with a part of a batch's rows.
+
+        1 where no gradient is sparse: dense ones do not depend on rows.
+        """
+        if not any(weight.sparse and weight.gradient for weight in weights):
+            return 1.0
+        return self._taken(update_parts(weights)) / self._taken(update_parts(weights, share))
+
+    def merging(self, weights: Sequence[Weight], microbatches: int) -> float:
+        """Seconds that more than two microbatches add to an update of tables, by microbatch.
+
+        The rows of the i-th are merged with those of i - 1: i/m of a batch's, i = 2 to m. Those of
+        two are part of :func:`update_parts`.
+        """
+        passes = max(0.0, (microbatches + 1) / 2 - 1 / microbatches - 1) / microbatches
+        rows = sum(weight.rows for weight in weights)
+        if ROWS not in self.factors:
+            return passes * rows * self.gradient(later=True)
+        return passes * self._taken({ROWS: _MERGED * rows / RATE})
+
     @property
     def copying(self) -> float:
         """Seconds per byte that is read or written by a copy."""
@@ -134,9 +157,7 @@ class Own:
     def _sum(self, weight: Weight, microbatches: int) -> float:
         later, share = microbatches > 1, (microbatches - 1) / microbatches
         if weight.sparse:
-            # the i-th of m puts its rows behind those of i - 1: i/m of a batch's, i = 2 to m
-            mean = ((microbatches + 1) / 2 - 1 / microbatches) / microbatches
-            return weight.gradient / COPIES * mean * self.gradient(later=True) if later else 0.0
+            return self.merging([weight], microbatches)
         if ADDED not in self.factors:
             return weight.gradient * self.gradient(later)
         each = share * self.gradient(later=True) + (1 - share) * self.gradient(later=False)

@@ -72,7 +72,7 @@ class StageParts:
                 total[name] += seconds
         held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
         share = rows / max(1, self._captured.batch_size)
-        return {**total, **gradient_parts(held, later, share), **update_parts(held, 2 * share)}
+        return {**total, **gradient_parts(held, later), **update_parts(held, 2 * share)}
 
     def _by_block(self, rows: int) -> list[dict[str, float]]:
         if rows not in self._tables:

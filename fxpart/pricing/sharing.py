@@ -84,6 +84,10 @@ class Sharing:
             if not weight.gradient:
                 continue
             block, axes = weight.blocks[0], self.partial.get(weight.name, ())
+            if weight.sparse:  # every lane is given the rows of all, and ZeRO takes its own of them
+                for axis in axes:
+                    bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
+                axes = ()
             if self.zero in (1, 2) and weight.name not in self.cut:
                 zero = (self.zero_axis,)
                 bytes_of[block, "shard(0)", "replicate", zero] += weight.weight

@@ -9,18 +9,16 @@ from torch import fx
 from fxpart.compat import size_hint
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.lookups import sparse_tables
+from fxpart.solver.problem import SPARSE_COPIES
 
 _PLACE = 8  # bytes of a row's number
-# Beside the rows as they came, those that are in order and summed when the optimizer asks for them.
-COPIES = 2
 
 
-def touched_bytes(graph: fx.Graph, parts: int = 1) -> dict[str, int]:
+def touched_bytes(graph: fx.Graph) -> dict[str, int]:
     """Bytes of the gradients of tables that are looked up with ``sparse=True``, by name.
 
     That is for the rows of the example batch, every id counted as often as it is there: torch keeps
-    what microbatches add one behind the other. They do not depend on the table's own rows. parts:
-    of how many lanes the rows come together.
+    what microbatches add one behind the other. They do not depend on the table's own rows.
     """
     found: dict[str, int] = {}
     tables = sparse_tables(graph)
@@ -32,7 +30,7 @@ def touched_bytes(graph: fx.Graph, parts: int = 1) -> dict[str, int]:
                 prod(size_hint(size) for size in value(ids).shape)
                 for ids in tables[str(node.target)]
             )
-            found[str(node.target)] = COPIES * parts * count * row
+            found[str(node.target)] = SPARSE_COPIES * count * row
     return found
 
 

@@ -46,6 +46,10 @@ class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     widened: int = 1
 
 
+# A sparse gradient is there as it came, and in order and summed when the optimizer asks for it.
+SPARSE_COPIES = 2
+
+
 class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter or buffer used by ``blocks`` (sorted). More than one block makes it a tie.
 
@@ -56,9 +60,9 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the link into its own device (the first stage: into the second device). So a stage's cost
     depends on its own blocks and device alone. That the m messages overlap computation is not
     counted on. A buffer's bytes are in ``weight``. sparse: the gradient is of the rows that a step
-    asks for, and the optimizer looks at those alone. temporary: bytes that the optimizer takes for
-    a moment while it updates the weight, when the pass's activations are gone; one weight follows
-    the other.
+    asks for, which it counts SPARSE_COPIES times, and the optimizer looks at those alone.
+    temporary: bytes that the optimizer takes for a moment while it updates the weight, when the
+    pass's activations are gone; one weight follows the other.
     """
 
     name: str
@@ -69,6 +73,11 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer: bool = False
     sparse: bool = False
     temporary: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Bytes of a sparse gradient as it travels; 0 of a dense one."""
+        return self.gradient // SPARSE_COPIES if self.sparse else 0
 
 
 class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ of these is compared with what the predictions say. Predictions are made before 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -35,6 +36,8 @@ from record import ROOT, parser, write
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.cluster import Cluster
+    from fxpart.plan import Plan
+    from fxpart.profile import Rehearsal
 
 RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"
@@ -218,27 +221,45 @@ def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
     return made
 
 
-def measured(program: Program, kinds: Kinds, options: argparse.Namespace) -> dict[str, Any]:
-    """A plan's row: run under its devices' quotas, in fresh processes."""
-    plan = program.plan
+def run_all(
+    made: dict[str, Program], kinds: Kinds, options: argparse.Namespace
+) -> dict[str, list[Rehearsal]]:
+    """Runs of each plan under its devices' quotas, in processes of its own, one plan after another.
+
+    And that in several turns, so that no plan has one moment of the machine to itself.
+    """
+    runs: dict[str, list[Rehearsal]] = {label: [] for label in made}
+    with contextlib.ExitStack() as stack:
+        benches = {label: stack.enter_context(held(p.plan, kinds)) for label, p in made.items()}
+        for _ in range(options.turns):
+            for label, one in made.items():
+                found = benches[label].run(one.plan, one.parts, steps=options.steps)
+                runs[label].append(found)
+    return runs
+
+
+def held(plan: Plan, kinds: Kinds) -> Any:
+    """Ranks under the quotas of the plan's devices, that wait for it."""
     devices = [plan.device(rank) for rank in range(plan.world)]
-    share = [nominal(device, kinds) for device in devices]
     names = sorted({device.host for device in devices})
     hosts = [names.index(device.host) for device in devices]
-    with quotas.held(share, hosts, kinds.megabits) as bench:
-        runs = [bench.run(plan, program.parts, steps=options.steps) for _ in range(options.turns)]
+    return quotas.held([nominal(d, kinds) for d in devices], hosts, kinds.megabits)
+
+
+def measured(plan: Plan, kinds: Kinds, runs: list[Rehearsal]) -> dict[str, Any]:
+    """A plan's row; peaks are of the first run, as later ones find processes that ran before."""
+    devices = [plan.device(rank) for rank in range(plan.world)]
     seconds = statistics.median(run.seconds.seconds for run in runs)
-    peaks = [max(run.peaks[rank] for run in runs) for rank in range(plan.world)]
     limits = [device.memory for device in devices]
     return {
         "how": words_of(plan),
-        "quotas": share,
+        "quotas": [nominal(device, kinds) for device in devices],
         "predicted": plan.prediction.simulated_seconds,
         "measured": seconds,
         "runs": [run.seconds.seconds for run in runs],
         "error": plan.prediction.simulated_seconds / seconds - 1,
         "cpu": runs[0].cpu,
-        "peaks_over_memory": max(p / m for p, m in zip(peaks, limits, strict=True)),
+        "peaks_over_memory": max(p / m for p, m in zip(runs[0].peaks, limits, strict=True)),
     }
 
 
@@ -263,8 +284,9 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     cluster = cluster_of(words, kinds, base, need)
     made = plans(program, cluster, kinds, path)
     rows: dict[str, Any] = {}
+    runs = run_all(made, kinds, options)
     for label, one in made.items():
-        rows[label] = measured(one, kinds, options)
+        rows[label] = measured(one.plan, kinds, runs[label])
         seconds = f"{rows[label]['predicted']:.4f} s, {rows[label]['measured']:.4f} s"
         say(f"  {label}: {seconds} ({rows[label]['how']})")
     over = {}
@@ -339,7 +361,7 @@ def main() -> None:
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--clusters", default=";".join(CLUSTERS))
     made.add_argument("--steps", type=int, default=9)
-    made.add_argument("--turns", type=int, default=1, help="runs of each plan")
+    made.add_argument("--turns", type=int, default=3, help="runs of each plan")
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links, profiles and rows")
     options = made.parse_args()

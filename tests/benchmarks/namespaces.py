@@ -9,6 +9,7 @@ limited to the rate.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 PREFIX = "fxslow"
 DEVICE = "wire"  # the name of each process's interface
 PORT = 29500
+_NUMBERS = itertools.count()  # of this process's networks
 _DELAY = "100ms"  # how long a packet may stand before the bucket
 
 
@@ -49,7 +51,7 @@ class Network:
     def __init__(self, count: int) -> None:
         """count: of processes. Leftovers of runs that were killed are removed."""
         sweep()
-        own = f"{PREFIX}-{os.getpid()}"
+        own = f"{PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
         self.switch = f"{own}-switch"
         self.names = [f"{own}-{index}" for index in range(count)]
         self.started: list[subprocess.Popen[bytes]] = []

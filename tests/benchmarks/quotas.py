@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "fxquota"
+_NUMBERS = itertools.count()  # of this process's sets of groups
 # Microseconds: a fifth of the kernel's own choice, so that speeds are even; not shorter, as a
 # process's caches are cold every time that it was held.
 _PERIOD = 20_000
@@ -48,7 +50,8 @@ class Groups:
         self._old = (_ROOT / "cpu").is_dir()
         root = _ROOT / "cpu" if self._old else _ROOT
         self.quotas = tuple(quotas)
-        self.folders = [root / f"{_PREFIX}-{os.getpid()}-{k}" for k in range(len(self.quotas))]
+        own = f"{_PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
+        self.folders = [root / f"{own}-{k}" for k in range(len(self.quotas))]
         self.cores = _placed(quotas) or [0] * len(self.quotas)
 
     def __enter__(self) -> Groups:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from queued_batches import adagrad, batch
+from queued_programs import model as clicks
+from torch import nn
 from zoo import ZOO
 
 import fxpart
@@ -153,6 +156,26 @@ def test_a_run_computes_what_the_runtime_does() -> None:
     for attribute, parameter in run.module.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[names[attribute]])
+    trainer.close()
+
+
+def test_a_run_updates_tables_as_the_runtime_does() -> None:
+    """Two equal microbatches and an update leave the numbers of the trainer, bit for bit."""
+    half = batch(6)
+    whole = tuple(torch.cat([tensor, tensor]) for tensor in half)
+    program = fxpart.compile(
+        clicks(), "local:1", example_inputs=whole, loss=nn.functional.cross_entropy,
+        microbatches=2, optimizer=adagrad, constraints={"mesh": "none"},
+    )  # fmt: skip
+    values, _, _ = microbatch(program.captured, program.spec, 2)
+    run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
+    trainer = program.trainer(adagrad)
+    trainer.step(whole)
+    run._step(values, None, [])
+    expected = trainer.state_dict()
+    names = {state.attribute: state.name for state in program.spec.stages[0].state}
+    for attribute, parameter in run.module.named_parameters():
+        assert torch.equal(parameter.detach(), expected[names[attribute]])
     trainer.close()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fxpart.cluster import Cluster
 from fxpart.pricing.own import (
@@ -21,8 +19,7 @@ from fxpart.pricing.own import (
     gradient_parts,
     update_parts,
 )
-from fxpart.pricing.touched import COPIES
-from fxpart.solver.problem import Weight
+from fxpart.solver.problem import SPARSE_COPIES, Weight
 
 DEVICE = Cluster.local(1).devices[0]
 
@@ -40,22 +37,29 @@ def dense(size: int) -> Weight:
 
 
 @given(m=st.integers(1, 40), rows=st.integers(1, 500))
-def test_rows_of_microbatches_lie_one_behind_the_other(m: int, rows: int) -> None:
-    """The i-th of a step leaves i times its rows: as of a dense sum, three passes over these."""
-    oracle = sum(3 * i * rows / RATE for i in range(2, m + 1))
-    held = [table(COPIES * m * rows)]
-    found = Own(DEVICE, {ADDED: 1.0, FRESH: 1.0}).sums(held, 1, m)[0]
-    assert found * m == pytest.approx(oracle)
+def test_rows_of_microbatches_are_merged_one_by_one(m: int, rows: int) -> None:
+    """The i-th of a step with those before it: three passes over i times its rows, i = 2 to m.
+
+    Of a step of two microbatches they are part of the update.
+    """
+    merges = sum(3 * i * rows / RATE for i in range(2, m + 1))
+    held = [table(SPARSE_COPIES * m * rows)]
+    own = Own(DEVICE, {ADDED: 1.0, FRESH: 1.0, ROWS: 1.0})
+    found = own.sums(held, 1, m)[0] * m
+    assert found == pytest.approx(max(0.0, merges - 3 * m * rows / RATE), abs=1e-15)
+    assert found == pytest.approx(own.merging(held, m) * m)
+    both = own.sums([*held, dense(1000)], 1, m)[0] * m - found
+    assert both == pytest.approx((3 * (m - 1) + 1) * 1000 / RATE)
 
 
-def test_torch_puts_them_one_behind_the_other() -> None:
-    """What the price of sparse gradients rests on; neighbours of one row it may sum."""
-    bag = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
-    for count in (1, 2, 3):
-        bag(torch.randint(0, 50, (7, 2))).sum().backward()
-        grad = bag.weight.grad
-        assert grad is not None and not grad.is_coalesced()
-        assert 12 * count < grad._nnz() <= 14 * count
+def test_an_update_of_part_of_a_batch_s_rows() -> None:
+    """What was measured of one is scaled by rows where there are tables, else it stays."""
+    own = Own(DEVICE, {UPDATE: 2.0, TENSORS: 1.0, ROWS: 3.0, TABLES: 1.0}, full=1.5)
+    assert own.of_rows([dense(1000)], 0.25) == 1.0
+    large = table(1 << 30, 1 << 34)
+    assert own.of_rows([large], 0.25) == pytest.approx(4.0, rel=1e-3)
+    assert own.of_rows([large], 2.0) == pytest.approx(0.5, rel=1e-3)
+    assert 1.0 < own.of_rows([table(1000), dense(1 << 20)], 0.25) < 4.0
 
 
 @given(size=st.integers(20, 40), state=st.integers(0, 3))
@@ -77,5 +81,4 @@ def test_parts_of_dense_and_sparse() -> None:
     assert half[UPDATE] - least == pytest.approx((step[UPDATE] - least) / 2)
     assert update_parts([dense(1000)]).keys() == {UPDATE, TENSORS}
     assert gradient_parts(both, later=False) == {FRESH: 1000 / RATE}
-    later = gradient_parts(both, later=True, share=0.25)[ADDED]
-    assert later == pytest.approx(3 * (1000 + 2 * 0.25 * 4000 / COPIES) / RATE)
+    assert gradient_parts(both, later=True) == {ADDED: 3 * 1000 / RATE}

@@ -21,7 +21,7 @@ from math import fsum
 from fxpart.errors import error
 from fxpart.schedule.builders import BUILDERS
 from fxpart.solver.mixed.problem import MixedChoice, MixedProblem
-from fxpart.solver.mixed.sums import gradients_of, while_copies_sum
+from fxpart.solver.mixed.sums import held_by, rows_moved, while_copies_sum
 from fxpart.solver.mixed.turns import turns
 from fxpart.solver.objective import Scorer, StageCost
 
@@ -122,9 +122,11 @@ class MixedScorer:
             for kind, flights in zip(kinds, flying, strict=True)
         )
         used = [self.problem.kinds[kind] for kind in set(kinds)]
-        gradient = copies[0].memory.gradients
-        line = max(k.latency for k in used) + gradient * max(k.inverse_bandwidth for k in used)
-        sums = 2 * (len(copies) - 1) * line if gradient else 0.0
+        held = held_by(self.base.weights, *span)
+        rows = sum(w.rows for w in held)
+        sent = sum(w.gradient for w in held if not w.sparse) + rows * rows_moved(len(copies))
+        line = max(k.latency for k in used) + sent * max(k.inverse_bandwidth for k in used)
+        sums = 2 * (len(copies) - 1) * line if sent else 0.0
         taken = [order.count(copy) for copy in range(len(copies))]
         return GroupCost(
             first=span[0],
@@ -136,9 +138,7 @@ class MixedScorer:
             longest=max(n * cost.seconds for n, cost in zip(taken, copies, strict=True)),
             once=max(cost.step_only_seconds for cost in copies) + sums,
             sums=sums,
-            summing=while_copies_sum(gradients_of(self.base.weights, *span))
-            if len(copies) > 1
-            else 0,
+            summing=while_copies_sum([w.gradient for w in held]) if len(copies) > 1 else 0,
         )
 
     def _faults(self, choice: MixedChoice, groups: tuple[GroupCost, ...]) -> list[str]:

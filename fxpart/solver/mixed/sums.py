@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,27 +22,43 @@ def while_copies_sum(gradients: Sequence[int]) -> int:
     return max(min(sum(gradients), 2 * PIECE), max(gradients, default=0))
 
 
-def gradients_of(weights: Sequence[Weight], first: int, last: int) -> list[int]:
-    """Bytes of the gradients of a group that holds these blocks."""
-    return [w.gradient for w in weights if any(first <= block <= last for block in w.blocks)]
+def rows_moved(copies: int) -> float:
+    """Of a sparse gradient's rows the part that is in a message, on average, of those of its sum.
+
+    Of n copies n - 1 send theirs to one, 1/n of all, and are given all; of dense gradients they
+    send and are given equally many bytes.
+    """
+    return (1 + 1 / copies) / 2
+
+
+def held_by(weights: Sequence[Weight], first: int, last: int) -> list[Weight]:
+    """Those of a group that holds these blocks."""
+    return [w for w in weights if any(first <= block <= last for block in w.blocks)]
 
 
 class Gradients:
     """Bytes of gradients of every interval of blocks, as bands of :class:`Tables`.
 
-    total: of all; summing: what copies need beside them.
+    dense: of dense ones; rows: of sparse ones as they travel; summing: what copies need beside
+    theirs while they are summed.
     """
 
     def __init__(self, tables: Tables) -> None:
         """Of the problem of the tables."""
         weights = [w for w in tables.problem.weights if w.gradient]
         n = len(tables.problem.blocks)
-        held = [(r, w.gradient) for w in weights for r in touching(w.blocks, -1, n)]
-        amounts = np.array([size for _, size in held], dtype=np.int64)
-        self.total: Ints = tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        held = [(r, w) for w in weights for r in touching(w.blocks, -1, n)]
+
+        def band(of: Callable[[Weight], int]) -> Ints:
+            amounts = np.array([of(w) for _, w in held], dtype=np.int64)
+            return tables.band(interval_sums(n, [r for r, _ in held], amounts))
+
+        self.dense = band(lambda w: 0 if w.sparse else w.gradient)
+        self.rows = band(lambda w: w.rows)
+        total = band(lambda w: w.gradient)
         row: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
         for weight in weights:
             for block in weight.blocks:
                 row[block] = max(row[block], weight.gradient)
         most = tables.band(largest(row))
-        self.summing: Ints = np.maximum(np.minimum(self.total, 2 * PIECE), most)
+        self.summing: Ints = np.maximum(np.minimum(total, 2 * PIECE), most)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.solver.mixed.problem import MixedProblem
-from fxpart.solver.mixed.sums import Gradients
+from fxpart.solver.mixed.sums import Gradients, rows_moved
 from fxpart.solver.mixed.turns import makespans
 from fxpart.solver.tables import Floats, Ints, Tables
 
@@ -108,10 +108,10 @@ class MixedTables:
     def _sums(self, counts: Sequence[int], used: Sequence[int]) -> Floats:
         """Seconds in which the copies' gradients are summed and given back."""
         kinds = [self.problem.kinds[kind] for kind in used]
-        line = max(k.latency for k in kinds) + self._gradients.total * max(
-            k.inverse_bandwidth for k in kinds
-        )
-        return np.where(self._gradients.total > 0, 2 * (sum(counts) - 1) * line, 0.0)
+        given, copies = self._gradients, sum(counts)
+        sent = given.dense + given.rows * rows_moved(copies)
+        line = max(k.latency for k in kinds) + sent * max(k.inverse_bandwidth for k in kinds)
+        return np.where(sent > 0, 2 * (copies - 1) * line, 0.0)
 
     @cached_property
     def mixes(self) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 from math import inf
 
 import msgspec
@@ -20,7 +21,7 @@ from fxpart.solver.mixed.brute import solve_mixed_brute
 from fxpart.solver.mixed.dp import solve_mixed
 from fxpart.solver.mixed.objective import evaluate
 from fxpart.solver.mixed.problem import Kind, MixedChoice, MixedProblem
-from fxpart.solver.mixed.sums import PIECE, Gradients, gradients_of, while_copies_sum
+from fxpart.solver.mixed.sums import PIECE, Gradients, held_by, rows_moved, while_copies_sum
 from fxpart.solver.mixed.turns import makespans, shortest_round, turns
 from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant, Weight
 from fxpart.solver.tables import Tables
@@ -43,7 +44,11 @@ def small(seed: int) -> MixedProblem:
     most = min(len(base.blocks), devices)
     least = draw.choice([1, 1, 1, most])
     most = draw.choice([most, most, draw.randint(least, most)])
-    base = msgspec.structs.replace(base, min_stages=least, max_stages=most)
+    weights = tuple(
+        msgspec.structs.replace(w, sparse=draw.random() < 0.3 and not w.buffer)
+        for w in base.weights
+    )
+    base = msgspec.structs.replace(base, min_stages=least, max_stages=most, weights=weights)
     ranks = draw.choice([0, 0, 0, devices])
     return MixedProblem(base=base, kinds=kinds, ranks=ranks)
 
@@ -177,14 +182,23 @@ def test_pieces_are_the_runtimes_own() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_gradients_of_every_interval(seed: int) -> None:
-    problem = random_problem(seed, 6)
+    problem = small(seed).base
     tables = Tables(problem)
     bands = Gradients(tables)
     for unit, first in enumerate(tables.firsts):
         for more, last in enumerate(tables.lasts[unit:]):
-            mine = gradients_of(problem.weights, int(first), int(last))
-            assert bands.total[unit, more] == sum(mine)
-            assert bands.summing[unit, more] == while_copies_sum(mine)
+            mine = held_by(problem.weights, int(first), int(last))
+            assert bands.dense[unit, more] == sum(w.gradient for w in mine if not w.sparse)
+            assert bands.rows[unit, more] == sum(w.rows for w in mine)
+            assert bands.summing[unit, more] == while_copies_sum([w.gradient for w in mine])
+
+
+def test_rows_that_travel_while_copies_sum() -> None:
+    """To one and back: each of the others sends what it has, and is given all."""
+    for n in range(2, 9):
+        sent = (n - 1) * Fraction(1, n) + (n - 1)
+        assert 2 * (n - 1) * rows_moved(n) == pytest.approx(float(sent))
+    assert rows_moved(1) == 1
 
 
 def test_a_choice_of_another_problem() -> None:

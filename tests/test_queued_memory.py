@@ -1,0 +1,186 @@
+"""What copies hold for their queues, counted in a trainer, beside what a plan says of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+from fxpart.planned.queue_memory import queued_row, sets_of_weights
+from fxpart.prediction import Memory, RankPrediction
+from fxpart.runtime.queued.worker import Worker
+from fxpart.runtime.weights.held import storage_bytes
+
+WIDE, ROWS, PARTS = 24, 8, 4
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(staleness: str, weights: str, **asked: Any) -> fxpart.Program:
+    torch.manual_seed(0)
+    wishes = {
+        "granularity": "op",
+        "stages": 2,
+        "copies": "always",
+        "ranks": 3,
+        "staleness": staleness,
+        **asked,
+    }
+    return fxpart.compile(
+        Tower(), "local:3", example_inputs=batch(0), loss=nn.functional.mse_loss, mode="queue",
+        microbatches=PARTS, optimizer="adamw", weights=weights, constraints=wishes,
+    )  # fmt: skip
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDE, generator=draw), torch.randn(ROWS, WIDE, generator=draw)
+
+
+def bytes_of(*found: Any) -> int:
+    return storage_bytes(t for tensors in found for t in tensors if t is not None)
+
+
+class Most:
+    """By stage the most bytes of each kind, as a trainer runs with pauses of any length."""
+
+    def __init__(self, trainer: Any, seed: int, patch: pytest.MonkeyPatch) -> None:
+        self.of: dict[int, dict[str, int]] = {}
+        draw, turn = random.Random(seed), Worker.turn
+
+        def paused(worker: Worker) -> bool:
+            if draw.random() < 0.6:
+                return True
+            moved = turn(worker)
+            self.look(worker)
+            return moved
+
+        patch.setattr(Worker, "turn", paused)
+        for step in range(8):
+            trainer.step(batch(step))
+        trainer.drain()
+
+    def look(self, worker: Worker) -> None:
+        parts = [part.dense.values() for part in worker._parts.values()]
+        given = [t for each in worker._gathered.values() for _, t in each.values()]
+        now = {
+            "gradients": bytes_of(*parts),
+            "summing": bytes_of(*parts, *given, *worker._totals.values()),
+            "sent": bytes_of(*worker._kept.values()),
+            "flying": len(worker._cells),
+            "sets": len(worker.weights._held),
+        }
+        most = self.of.setdefault(worker.copy, now)
+        for name, value in now.items():
+            most[name] = max(most[name], value)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "weights"),
+    [("0", "stash"), ("1", "stash"), ("2", "stash"), ("2", "naive"), ("2", "spectrain-v2"),
+     ("2", "pipeoptim"), ("2,0", "stash")],
+)  # fmt: skip
+def test_no_copy_holds_more_than_the_plan_says(
+    staleness: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled(staleness, weights)
+    plan = program.plan
+    assert plan.replicas
+    sizes = {len(group): group for group in plan.replicas}
+    rows = {row.stage: row for row in plan.prediction.ranks}
+    seen, largest = [], {"gradients": 0, "sets": 0}
+    for seed in range(6):
+        with monkeypatch.context() as patch:
+            trainer = program.trainer(torch.optim.AdamW)
+            seen.append(Most(trainer, seed, patch).of)
+            trainer.close()
+    for stage, row in rows.items():
+        s = plan.staleness[stage]
+        copies = next((n for n, group in sizes.items() if stage in group), 1)
+        whole = row.memory.weights  # the gradients of a minibatch are as large
+        assert row.memory.gradients == (s + 1) * whole and row.staleness == s
+        assert row.memory.copies == sets_of_weights(plan.weights, s) * whole
+        most = {name: max(of[stage][name] for of in seen) for name in seen[0][stage]}
+        assert whole <= most["gradients"] <= row.memory.gradients
+        assert most["summing"] <= row.memory.gradients + (copies * whole if copies > 1 else 0)
+        assert most["sets"] * whole <= row.memory.copies
+        assert most["flying"] <= row.in_flight + 1
+        values = row.memory.transfers * PARTS // row.taken(PARTS)  # it may take all of them
+        assert 0 < most["sent"] <= values
+        largest["gradients"] = max(largest["gradients"], most["gradients"] // whole)
+        largest["sets"] = max(largest["sets"], most["sets"])
+    if staleness == "1":  # the bounds are met; those of more updates take rarer moments
+        assert largest == {"gradients": 2, "sets": 1}
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    fits = compiled("0", "stash").plan
+    needed = {s: max(r.tensors for r in compiled(s, "stash").plan.prediction.ranks) for s in "012"}
+    assert needed["0"] < needed["1"] < needed["2"]
+    limit = (needed["1"] + needed["2"]) / 2
+    tight = fxpart.Cluster.parse("local:3")
+    tight = _with_memory(tight, round(limit))
+    torch.manual_seed(0)
+
+    def asked(staleness: str) -> fxpart.Program:
+        return fxpart.compile(
+            Tower(), tight, example_inputs=batch(0), loss=nn.functional.mse_loss, mode="queue",
+            microbatches=PARTS, optimizer="adamw",
+            constraints={
+                "granularity": "op", "stages": 2, "ranks": 3, "copies": "always",
+                "staleness": staleness,
+            },
+        )  # fmt: skip
+
+    assert not asked("1").plan.problems() and not fits.problems()
+    with pytest.raises(FxpartError) as refused:
+        asked("2")
+    problem = refused.value.problems[0]
+    assert problem.code == "FXP204" and "staleness=2" in problem.where
+    assert "of weights (stash)" in problem.why and "smaller staleness" in problem.fix
+
+
+def _with_memory(cluster: Any, memory: int) -> Any:
+    from msgspec.structs import replace
+
+    devices = tuple(replace(device, memory=memory) for device in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+def test_numbers_by_hand() -> None:
+    row = RankPrediction(
+        ranks=(0,), stage=0, forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.0,
+        sync_seconds=0.0, optimizer_seconds=0.0,
+        memory=Memory(
+            weights=100, gradients=100, optimizer=200, activations=3 * 40 + 10, buffers=5,
+            transfers=3 * 8,
+        ),
+        memory_limit=10_000, in_flight=3, workspace=10, update=450,
+    )  # fmt: skip
+    found = queued_row(row, 2, 2, "stash", taken=4, alone=False)
+    assert found.memory == Memory(
+        weights=100, gradients=300, optimizer=200, activations=4 * 40 + 10, buffers=5,
+        transfers=4 * 8 + 3 * 4 * 8, copies=200, sums=200,
+    )  # fmt: skip
+    # Other minibatches' parts, old weights and what is sent, what is in flight; then the update
+    # with the sum beside the own part, or both parts and the sum while they are summed.
+    assert found.update == (2 * 100 + 200 + 96 + 4 * 48) + max(450 + 100, 100 + 100 + 200 + 5 + 200)
+    alone = queued_row(row, 0, 1, "flush", taken=4, alone=True)
+    assert alone.memory.total - row.memory.total == 4 * 8 and alone.update == 450 + 32
+    assert [sets_of_weights(w, 2) for w in ("stash", "naive", "spectrain-v2", "pipeoptim")] == [
+        2, 0, 5, 2,
+    ]  # fmt: skip
