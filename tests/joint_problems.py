@@ -193,6 +193,12 @@ def random_problem(seed: int) -> JointProblem:
 
 def with_weights(problem: JointProblem, seed: int) -> JointProblem:
     """The same with one of the weight modes that do not drain."""
+    if seed % 3 == 1:  # gradients some of which are rows
+        layouts = tuple(
+            replace(x, dense=replace(x.dense, unsent=tuple(g // 3 for g in x.dense.gradient)))
+            for x in problem.layouts
+        )
+        problem = replace(problem, layouts=layouts)
     return replace(problem, weights=STREAMS[seed % len(STREAMS)])
 
 
@@ -262,7 +268,13 @@ def _with_experts(problem: JointProblem, rng: random.Random) -> JointProblem:
         if rng.random() < 0.5 and all(d % 2 == 0 for d in data):
             sizes = [tuple(rng.randint(0, 80) for _ in range(kinds)) for _ in range(3)]
             steps = tuple(tuple(rng.uniform(0, 0.2) for _ in range(kinds)) for _ in problem.pools)
-            state = State(weight=sizes[0], gradient=sizes[1], optimizer=sizes[2], step=steps)
+            state = State(
+                weight=sizes[0],
+                gradient=sizes[1],
+                optimizer=sizes[2],
+                step=steps,
+                unsent=tuple(size // 2 for size in sizes[1]) if index % 2 else (),
+            )
             layout = replace(layout, expert=2, experts=state)
         layouts.append(layout)
     line = Line(latency=rng.choice((0.0, 0.1)), inverse=rng.choice((0.0, 0.01)))

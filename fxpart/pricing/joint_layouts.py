@@ -207,10 +207,13 @@ class Layouts:
         """Those parameters, by kind of block; tied ones in the step of their first block alone."""
         cut = self.sheets[tensor, expert].cut
         rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
+        unsent = []
         for block in self.kinds.samples:
             held = self._local([w for w in block.own if of(w) and not w.buffer], cut)
             for part, row in rows.items():
                 row.append(sum(getattr(w, part) for w in held))
+            # Rows are gathered, which moves half of what an all-reduce of as many bytes does.
+            unsent.append(sum(w.gradient - w.rows // 2 for w in held if w.sparse))
         step = []
         for place in self.pools:
             ring = self.lines.ring(place, tensor, 1)
@@ -226,6 +229,7 @@ class Layouts:
         return State(
             weight=tuple(rows["weight"]), gradient=tuple(rows["gradient"]),
             optimizer=tuple(rows["optimizer"]), step=tuple(step),
+            unsent=tuple(unsent) if any(unsent) else (),
         )  # fmt: skip
 
     def _local(self, held: Sequence[Weight], cut: Whole) -> tuple[Weight, ...]:

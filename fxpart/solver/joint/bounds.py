@@ -85,7 +85,7 @@ class CheapBounds:
         ):
             weight, gradient = states.weight[layout], states.gradient[layout]
             optimizer, shares = states.optimizer[layout], share[:, None]
-            once += reduce.inverse[:, None] * gradient
+            once += reduce.inverse[:, None] * states.sent[layout]
             once += states.step[layout, s.pool] / np.where(zero > 0, shares, 1)
             needed = (zero == 3) | ((zero > 0) & (gradient > 0))
             gathers += np.where(needed, gather.inverse[:, None] * weight, 0.0)

@@ -226,7 +226,9 @@ class IntervalTables:
         for k, (gather, reduce) in enumerate(
             ((option.gather, option.reduce), (option.gather_experts, option.reduce_experts))
         ):
-            once = once + _line(reduce, whole["gradient"][k])
+            state = (layout.dense, layout.experts)[k]
+            left = self._bytes(state.unsent) if state is not None and state.unsent else 0
+            once = once + _line(reduce, whole["gradient"][k] - left)
             needed = (whole["gradient"][k] > 0) | (option.zero == 3)
             gathers = gathers + needed * _line(gather, whole["weight"][k])
         if option.zero in (1, 2):

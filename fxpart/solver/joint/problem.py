@@ -53,13 +53,16 @@ class Pool(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class State(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes that one rank holds of parameters, by kind of block, before ZeRO; and their step.
 
-    step: optimizer seconds, [pool][kind].
+    step: optimizer seconds, [pool][kind]. unsent: of the gradients' bytes those that sums over
+    replicas do not move, at most ``gradient``: of rows of tables what an all-reduce would move and
+    a gathering does not. Empty: none.
     """
 
     weight: tuple[int, ...]
     gradient: tuple[int, ...]
     optimizer: tuple[int, ...]
     step: tuple[tuple[float, ...], ...]
+    unsent: tuple[int, ...] = ()
 
 
 class Layout(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,6 +42,8 @@ class States:
         self.weight = np.array(rows["weight"], dtype=np.int64)
         self.gradient = np.array(rows["gradient"], dtype=np.int64)
         self.optimizer = np.array(rows["optimizer"], dtype=np.int64)
+        left = [s.unsent if s and s.unsent else z for s, z in zip(states, none, strict=True)]
+        self.sent = self.gradient - np.array(left, dtype=np.int64)  # by sums over replicas
         zero = ((0.0,) * kinds,) * pools
         self.step = np.array([s.step if s else zero for s in states], dtype=np.float64)
         self.there = np.array([s is not None for s in states])

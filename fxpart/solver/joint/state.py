@@ -36,6 +36,15 @@ class StageState:
             return sum(self.whole(part))
         return sum(-(-size // n) for size, n in zip(self.whole(part), self.shares, strict=True))
 
+    def sent(self) -> tuple[int, int]:
+        """Bytes of gradients that sums move: dense ones with ties, and experts'."""
+        dense, experts = self.whole("gradient")
+        left = (
+            _sum(state, "unsent", self.kinds) if state is not None and state.unsent else 0
+            for state in (self.layout.dense, self.layout.experts)
+        )
+        return dense - next(left), experts - next(left)
+
     def gathers(self) -> float:
         """Seconds to gather the weights once; without a gradient only ZeRO 3 has to."""
         option = self.option
@@ -49,7 +58,7 @@ class StageState:
 
     def reduces(self) -> float:
         """Seconds of a step's sums of gradients and, with ZeRO 1 and 2, gathering of weights."""
-        dense, experts = self.whole("gradient")
+        dense, experts = self.sent()
         sums = self.option.reduce(dense) + self.option.reduce_experts(experts)
         return sums + (self.gathers() if self.option.zero in (1, 2) else 0.0)
 
@@ -75,7 +84,7 @@ class StageState:
         )
 
 
-def _sum(state: State | None, part: Part, kinds: Iterable[int]) -> int:
+def _sum(state: State | None, part: Part | Literal["unsent"], kinds: Iterable[int]) -> int:
     if state is None:
         return 0
     row: tuple[int, ...] = getattr(state, part)

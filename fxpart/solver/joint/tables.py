@@ -71,7 +71,7 @@ class Tables:
                 _summed(getattr(s.dense, part), s.kinds),
                 _summed(getattr(s.experts, part), s.kinds),
             )
-            for part in ("weight", "gradient", "optimizer")
+            for part in ("weight", "gradient", "optimizer", "sent")
         }
         ends = runs.last + 1
         self._sizes = {  # of each class: by part, dense and experts', (layouts, classes)
@@ -213,7 +213,7 @@ class Tables:
         )
         for which, shares, reduce, gather in parts:
             gradient = self._of("gradient", which, layout, cls)
-            once += reduce(option, gradient)
+            once += reduce(option, self._of("sent", which, layout, cls))
             cost = gather(option, self._of("weight", which, layout, cls))
             gathers += np.where((zero == 3) | (gradient > 0), cost, 0.0)
             step = self._run(self._steps[which], layout * len(s.devices) + pool, cls)
@@ -230,11 +230,15 @@ class Tables:
         return np.asarray(summed[row, self.runs.last[cls] + 1] - summed[row, self.runs.first[cls]])
 
     def _of(self, part: str, which: int, layout: Ints, cls: Ints) -> Ints:
-        """Bytes of weights, gradients or optimizer state before ZeRO; which: 0 dense, 1 experts."""
+        """Bytes of weights, gradients or optimizer state before ZeRO, or of what sums send.
+
+        which: 0 dense, 1 experts.
+        """
         sizes = self._run(self._state[part][which], layout, cls)
         if which == 0:
             for tie, holds in enumerate(self.runs.holds):
-                tied: Ints = getattr(self.stacked, f"tie_{part}")[layout, tie]
+                name = "gradient" if part == "sent" else part
+                tied: Ints = getattr(self.stacked, f"tie_{name}")[layout, tie]
                 sizes = sizes + np.where(holds[cls], tied, 0)
         return sizes
 

@@ -106,6 +106,10 @@ def _layouts(problem: JointProblem) -> Iterator[_Fault]:
 def _state(where: str, state: State, kinds: int, pools: int) -> Iterator[_Fault]:
     for name in ("weight", "gradient", "optimizer"):
         yield from _row(f"{where}.{name}", getattr(state, name), kinds)
+    if state.unsent:
+        yield from _row(f"{where}.unsent", state.unsent, kinds)
+        if any(a > b for a, b in zip(state.unsent, state.gradient, strict=False)):
+            yield f"{where}.unsent", "there is more than of gradients"
     if len(state.step) != pools:
         yield f"{where}.step", f"{len(state.step)} rows for {pools} pools"
     for pool, row in enumerate(state.step):
