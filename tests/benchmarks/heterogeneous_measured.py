@@ -99,6 +99,7 @@ _CLICKS = 4608  # rows of a batch of the recommender
 
 def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
     """Devices with quotas of a core of this host. need: of a process with the whole model."""
+    from msgspec import UNSET
     from msgspec.structs import replace
 
     from fxpart.cluster import Cluster, Link
@@ -120,14 +121,14 @@ def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
         replace(d, name=f"host{h}/cpu:{k}", host=f"host{h}")
         for k, (d, h) in enumerate(zip(devices, kinds.hosts, strict=True))
     ]
-    inside = Cluster.local(1).links[0]  # over gloo: what is assumed of the loopback device
-    given = [replace(inside, source=host, target=host) for host in ("host0", "host1")]
+    host_of = {device.name: device.host for device in apart}
+    made = between_held(replace(base, name=name, devices=tuple(apart)))
+    inside = [link for link in made.links if host_of[link.source] == host_of[link.target]]
     rate = kinds.megabits * 1e6 / 8
     between = Link(
         source="*", target="*", latency=_LATENCY, bandwidth=rate, kind="net", shared=True
     )
-    given.append(between)
-    return Cluster(name=name, devices=tuple(apart), links=tuple(given)).validate()
+    return replace(made, links=(*inside, between), hosts=UNSET).validate()
 
 
 def between_held(cluster: Cluster) -> Cluster:

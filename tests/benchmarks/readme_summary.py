@@ -94,7 +94,8 @@ def _errors(found: Mapping[str, float]) -> str:
 
 
 def _accuracy(figures: Mapping[str, Any]) -> str:
-    return f"{_errors(figures['time'])} of {len(figures['rows'])} plans"
+    paced = f"; {_errors(figures['paced'])} at one pace of the host" if "paced" in figures else ""
+    return f"{_errors(figures['time'])} of {len(figures['rows'])} plans{paced}"
 
 
 def _memory(figures: Mapping[str, Any]) -> str:
