@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.deciding import Decided, decide
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import FxpartError, error
 from fxpart.front import Front
-from fxpart.modes import ASYNC, QUEUE, Found, drained, staleness_of, undrained
+from fxpart.modes import ASYNC, QUEUE, Found, drained, undrained
 from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan
-from fxpart.planned.queue_memory import check_memory, with_queues_memory
-from fxpart.planned.streamed import against, as_weights, cost_in_staleness
+from fxpart.planned.streamed import against, cost_in_staleness
+from fxpart.queueing import plan_queues
 from fxpart.requests import Request
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
-_QUEUED = "copies take turns in what is simulated, whoever is free in what is run"
 _ONE = "the best asynchronous plan has one stage, which misses no update: it is synchronous"
 
 
@@ -60,7 +59,13 @@ def weigh(
         return Weighed(decide(mine, microbatches, progress), mine.request)
 
     if request.mode == QUEUE:
-        return _queued(of(drained(request.constraints)), request)
+        kept = drained(request.constraints)
+
+        def turns(asked: Request) -> Decided:
+            mine = replace(asked, constraints=kept)
+            return decide(replace(front, request=mine), microbatches, progress)
+
+        return Weighed(plan_queues(request, turns), replace(request, constraints=kept))
     if request.mode == ASYNC:
         _check(request)
         found = of(undrained(request.constraints))
@@ -78,46 +83,6 @@ def request_of(request: Request, plan: Plan) -> Request:
         return request
     of = undrained if plan.schedule == ASYNC else drained
     return replace(request, constraints=of(request.constraints))
-
-
-def _queued(found: Weighed, request: Request) -> Weighed:
-    """The plan for stages of one rank, whose copies take what they do from queues.
-
-    FXP109 where the staleness is said for another number of stages, or stages share parameters,
-    FXP204 where what queues keep does not fit.
-    """
-    plan = found.decided.plan
-    asked = staleness_of(request.constraints.get("staleness", 0)) or (0,)
-    each = asked * len(plan.firsts) if len(asked) == 1 else asked
-    problems = []
-    if len(each) != len(plan.firsts):
-        why = f"the plan has {len(plan.firsts)} stages, their copies counted once"
-        where = f"staleness={','.join(map(str, asked))}"
-        fix = f"one number for all, or constraints={{'stages': {len(asked)}}}"
-        problems.append(Problem("FXP109", where, why, fix))
-    if plan.ties:
-        names = ", ".join(sorted(name for tie in plan.ties for name in tie.names)[:3])
-        why = f"several stages share parameters ({names}), which have no queues"
-        problems.append(Problem("FXP109", f"mode={QUEUE}", why, "mode=sync, or fewer stages"))
-    if problems:
-        raise FxpartError(problems)
-    group = {copy: place for place, mine in enumerate(_groups(plan)) for copy in mine}
-    told = _told(found, request, f"queue, as asked; {_QUEUED}")
-    staleness = tuple(each[group[stage.index]] for stage in plan.stages)
-    queued = msgspec.structs.replace(
-        told.decided.plan,
-        staleness=staleness,
-        weights=as_weights(request.weights) if any(staleness) else "flush",
-    )
-    queued = with_queues_memory(queued)
-    check_memory(queued)
-    return replace(told, decided=replace(told.decided, plan=queued))
-
-
-def _groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Each stage without copies, or with them."""
-    rounds = {group[0]: group for group in plan.replicas}
-    return [rounds.get(first, (first,)) for first in plan.firsts]
 
 
 def _stream(request: Request, of: Callable[[Found], Weighed]) -> Weighed:

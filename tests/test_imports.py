@@ -22,6 +22,7 @@ LAYERS = (
     ("report", "api"),
     ("measuring",),
     ("weighing",),
+    ("queueing",),
     ("deciding",),
     ("mixing",),
     ("verify", "running", "interop", "front", "exact", "choosing", "whatif"),
@@ -54,7 +55,8 @@ LAYERS = (
 # Beside that: the manager reads the table of passes, and these build on the captured graph.
 ALSO = {
     ("pipeline", "passes"), ("codegen", "capture"), ("reference", "capture"),
-    ("planning_joint", "report"), ("mixing", "report"),  # how numbers are written in words
+    # how numbers are written in words
+    ("planning_joint", "report"), ("mixing", "report"), ("queueing", "report"),
 }  # fmt: skip
 # A part and the package that holds its reading, writing and checking.
 SAME = {

@@ -127,28 +127,48 @@ def test_no_copy_holds_more_than_the_plan_says(
         assert largest == {"gradients": 2, "sets": 1}
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
-    fits = compiled("0", "stash").plan
-    needed = {s: max(r.tensors for r in compiled(s, "stash").plan.prediction.ranks) for s in "012"}
-    assert needed["0"] < needed["1"] < needed["2"]
-    limit = (needed["1"] + needed["2"]) / 2
-    tight = fxpart.Cluster.parse("local:3")
-    tight = _with_memory(tight, round(limit))
+def planned(memory: int, staleness: str = "", **asked: Any) -> fxpart.Plan:
+    """On four devices with so many bytes; without staleness for copies that take turns."""
     torch.manual_seed(0)
+    devices = _with_memory(fxpart.Cluster.parse("local:4"), memory)
+    return fxpart.compile(
+        Tower(), devices, example_inputs=batch(0), loss=nn.functional.mse_loss,
+        mode="queue" if staleness else "sync", microbatches=PARTS, optimizer="adamw",
+        constraints={
+            "granularity": "op", "mesh": "none", **({"staleness": staleness} if staleness else {}),
+            **asked,
+        },
+    ).plan  # fmt: skip
 
-    def asked(staleness: str) -> fxpart.Program:
-        return fxpart.compile(
-            Tower(), tight, example_inputs=batch(0), loss=nn.functional.mse_loss, mode="queue",
-            microbatches=PARTS, optimizer="adamw",
-            constraints={
-                "granularity": "op", "stages": 2, "ranks": 3, "copies": "always",
-                "staleness": staleness,
-            },
-        )  # fmt: skip
 
-    assert not asked("1").plan.problems() and not fits.problems()
+def test_stages_leave_room_for_what_queues_keep() -> None:
+    """The less memory the more stages; what is proven is proven of all that memory."""
+    sizes = (10**9, 80_000, 60_000, 40_000)
+    plans = [planned(memory, "2") for memory in sizes]
+    assert [len(plan.stages) for plan in plans] == [1, 2, 3, 4]
+    for memory, plan in zip(sizes, plans, strict=True):
+        assert not plan.problems()
+        assert all(row.tensors <= row.memory_limit for row in plan.prediction.ranks)
+        bound = planned(memory).certificate.lower_bound
+        assert plan.certificate.lower_bound == pytest.approx(bound)
+        told = "free for what queues keep" in plan.provenance.get("queues", "")
+        assert told == (plan != plans[0])
+    assert plans[0].certificate.status == "optimal"
+    # Without what may be missed fewer stages are enough.
+    assert len(planned(60_000, "0").stages) == 1
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    fixed = {"stages": 2, "ranks": 3, "copies": "always"}
+    needed = [
+        max(row.tensors for row in planned(10**9, staleness, **fixed).prediction.ranks)
+        for staleness in "012"
+    ]
+    assert needed == sorted(set(needed))
+    limit = round((needed[0] + needed[1]) / 2 / 0.92)
+    assert not planned(limit, "0", **fixed).problems()
     with pytest.raises(FxpartError) as refused:
-        asked("2")
+        planned(limit, "2", **fixed)
     problem = refused.value.problems[0]
     assert problem.code == "FXP204" and "staleness=2" in problem.where
     assert "of weights (stash)" in problem.why and "smaller staleness" in problem.fix

@@ -95,11 +95,10 @@ def sets_of_weights(weights: str, staleness: int) -> int:
     return staleness if mode.predicts else 0
 
 
-def check_memory(plan: Plan) -> None:
-    """FXP204 with every rank that a plan of queues is too large for."""
+def overfull(plan: Plan) -> FxpartError | None:
+    """FXP204 with every rank that a plan of queues is too large for; None where it fits."""
     problems = list(_overfull(plan))
-    if problems:
-        raise FxpartError(problems)
+    return FxpartError(problems) if problems else None
 
 
 def _overfull(plan: Plan) -> Iterator[Problem]:

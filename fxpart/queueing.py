@@ -1,0 +1,141 @@
+"""Plans whose microbatches come from queues: those of copies that take turns, and what queues keep.
+
+What queues keep depends on the stages (:mod:`fxpart.planned.queue_memory`), which are chosen
+without it. Where it is too much, stages are chosen again for devices with less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.deciding import Decided
+from fxpart.errors import FxpartError, Problem
+from fxpart.modes import QUEUE, staleness_of
+from fxpart.plan import Certificate, Plan
+from fxpart.planned.process import with_process
+from fxpart.planned.queue_memory import overfull, with_queues_memory
+from fxpart.planned.queued import groups_of
+from fxpart.planned.streamed import as_weights
+from fxpart.pricing.places import usable
+from fxpart.report import units
+from fxpart.solver.portfolio import status_of
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Cluster
+    from fxpart.requests import Request
+
+_TRIES = 6  # times that stages are chosen
+_QUEUED = "copies take turns in what is simulated, whoever is free in what is run"
+
+
+def plan_queues(request: Request, decide: Callable[[Request], Decided]) -> Decided:
+    """The plan for stages of one rank, whose copies take what they do from queues.
+
+    decide: the best plan of a request for copies that take turns. Raises what it raises; FXP109
+    where the staleness is said for another number of stages, or stages share parameters; FXP204
+    where what queues keep does not fit, nor does it on stages that are chosen with room for it.
+    """
+    less, bound, refused = 0, 0.0, None
+    for _ in range(_TRIES):
+        try:
+            found = decide(replace(request, cluster=_smaller(request.cluster, less)))
+        except FxpartError:
+            if refused is not None:
+                raise refused from None
+            raise
+        bound = found.plan.certificate.lower_bound if not less else bound
+        plan = _whole(found.plan, request, less, bound)
+        refused = overfull(plan)
+        if refused is None:
+            return replace(found, plan=plan)
+        full = max(plan.prediction.ranks, key=lambda row: row.tensors - row.memory_limit)
+        # What queues keep becomes less with the stage itself.
+        over = (full.tensors - full.memory_limit) * full.memory_limit // full.tensors
+        less += max(over, full.memory_limit // 50, 1)
+        if any(device.memory <= less for device in request.cluster.devices):
+            break
+    assert refused is not None, "it did not fit"
+    raise refused
+
+
+def _smaller(cluster: Cluster, less: int) -> Cluster:
+    """All devices with so many bytes less."""
+    if not less:
+        return cluster
+    devices = tuple(
+        msgspec.structs.replace(device, memory=device.memory - less) for device in cluster.devices
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _queued(plan: Plan, request: Request) -> Plan:
+    """The plan with its staleness by stage, and why it has queues."""
+    asked = staleness_of(request.constraints.get("staleness", 0)) or (0,)
+    groups = groups_of(plan)
+    each = asked * len(groups) if len(asked) == 1 else asked
+    problems = []
+    if len(each) != len(groups):
+        why = f"the plan has {len(groups)} stages, their copies counted once"
+        where = f"staleness={','.join(map(str, asked))}"
+        fix = f"one number for all, or constraints={{'stages': {len(asked)}}}"
+        problems.append(Problem("FXP109", where, why, fix))
+    if plan.ties:
+        names = ", ".join(sorted(name for tie in plan.ties for name in tie.names)[:3])
+        why = f"several stages share parameters ({names}), which have no queues"
+        problems.append(Problem("FXP109", f"mode={QUEUE}", why, "mode=sync, or fewer stages"))
+    if problems:
+        raise FxpartError(problems)
+    group = {copy: place for place, mine in enumerate(groups) for copy in mine}
+    staleness = tuple(each[group[stage.index]] for stage in plan.stages)
+    return msgspec.structs.replace(
+        plan,
+        cluster=request.cluster,
+        cluster_hash=request.cluster.hash,
+        constraints=dict(request.constraints),
+        staleness=staleness,
+        weights=as_weights(request.weights) if any(staleness) else "flush",
+        provenance={**plan.provenance, "mode": f"queue, as asked; {_QUEUED}"},
+    )
+
+
+def _whole(plan: Plan, request: Request, less: int, bound: float) -> Plan:
+    """The plan with queues, on the devices as they are.
+
+    bound: seconds below which no plan is that has all of their memory, whatever queues keep.
+    """
+    model = request.cost_model
+    plan = with_queues_memory(_queued(plan, request))
+    rows = tuple(
+        msgspec.structs.replace(
+            row, memory_limit=min(usable(plan.device(rank), model) for rank in row.ranks)
+        )
+        for row in plan.prediction.ranks
+    )
+    told = {"queues": f"stages chosen with {units.size(less)} free for what queues keep"}
+    return with_process(
+        msgspec.structs.replace(
+            plan,
+            prediction=msgspec.structs.replace(plan.prediction, ranks=rows),
+            certificate=_proven(plan.certificate, bound) if less else plan.certificate,
+            provenance={**plan.provenance, **(told if less else {})},
+        ),
+        model,
+    )
+
+
+def _proven(given: Certificate, bound: float) -> Certificate:
+    """What is proven where stages were chosen with less memory than there is."""
+    bound = min(bound, given.objective)
+    status = status_of(given.objective, bound)
+    assert status in ("optimal", "within gap", "best found"), "there is a plan"
+    return msgspec.structs.replace(
+        given,
+        status=status,
+        lower_bound=bound,
+        gap=(given.objective - bound) / given.objective if given.objective > 0 else 0.0,
+        over=f"{given.over}, also such that queues leave no room for",
+    )
