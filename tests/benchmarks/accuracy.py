@@ -9,15 +9,8 @@ microbatches, two replicas, stages that recompute their activations. Predictions
 anything of them is run; then all plans run on this machine in fresh processes, one after the other
 and that in several turns, so that no plan has one moment of the machine to itself, and the median
 of the turns' median steps is compared. Run it on an idle machine; the load that was found is kept
-with each row.
-
-A host that others share changes its pace within minutes by more than predictions are wrong. So the
-same model takes some steps by plain torch (pace.py) before and after the profile, and before and
-after each run, in one process or in one for each core; ``paced`` is what was measured, times the
-pace at the profile over the pace at the run. Both comparisons are kept.
-
-``--keep FILE`` keeps links and models' rows there as they come, and goes on from what is in it:
-one run in several parts.
+with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
+from what is in it: one run in several parts.
 """
 
 from __future__ import annotations
@@ -31,7 +24,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pace import Pace
 from record import parser, write
 
 if TYPE_CHECKING:
@@ -61,11 +53,9 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
 
     work = cpu_models.build(name)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="fxpart-") as folder, Pace(name) as pace:
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
         path = Path(folder) / "model.profile"
-        before = pace_of_all(pace)
         found = profile(work, cluster, path, budget=options.budget, rehearse=False)
-        then = {n: (seconds + before[n]) / 2 for n, seconds in pace_of_all(pace).items()}
         say(f"{name}: profiled in {found.seconds:.0f} s, stages within {found.median_error:.1%}")
         programs = []
         for constraints, count in PLANS[: options.plans]:
@@ -76,14 +66,13 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
                 continue
             programs.append((words(constraints, count), program))
         crowding = found.crowding or Crowding()
-        runs: dict[str, list[tuple[Rehearsal, float]]] = {label: [] for label, _ in programs}
+        runs: dict[str, list[Rehearsal]] = {label: [] for label, _ in programs}
         for _ in range(options.turns):
             for label, program in programs:
-                runs[label].append(run(program, options, pace, then))
+                runs[label].append(run(program, options))
         for label, program in programs:
             rows.append(row(name, label, program.plan, crowding, runs[label]))
-            told = (rows[-1][key] for key in ("predicted", "measured", "paced"))
-            say(f"{name} {label}: {', '.join(f'{seconds:.4f} s' for seconds in told)}")
+            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
     return rows
 
 
@@ -104,31 +93,18 @@ def planned(
     return fxpart.compile(work.model, cluster, plan=found.plan, **asked)
 
 
-def pace_of_all(pace: Pace) -> dict[int, float]:
-    """By how many processes compute at once the seconds of a step of plain torch."""
-    return {n: pace.look(n) for n in (1, len(os.sched_getaffinity(0)))}
-
-
-def run(
-    program: Any, options: argparse.Namespace, pace: Pace, then: dict[int, float]
-) -> tuple[Rehearsal, float]:
-    """The plan, run once in processes of its own; how much slower the host was than ``then``."""
+def run(program: Any, options: argparse.Namespace) -> Rehearsal:
+    """The plan, run once in processes of its own."""
     from fxpart.measuring.rehearsals import Rehearsals
 
-    busy = min(program.plan.world, max(then))
-    before = pace.look(busy)
     with Rehearsals(program.plan.world) as bench:
-        found = bench.run(program.plan, program.parts, steps=options.steps)
-    return found, (before + pace.look(busy)) / 2 / then[busy]
+        return bench.run(program.plan, program.parts, steps=options.steps)
 
 
-def row(
-    model: str, label: str, plan: Any, crowding: Any, runs: list[tuple[Rehearsal, float]]
-) -> dict[str, Any]:
+def row(model: str, label: str, plan: Any, crowding: Any, runs: list[Rehearsal]) -> dict[str, Any]:
     """A plan's figures: seconds of a step, and bytes of its largest process in the first run."""
-    measured = runs[0][0]
-    taken = [one.seconds.seconds for one, _ in runs]
-    paced = statistics.median(one.seconds.seconds / slower for one, slower in runs)
+    measured = runs[0]
+    taken = [one.seconds.seconds for one in runs]
     middle = statistics.median(taken)
     needs = {rank: process(e.memory, crowding) for e in plan.prediction.ranks for rank in e.ranks}
     thought = [needs[rank] for rank in range(plan.world)]
@@ -140,13 +116,10 @@ def row(
         "predicted": plan.prediction.simulated_seconds,
         "measured": middle,
         "runs": taken,
-        "paced": paced,
-        "slower": [slower for _, slower in runs],
         "load": os.getloadavg()[0],
         "cpu": measured.cpu,
         "error": plan.prediction.simulated_seconds / middle - 1,
-        "paced_error": plan.prediction.simulated_seconds / paced - 1,
-        "spread": max(o.seconds.high for o, _ in runs) / min(o.seconds.low for o, _ in runs) - 1,
+        "spread": max(one.seconds.high for one in runs) / min(o.seconds.low for o in runs) - 1,
         "stages": plan.provenance.get("choice", ""),
         "predicted_bytes": thought[fullest],
         "measured_bytes": measured.peaks[fullest],
@@ -222,7 +195,6 @@ def main() -> None:
     figures = {
         "rows": rows,
         "time": summary(rows, "error"),
-        "paced": summary(rows, "paced_error"),
         "memory": summary(rows, "bytes_error"),
     }
     options.keep = bool(kept)

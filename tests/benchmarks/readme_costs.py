@@ -43,38 +43,20 @@ def _errors(found: dict[str, float]) -> str:
 def accuracy(note: str) -> str:
     """Predicted and measured steps and process peaks, plan by plan."""
     found = read("accuracy")["figures"]
-    paced = "paced" in found
-    head = ["model", "plan", "step predicted", "measured", "error", "process peak", "error"]
-    if paced:
-        head[5:5] = ["at the profile's pace", "error"]
-    lines = [f"| {' | '.join(head)} |", f"| --- | --- |{' ---: |' * (len(head) - 2)}"]
+    head = ("model", "plan", "step predicted", "measured", "error", "process peak", "error")
+    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for row in found["rows"]:
-        cells = [row["model"], row["plan"], _milliseconds(row["predicted"])]
-        for kind, error in (("measured", "error"), ("paced", "paced_error"))[: 1 + paced]:
-            cells += [_milliseconds(row[kind]), f"{100 * row[error]:+.1f} %"]
-        cells += [
+        cells = [
+            row["model"], row["plan"], f"{1e3 * row['predicted']:.0f} ms",
+            f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %",
             f"{row['measured_bytes'] / 2**20:.0f} MiB", f"{100 * row['bytes_error']:+.1f} %",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    time, memory = (_errors(found[kind]) for kind in ("time", "memory"))
     runs = max(len(row.get("runs", [0])) for row in found["rows"])
     each = f" (of {runs} runs each)" if runs > 1 else ""
-    words = [f"Median and worst error of steps{each} {_errors(found['time'])}"]
-    if paced:
-        words.append(
-            f"at the pace that the host had at the profile {_errors(found['paced'])} (plain torch "
-            f"took {_range(found['rows'])} times as long on the same model at the runs)"
-        )
-    words.append(f"of process peaks {_errors(found['memory'])}")
-    return "\n".join([*lines, "", f"{'; '.join(words)}. {note}"])
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"
-
-
-def _range(rows: list[dict[str, Any]]) -> str:
-    every = [slower for row in rows for slower in row["slower"]]
-    return f"{min(every):.2f} to {max(every):.2f}"
+    words = f"Median and worst error of steps{each} {time}; of process peaks {memory}."
+    return "\n".join([*lines, "", f"{words} {note}"])
 
 
 def profiling(note: str) -> str:

@@ -94,8 +94,7 @@ def _errors(found: Mapping[str, float]) -> str:
 
 
 def _accuracy(figures: Mapping[str, Any]) -> str:
-    paced = f"; {_errors(figures['paced'])} at one pace of the host" if "paced" in figures else ""
-    return f"{_errors(figures['time'])} of {len(figures['rows'])} plans{paced}"
+    return f"{_errors(figures['time'])} of {len(figures['rows'])} plans"
 
 
 def _memory(figures: Mapping[str, Any]) -> str:
