@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from record import read
@@ -55,8 +56,20 @@ def accuracy(note: str) -> str:
     time, memory = (_errors(found[kind]) for kind in ("time", "memory"))
     runs = max(len(row.get("runs", [0])) for row in found["rows"])
     each = f" (of {runs} runs each)" if runs > 1 else ""
-    words = f"Median and worst error of steps{each} {time}; of process peaks {memory}."
+    words = (
+        f"Median and worst error of steps{each} {time}; of process peaks {memory}.{_apart(found)}"
+    )
     return "\n".join([*lines, "", f"{words} {note}"])
+
+
+def _apart(found: dict[str, Any]) -> str:
+    """How far the runs of one plan are apart: by as much the host changes its pace meanwhile."""
+    runs = [row["runs"] for row in found["rows"] if len(row.get("runs", ())) > 1]
+    apart = sorted(max(each) / min(each) - 1 for each in runs)
+    if not apart:
+        return ""
+    middle, most = f"{100 * statistics.median(apart):.0f} %", f"{100 * apart[-1]:.0f} %"
+    return f" The runs of one plan are {middle} apart in the middle and {most} at most."
 
 
 def profiling(note: str) -> str:
