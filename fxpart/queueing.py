@@ -39,7 +39,7 @@ def plan_queues(request: Request, decide: Callable[[Request], Decided]) -> Decid
     where the staleness is said for another number of stages, or stages share parameters; FXP204
     where what queues keep does not fit, nor does it on stages that are chosen with room for it.
     """
-    less, bound, refused = 0, 0.0, None
+    less, refused, free = 0, None, None
     for _ in range(_TRIES):
         try:
             found = decide(replace(request, cluster=_smaller(request.cluster, less)))
@@ -47,8 +47,8 @@ def plan_queues(request: Request, decide: Callable[[Request], Decided]) -> Decid
             if refused is not None:
                 raise refused from None
             raise
-        bound = found.plan.certificate.lower_bound if not less else bound
-        plan = _whole(found.plan, request, less, bound)
+        free = free or found.plan.certificate
+        plan = _whole(found.plan, request, less, free)
         refused = overfull(plan)
         if refused is None:
             return replace(found, plan=plan)
@@ -102,10 +102,10 @@ def _queued(plan: Plan, request: Request) -> Plan:
     )
 
 
-def _whole(plan: Plan, request: Request, less: int, bound: float) -> Plan:
+def _whole(plan: Plan, request: Request, less: int, free: Certificate) -> Plan:
     """The plan with queues, on the devices as they are.
 
-    bound: seconds below which no plan is that has all of their memory, whatever queues keep.
+    less: bytes that were kept free on each. free: what is proven with all of their memory.
     """
     model = request.cost_model
     plan = with_queues_memory(_queued(plan, request))
@@ -120,16 +120,22 @@ def _whole(plan: Plan, request: Request, less: int, bound: float) -> Plan:
         msgspec.structs.replace(
             plan,
             prediction=msgspec.structs.replace(plan.prediction, ranks=rows),
-            certificate=_proven(plan.certificate, bound) if less else plan.certificate,
+            certificate=_proven(plan.certificate, free, less) if less else plan.certificate,
             provenance={**plan.provenance, **(told if less else {})},
         ),
         model,
     )
 
 
-def _proven(given: Certificate, bound: float) -> Certificate:
-    """What is proven where stages were chosen with less memory than there is."""
-    bound = min(bound, given.objective)
+def _proven(given: Certificate, free: Certificate, less: int) -> Certificate:
+    """What is proven of stages that were chosen with less memory than there is.
+
+    given: of those with less; free: with all. Where both are over the same choices, no choice with
+    all memory takes less than the second says; else the first is told for what it is.
+    """
+    if given.over != free.over:
+        return msgspec.structs.replace(given, over=f"{given.over}, {units.size(less)} kept free")
+    bound = min(free.lower_bound, given.objective)
     status = status_of(given.objective, bound)
     assert status in ("optimal", "within gap", "best found"), "there is a plan"
     return msgspec.structs.replace(

@@ -15,6 +15,7 @@ from fxpart.planned.queue_memory import queued_row, sets_of_weights
 from fxpart.prediction import Memory, RankPrediction
 from fxpart.runtime.queued.worker import Worker
 from fxpart.runtime.weights.held import storage_bytes
+from fxpart.schedule.action import members
 
 WIDE, ROWS, PARTS = 24, 8, 4
 
@@ -100,7 +101,6 @@ def test_no_copy_holds_more_than_the_plan_says(
     program = compiled(staleness, weights)
     plan = program.plan
     assert plan.replicas
-    sizes = {len(group): group for group in plan.replicas}
     rows = {row.stage: row for row in plan.prediction.ranks}
     seen, largest = [], {"gradients": 0, "sets": 0}
     for seed in range(6):
@@ -110,7 +110,7 @@ def test_no_copy_holds_more_than_the_plan_says(
             trainer.close()
     for stage, row in rows.items():
         s = plan.staleness[stage]
-        copies = next((n for n, group in sizes.items() if stage in group), 1)
+        copies = next((len(members(g)) for g in plan.replicas if stage in members(g)), 1)
         whole = row.memory.weights  # the gradients of a minibatch are as large
         assert row.memory.gradients == (s + 1) * whole and row.staleness == s
         assert row.memory.copies == sets_of_weights(plan.weights, s) * whole

@@ -118,6 +118,7 @@ def _overfull(plan: Plan) -> Iterator[Problem]:
 
 
 def _fix(plan: Plan, row: RankPrediction) -> str:
-    if plan.staleness[row.stage]:
-        return "a smaller staleness, weights=naive, fewer copies, or mode=sync"
-    return "fewer copies (constraints={'copies': 'none'}), more stages, or mode=sync"
+    found = ["a smaller staleness"] if plan.staleness[row.stage] else []
+    found += ["weights=naive"] if row.memory.copies else []
+    found += ["constraints={'copies': 'none'}"] if plan.replicas else []
+    return f"{', '.join([*found, 'more devices'])}, or mode=sync"

@@ -16,6 +16,7 @@ from fxpart.pricing.own import gradient_parts, update_parts
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.pricing.weights import trained_names, weights
+from fxpart.profile import TIMED
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -64,7 +65,7 @@ class StageParts:
         """Of blocks first to last for a microbatch of ``rows`` rows.
 
         later: the microbatch adds to the gradients of earlier ones. The optimizer's step is that of
-        two such microbatches, which is what is timed (:mod:`fxpart.measuring.stages`).
+        TIMED such microbatches, which is what is timed (:mod:`fxpart.measuring.stages`).
         """
         total: defaultdict[str, float] = defaultdict(float)
         for row in self._by_block(rows)[first : last + 1]:
@@ -72,7 +73,7 @@ class StageParts:
                 total[name] += seconds
         held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
         share = rows / max(1, self._captured.batch_size)
-        return {**total, **gradient_parts(held, later), **update_parts(held, 2 * share)}
+        return {**total, **gradient_parts(held, later), **update_parts(held, TIMED * share)}
 
     def _by_block(self, rows: int) -> list[dict[str, float]]:
         if rows not in self._tables:

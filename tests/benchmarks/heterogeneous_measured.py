@@ -9,7 +9,8 @@ Between ranks of one host the sender copies, so that under a quota transfers tak
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
 the batch; and the best plan of each kind of device alone. Throughput of the chosen plan over each
-of these is compared with what the predictions say. Predictions are made before anything runs.
+of these is compared with what the predictions say. Predictions are made before anything runs. All
+plans of a cluster run one after the other, and that in several turns.
 ``--keep FOLDER`` keeps links, profiles and rows there as they come, and goes on from what it holds.
 """
 
