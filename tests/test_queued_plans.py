@@ -221,3 +221,18 @@ def test_a_plan_with_queues_is_valid_or_says_why(each: list[int], weights: str) 
     wanted = "stash" if any(each) else "flush"
     assert ("weights" not in places) == (weights == wanted)
     assert places <= {"staleness", "weights"}
+
+
+def test_degrees_are_proposed_with_rows_that_are_gathered() -> None:
+    """A gathering moves half of an all-reduce of as many bytes, and rows are counted twice."""
+    problem = fxpart.compile(
+        model(), "local:2", example_inputs=batch(), loss=nn.functional.cross_entropy,
+        optimizer=adagrad,
+    ).costed()  # fmt: skip
+    state = next(layout.dense for layout in problem.layouts if layout.tensor == 1)
+    rows = 2 * 12 * 2 * (6 * 4 + 8)  # of two tables, for 12 bags of 2 ids
+    dense = sum(p.numel() * 4 for name, p in model().named_parameters() if "tables" not in name)
+    count = [problem.kinds.count(kind) for kind in range(len(state.gradient))]
+    total = sum(n * size for n, size in zip(count, state.gradient, strict=True))
+    left = sum(n * size for n, size in zip(count, state.unsent, strict=True))
+    assert (total, total - left) == (dense + 2 * rows, dense + rows // 2)

@@ -18,6 +18,7 @@ from fxpart.cluster import Cluster
 from fxpart.measuring.setting import setting
 from fxpart.parts import make_schedule
 from fxpart.plan import Certificate, Plan
+from fxpart.pricing.own import Own
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming, Timing
 from fxpart.reranking import FIRST, Looked, Refined, keys_of, proven, refined, rerank, widened
 from fxpart.runtime.links import edges
@@ -26,7 +27,14 @@ from fxpart.schedule.simulate import simulate
 from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve
-from fxpart.solver.problem import Choice, PartitionProblem, Solution
+from fxpart.solver.problem import (
+    Choice,
+    DeviceLimit,
+    PartitionProblem,
+    Solution,
+    Variant,
+    Weight,
+)
 
 
 def solved(seed: int) -> tuple[PartitionProblem, Solution] | None:
@@ -160,6 +168,33 @@ def test_whole_stages_replace_sums_of_ops() -> None:
     longest = max((count - 1) * s.seconds + s.step_only_seconds for s in rows)
     assert after.evaluation.seconds == pytest.approx(sum(s.seconds for s in rows) + longest)
     assert refined(before, problem, choice, ["x", "y"], cast(Any, model), devices).whole == ()
+
+
+def test_an_update_that_was_timed_is_scaled_by_rows() -> None:
+    """It was of two microbatches; more of them are merged besides, as part of their backwards."""
+    weights = (Weight(name="t", blocks=(0,), weight=2**30, gradient=2**30, optimizer=2**30,
+                      sparse=True),)  # fmt: skip
+    for m in (1, 2, 8):
+        variant = Variant(
+            microbatch_size=1, microbatches=m, forward=((1.0,),), backward=((1.0,),),
+            activation=(0,), workspace=(0,), value_bytes=(),
+        )  # fmt: skip
+        device = DeviceLimit(name="x", type=0, memory=2**40, latency=0.0, inverse_bandwidth=0.0)
+        problem = PartitionProblem(
+            blocks=("tables",), devices=(device,), values=(), weights=weights, variants=(variant,),
+            step=((0.0,),), max_stages=1,
+        )  # fmt: skip
+        choice = Choice(variant=0, schedule="1f1b", starts=(0,))
+        devices = Cluster.local(1).devices
+        model = Known({"a": stage_timing(2.0, 5.0, 0.5), "a" + FIRST: stage_timing(2.0, 5.0, 0.5)})
+        before = evaluate(problem, choice)
+        (found,) = refined(
+            before, problem, choice, ["a"], cast(Any, model), devices
+        ).evaluation.stages  # fmt: skip
+        assert found.optimizer_seconds == pytest.approx(1.5 * 0.5 * m / 2, rel=1e-2)
+        own = Own.of(model, devices[0])
+        assert found.backward_seconds == pytest.approx(1.5 * 5 + own.merging(weights, m))
+        assert (own.merging(weights, m) > 0) == (m > 2)
 
 
 class Blocks(torch.nn.Module):

@@ -29,7 +29,7 @@ from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.groups import own
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.optimizer import groups_of, make_optimizer
-from fxpart.runtime.rows.parts import Parts
+from fxpart.runtime.rows.taken import Taken
 from fxpart.runtime.shapes import Sizes
 from fxpart.runtime.stage import StageTable
 
@@ -76,28 +76,22 @@ class StageRun:
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self._trained = trained
         self._optimizer = _optimizer(optimizer, spec, stage, self.module)
-        self._given: dict[nn.Parameter, list[torch.Tensor]] = {}
-        for held in spec.stages[stage].state:
-            if held.sparse and held.requires_grad:
-                self._keep_rows(self.module.get_parameter(held.attribute))
+        self._taken = Taken()
+        self._tables = [
+            self.module.get_parameter(held.attribute)
+            for held in spec.stages[stage].state
+            if held.sparse and held.requires_grad
+        ]
+        for table in self._tables:
+            self._taken.watch(table)
         self._returned = [k for k in self.found if k.gradient and k.back == stage]
         self._key = microbatch_key(spec.seed, 0, 0)
 
-    def _keep_rows(self, table: nn.Parameter) -> None:
-        given = self._given.setdefault(table, [])
-
-        def take(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                given.append(parameter.grad)
-                parameter.grad = None
-
-        table.register_post_accumulate_grad_hook(take)
-
     def _update(self) -> None:
-        for table, given in self._given.items():
-            if given:
-                table.grad = Parts.of(given).gradient(table)
-                given.clear()
+        for table in self._tables:
+            parts = self._taken.pending(table)
+            self._taken.drop(table)
+            table.grad = None if parts is None else parts.gradient(table)
         self._optimizer.step()
 
     def forward(self, inputs: Values, *, train: bool) -> Cell:

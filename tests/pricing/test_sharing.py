@@ -96,6 +96,26 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
     assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
 
 
+def test_rows_of_tables_are_gathered_whatever_zero_does() -> None:
+    """Each axis gives every lane the rows of all, once, and nothing is summed."""
+    model, mesh = find("auto"), Mesh.parse("dp=2,tp=2")
+    rings = Rings(cluster(), mesh)
+    table = Weight(
+        name="t", blocks=(1,), weight=9000, gradient=800, optimizer=9000, sparse=True
+    )  # fmt: skip
+    partial = {"t": ("dp", "tp")}
+
+    def share(size: float, axis: str) -> float:
+        bucket = model.reshard("shard(0)", "replicate", 25 << 20, rings(axis)).seconds
+        return size / (25 << 20) * bucket
+
+    rows = share(400, "dp") + share(400, "tp")
+    plain = Sharing(mesh, partial=partial).sums((table,), 3, model, rings)
+    assert plain.by_block == pytest.approx((0.0, rows, 0.0))
+    zero = Sharing(mesh, partial=partial, zero=2, zero_axis="dp").sums((table,), 3, model, rings)
+    assert zero.by_block == pytest.approx((0.0, rows + share(9000, "dp"), 0.0))
+
+
 def test_packing_buckets_is_paid_by_the_byte() -> None:
     """An all-reduce reads and writes each byte once more, and so does each half of one."""
     model, mesh = find("auto"), Mesh.parse("dp=2")

@@ -11,6 +11,7 @@ from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.rows.gather import gather
 from fxpart.runtime.rows.holders import collect, spread
 from fxpart.runtime.rows.parts import Parts
+from fxpart.runtime.rows.taken import Taken
 from fxpart.runtime.state import Entry, ModelState
 
 # A table's holder: what the optimizer has in its place, and this lane's range of the flat table.
@@ -29,12 +30,10 @@ class Rows:
             for name, entry in state.entries.items()
             if entry.trainable and entry.spec.sparse and (shared or len(entry.stages) == 1)
         }
-        self._given: dict[int, list[torch.Tensor]] = {}
+        self._taken = Taken()
         self._summed: dict[int, Parts] = {}  # over lanes, of tables that other stages hold, too
         for _, parameter in self._copies():
-            if id(parameter) not in self._given:
-                self._given[id(parameter)] = []
-                parameter.register_post_accumulate_grad_hook(self._take)
+            self._taken.watch(parameter)
 
     def __contains__(self, name: str) -> bool:
         """Whether a parameter's gradient is sparse."""
@@ -42,13 +41,12 @@ class Rows:
 
     def reset(self) -> None:
         """Gradients were dropped."""
-        for given in self._given.values():
-            given.clear()
+        self._taken.reset()
         self._summed.clear()
 
     def drop(self, parameter: torch.Tensor) -> None:
         """The gradient of one parameter was dropped."""
-        self._given.get(id(parameter), []).clear()
+        self._taken.drop(parameter)
         self._summed.pop(id(parameter), None)
 
     def finish(self, lane: Lane, stage: int) -> None:
@@ -119,17 +117,11 @@ class Rows:
         mesh = self._meshes.mesh
         return tuple(axis for axis in entry.partial if mesh.shape[mesh.index(axis)] > 1)
 
-    def _take(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._given[id(parameter)].append(parameter.grad)
-            parameter.grad = None
-
     def pending(self, parameter: torch.Tensor) -> Parts | None:
         """What backwards have given to a parameter of this process since the last update."""
         if id(parameter) in self._summed:
             return self._summed[id(parameter)]
-        given = self._given.get(id(parameter))
-        return Parts.of(given) if given else None
+        return self._taken.pending(parameter)
 
     def _set(self, parameter: torch.Tensor, parts: Parts | None) -> None:
         self.drop(parameter)
