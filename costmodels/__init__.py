@@ -20,9 +20,10 @@ from msgspec import UNSET
 
 from fxpart.errors import error
 
-from .measured import HERE, Measured, said
+from .measured import Measured
 from .opkeys import op_key
 from .roofline import Roofline
+from .settings import HERE
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster
@@ -69,4 +70,4 @@ def _made(kind: type[CostModel], cluster: Cluster | None) -> CostModel:
     return Roofline(curves) if kind is Roofline and curves is not UNSET else kind()
 
 
-__all__ = ["AUTO", "COST_MODELS", "HERE", "Measured", "find", "op_key", "said"]
+__all__ = ["AUTO", "COST_MODELS", "HERE", "Measured", "find", "op_key"]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 
 from fxpart.costs import Cost
-from fxpart.errors import FxpartError, error
 from fxpart.profile import (
     Calibration,
     Crowding,
@@ -24,7 +23,6 @@ from fxpart.profile import (
     Setting,
     StageTiming,
     Timing,
-    chip,
 )
 from fxpart.schedule.crowd import factor
 
@@ -32,14 +30,13 @@ from .alphabeta import machines
 from .classes import CALL, CALLS, op_class
 from .estimates import Estimates
 from .opkeys import op_key
+from .settings import HERE, elsewhere, matching, nearest
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Device, Link
     from fxpart.costs import CostModel, OpSpec
 
 SOURCE = "measured"
-HERE = "local"  # the host of devices that are this machine's
-_AGAIN = "fxpart profile TARGET -o FILE"
 T = TypeVar("T")
 
 
@@ -58,18 +55,23 @@ class Measurements:
 class Measured:
     """A profile bound to a cluster. base: what answers where nothing was measured, and for links.
 
-    settings: by device model. model: the fingerprint of the model whose calibration and crowding
-    count; see :meth:`of`.
+    settings: by device model, one for each quota that it was measured under. model: the fingerprint
+    of the model whose calibration and crowding count; see :meth:`of`. alone: seconds are those of a
+    processor beside which all others are idle, whatever quota there is.
     """
 
     name: ClassVar[str] = SOURCE
     path: str
     cluster: Cluster | None
     base: CostModel
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, tuple[Setting, ...]]
     measurements: Mapping[Setting, Measurements]
     model: str = ""
+    alone: bool = False
     _known: dict[tuple[OpSpec, str, float, float, bool], Cost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _settings: dict[tuple[str, str, float], list[Setting]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -88,13 +90,17 @@ class Measured:
         host's own devices) and torch. Without a cluster it answers for every setting's model.
         """
         with Profile(path) as profile:
-            chosen = _matching(Path(path), profile.settings(), cluster, torch)
+            chosen = matching(Path(path), profile.settings(), cluster, torch)
             return Measured(
                 str(path),
                 cluster,
                 base,
                 chosen,
-                {setting: _read(profile, setting) for setting in chosen.values()},
+                {
+                    setting: _read(profile, setting)
+                    for found in chosen.values()
+                    for setting in found
+                },
             )
 
     def of(self, model: str) -> Measured:
@@ -102,16 +108,17 @@ class Measured:
         return replace(self, model=model)
 
     def setting_of(self, device: Device) -> Setting:
-        """Where the device's measurements were made. Raises FXP406 where there are none."""
-        found = self.settings.get(device.model)
-        if found is None or not _fits(found, device):
-            raise _elsewhere(Path(self.path), device, tuple(self.settings.values()))
-        return found
+        """Where the device's measurements were made. Raises FXP406 where there are none.
+
+        Of several quotas the one that leaves most nearly what the device's own does.
+        """
+        return self._nearest(device)[0]
 
     @property
     def calibration(self) -> Calibration:
         """That of the cluster's first device; without factors where there is none."""
-        return self.calibration_of(next(iter(self.settings.values())))
+        devices = self._devices()
+        return self.calibration_of(self.setting_of(devices[0]) if devices else self._every()[0])
 
     def calibration_of(self, setting: Setting) -> Calibration:
         """Of the model, or else of any: the only other one there is."""
@@ -120,9 +127,8 @@ class Measured:
     def crowding(self, host: str) -> Crowding:
         """How ranks slow each other down on a host: as measured for the model, or for the host."""
         devices = [d for d in self._devices() if d.host == host]
-        for device in devices:
-            table = self.measurements[self.setting_of(device)].crowding
-            if (found := _chosen(table, self.model)) is not None:
+        for setting in sorted({s for d in devices for s in self._nearest(d)}, key=_whole_first):
+            if (found := _chosen(self.measurements[setting].crowding, self.model)) is not None:
                 return found
         hosts = self.cluster.hosts if self.cluster is not None else ()
         known = () if isinstance(hosts, msgspec.UnsetType) else hosts
@@ -134,12 +140,14 @@ class Measured:
         Times are a processor's, so that a quota lengthens them; a rank under one counts for so
         much less where ranks slow each other down.
         """
+        if self.alone:
+            return 1.0
         busy = sum(d.share for d in self._devices() if d.host == device.host)
         return factor(self.crowding(device.host).slowdown, max(1.0, busy)) / device.share
 
-    def stage(self, key: str) -> StageTiming | None:
-        """A stage that was measured whole, alone on its device; None where it was not."""
-        tables = (m.stages for m in self.measurements.values())
+    def stage(self, key: str, device: Device) -> StageTiming | None:
+        """A stage that was measured whole, alone on such a device; None where it was not."""
+        tables = (self.measurements[setting].stages for setting in self._nearest(device))
         return next((table[key] for table in tables if key in table), None)
 
     def rehearsal(self, key: str) -> Rehearsal | None:
@@ -162,7 +170,8 @@ class Measured:
     @property
     def origin(self) -> str:
         """Where the numbers come from, in words, for plans."""
-        return "; ".join(said(setting) for setting in sorted(set(self.settings.values())))
+        used = {self.setting_of(device) for device in self._devices()} or set(self._every())
+        return "; ".join(setting.words() for setting in sorted(used))
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op, its shapes numbers, while all ranks of the device's host compute."""
@@ -181,7 +190,7 @@ class Measured:
         factors = self.calibration_of(setting).factors
         calibrated = factors.get(f"{op_class(op)} {direction}", 1.0)
         call = CALL * factors.get(f"{CALLS} {direction}", 0.0)
-        timing = self.measurements[setting].ops.get(f"{op_key(op)} {direction}")
+        timing = self._timing(f"{op_key(op)} {direction}", device)
         if timing is not None:
             alone, source = timing.seconds, SOURCE
         else:
@@ -215,10 +224,26 @@ class Measured:
         """As the base: by what the cluster knows of its links."""
         return self.base.transfer(size, link)
 
+    def _timing(self, key: str, device: Device) -> Timing | None:
+        """An op that was measured on such a device."""
+        tables = (self.measurements[setting].ops for setting in self._nearest(device))
+        return next((table[key] for table in tables if key in table), None)
+
     def _estimate(self, setting: Setting) -> Estimates:
         if setting not in self._estimates:
             self._estimates[setting] = Estimates(self.measurements[setting].ops)
         return self._estimates[setting]
+
+    def _nearest(self, device: Device) -> list[Setting]:
+        key = (device.name, device.model, device.share)
+        if key not in self._settings:
+            self._settings[key] = nearest(self.settings, device)
+        if not self._settings[key]:
+            raise elsewhere(Path(self.path), device, self._every())
+        return self._settings[key]
+
+    def _every(self) -> tuple[Setting, ...]:
+        return tuple(setting for found in self.settings.values() for setting in found)
 
     @property
     def _here(self) -> bool:
@@ -226,12 +251,6 @@ class Measured:
 
     def _devices(self) -> tuple[Device, ...]:
         return self.cluster.devices if self.cluster is not None else ()
-
-
-def said(setting: Setting) -> str:
-    """A setting in words."""
-    threads = "" if not setting.threads else f", threads: {setting.threads}"
-    return f"{setting.device} ({setting.chip}{threads}, torch {setting.torch})"
 
 
 def _read(profile: Profile, setting: Setting) -> Measurements:
@@ -244,57 +263,12 @@ def _read(profile: Profile, setting: Setting) -> Measurements:
     )
 
 
+def _whole_first(setting: Setting) -> tuple[float, Setting]:
+    """How ranks slow each other down is seen best where nothing else holds them back."""
+    return -setting.share, setting
+
+
 def _chosen(table: Mapping[str, T], model: str) -> T | None:
     """The model's own, that for any model, or the only one."""
     found = table.get(model) or table.get("")
     return next(iter(table.values())) if found is None and len(table) == 1 else found
-
-
-def _matching(
-    path: Path, found: tuple[Setting, ...], cluster: Cluster | None, torch: str
-) -> dict[str, Setting]:
-    """By device model the setting that fits; of several that with the newest torch."""
-    if not found:
-        raise error("FXP405", where=str(path), why="it is empty", fix=_AGAIN)
-    if cluster is None:
-        return {setting.device: setting for setting in sorted(found, key=_age)}
-    chosen: dict[str, Setting] = {}
-    for device in cluster.devices:
-        fits = [s for s in found if _fits(s, device)]
-        if not fits:
-            raise _elsewhere(path, device, found)
-        same = [s for s in fits if torch in ("", s.torch)]
-        if not same:
-            why = f"this process has torch {torch}"
-            where = f"{path}: {said(max(fits, key=_age))}"
-            raise error("FXP406", where=where, why=why, fix=_AGAIN)
-        chosen[device.model] = max(same, key=_age)
-    return chosen
-
-
-def _fits(setting: Setting, device: Device) -> bool:
-    """Same model, same threads where the device says them, and this host's chip if it is here."""
-    if setting.device != device.model:
-        return False
-    threads = device.threads
-    if setting.threads and not isinstance(threads, msgspec.UnsetType):
-        if setting.threads != threads:
-            return False
-    return device.kind != "cpu" or device.host != HERE or setting.chip == chip()
-
-
-def _age(setting: Setting) -> tuple[list[int], Setting]:
-    numbers = setting.torch.partition("+")[0].split(".")
-    return [int(n) for n in numbers if n.isdigit()], setting
-
-
-def _elsewhere(path: Path, device: Device, found: tuple[Setting, ...]) -> FxpartError:
-    threads = device.threads
-    with_ = "" if isinstance(threads, msgspec.UnsetType) else f", threads: {threads}"
-    on = f" ({chip()}{with_})" if device.host == HERE and device.kind == "cpu" else with_
-    return error(
-        "FXP406",
-        where=f"{path}: {'; '.join(map(said, found)) or 'nothing'}",
-        why=f"the cluster's device {device.name} is {device.model}{on}",
-        fix=f"profile it there, and merge: {_AGAIN}",
-    )

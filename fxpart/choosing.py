@@ -53,20 +53,22 @@ _GROUPS = 24  # degrees up to which each is solved for by itself, so that each h
 class Proposal:
     """Degrees that every stage has: mesh is "dp=2,tp=2", "" where a stage is one rank.
 
-    choice: with all else, of the joint problem. seconds: what it takes by that problem.
+    choice: with all else, of the joint problem. seconds: what it takes by that problem, in which
+    all ranks of a host compute all the time; paced: while as many of them do as on average.
     """
 
     mesh: str
     zero: int
     choice: JointChoice
     seconds: float
+    paced: float
 
 
 @dataclass(frozen=True)
 class Chosen:
     """The joint problem with the user's wishes, what is proven of it, and meshes to price exactly.
 
-    proposals: the best of each mesh, by rising time.
+    proposals: the best of each mesh, by rising time at its pace.
     """
 
     problem: JointProblem
@@ -144,16 +146,19 @@ def choose_degrees(
     provenance: dict[str, str],
     request: Request,
     *,
+    pace: Callable[[float], float] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Chosen:
     """Solve it under the request's wishes; FXP204 and others where nothing fits.
 
     Where degrees are few each is solved for by itself; where the number of ranks is given
-    (torchrun has started them), with the number of stages that makes it.
+    (torchrun has started them), with the number of stages that makes it. pace: what seconds are
+    worth while so many ranks compute, where that is known; each number of stages, of which as many
+    ranks compute, is then solved for by itself as well.
     """
     wishes = read_wishes(request.constraints)
     wished = apply_wishes(problem, wishes)
-    problems = list(_apart(wished, request.ranks))
+    problems = list(_apart(wished, request.ranks, stages=pace is not None))
     if not problems:
         raise error(
             "FXP202",
@@ -163,7 +168,7 @@ def choose_degrees(
         )
     solved = list(_solved(problems, request, progress))
     found = [
-        proposal(wished, Translation(one, wished)(choice))
+        proposal(wished, Translation(one, wished)(choice), pace)
         for one, solution in zip(problems, solved, strict=True)
         for choice in solution.candidates
     ]
@@ -200,8 +205,11 @@ def _solved(
         yield solve(one, time_limit=left, seed=request.seed, progress=progress)
 
 
-def _apart(problem: JointProblem, world: int | None) -> Iterable[JointProblem]:
-    """The problem by degrees where these are few, and by ranks of a stage where all are given."""
+def _apart(problem: JointProblem, world: int | None, *, stages: bool) -> Iterable[JointProblem]:
+    """The problem by degrees where these are few, and by ranks of a stage where all are given.
+
+    stages: also by the number of stages, where both together are few.
+    """
     groups: dict[object, list[Option]] = {}
     for index, option in enumerate(problem.options):
         groups.setdefault(degrees(problem, index), []).append(option)
@@ -217,29 +225,46 @@ def _apart(problem: JointProblem, world: int | None) -> Iterable[JointProblem]:
         width = ranks(problem, kept[0])
         limited = with_options(problem, kept)
         if world is None:
-            yield limited
+            yield from _by_stages(limited, width, _GROUPS // len(groups) if stages else 1)
         elif world % width == 0 and problem.min_stages <= world // width <= len(problem.blocks):
-            stages = world // width
-            yield msgspec.structs.replace(limited, min_stages=stages, max_stages=stages)
+            count = world // width
+            yield msgspec.structs.replace(limited, min_stages=count, max_stages=count)
 
 
-def proposal(problem: JointProblem, choice: JointChoice) -> Proposal:
-    """The degrees of a choice whose stages all have the same."""
+def _by_stages(problem: JointProblem, width: int, most: int) -> Iterable[JointProblem]:
+    """The problem for each number of stages of so many ranks, where there are not too many."""
+    devices = sum(pool.devices for pool in problem.pools)
+    counts = range(problem.min_stages, min(problem.max_stages, devices // width) + 1)
+    if not 0 < len(counts) <= most:
+        yield problem
+        return
+    for count in counts:
+        yield msgspec.structs.replace(problem, min_stages=count, max_stages=count)
+
+
+def proposal(
+    problem: JointProblem, choice: JointChoice, pace: Callable[[float], float] | None = None
+) -> Proposal:
+    """The degrees of a choice whose stages all have the same. pace: as in choose_degrees."""
     data, tensor, expert, zero, recompute = degrees(problem, choice.options[0])
     assert expert == 1 and recompute == "none", "asked of a problem of trainable plans"
     axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
+    seconds, stages = evaluate(problem, choice).seconds, len(choice.options)
+    busy = stages * choice.microbatches / (stages + choice.microbatches - 1)
+    width = ranks(problem, problem.options[choice.options[0]])
     return Proposal(
         mesh=",".join(axes),
         zero=zero if data > 1 else 0,
         choice=choice,
-        seconds=evaluate(problem, choice).seconds,
+        seconds=seconds,
+        paced=seconds if pace is None else seconds * pace(busy * width),
     )
 
 
 def distinct(rows: Sequence[Proposal]) -> tuple[Proposal, ...]:
-    """The best of each mesh, by rising time."""
+    """The best of each mesh, by rising time at its pace."""
     kept: dict[str, Proposal] = {}
-    for one in sorted(rows, key=lambda row: row.seconds):
+    for one in sorted(rows, key=lambda row: row.paced):
         kept.setdefault(one.mesh, one)
     return tuple(kept.values())
 

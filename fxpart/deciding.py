@@ -24,8 +24,9 @@ from fxpart.front import Front
 from fxpart.mixing import better, mixes
 from fxpart.parts import Parts
 from fxpart.plan import Plan
-from fxpart.requests import with_mesh
-from fxpart.reranking import is_measured, plan_seconds
+from fxpart.planned.hosts import hosts_of, paced
+from fxpart.requests import Request, with_mesh
+from fxpart.reranking import Stages, is_measured, plan_seconds
 from fxpart.solver.joint.problem import JointProblem
 
 if TYPE_CHECKING:
@@ -92,13 +93,14 @@ def _alike(
         return Decided(plan, parts)
     degrees = replace(request, constraints=priced_as(request.constraints))
     problem, provenance = costed(graph, captured, degrees, microbatches)
-    chosen = choose_degrees(problem, provenance, degrees, progress=progress)
+    chosen = choose_degrees(problem, provenance, degrees, pace=_pace(request), progress=progress)
     found: list[_Tried] = []
     problems: list[Problem] = []
     tries = _TRIES if info.nodes <= _LARGE else 1
-    reach = _NEAR if is_measured(request.cost_model) else 1.0
+    measured = is_measured(request.cost_model)
+    taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
     for number, one in enumerate(chosen.proposals):
-        if found and (number == tries or min(map(_closed, found)) * reach <= one.seconds):
+        if found and (number == tries or min(map(taken, found)) * reach <= one.paced):
             break
         fixed = with_mesh(request, one.mesh, one.zero)
         seats = seats_of(chosen, one, request)
@@ -117,6 +119,19 @@ def _alike(
 
 def _closed(made: _Tried) -> float:
     return made[0].prediction.step_seconds
+
+
+def _simulated(made: _Tried) -> float:
+    return made[0].prediction.simulated_seconds
+
+
+def _pace(request: Request) -> Callable[[float], float] | None:
+    """What seconds are worth while so many ranks compute; None where that is not known."""
+    cluster, model = request.cluster, request.cost_model
+    if not isinstance(model, Stages):
+        return None
+    hosts = hosts_of(cluster, range(len(cluster.devices)), model.crowding)
+    return (lambda busy: paced(hosts, busy)) if hosts else None
 
 
 def with_proof(plan: Plan, chosen: Chosen, one: Proposal) -> Plan:

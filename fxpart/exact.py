@@ -16,7 +16,7 @@ from fxpart.modes import ASYNC
 from fxpart.optimizers import choose
 from fxpart.parts import Parts, make_parts, make_schedule
 from fxpart.plan import Plan, PlanModel
-from fxpart.planned.hosts import hosts_of
+from fxpart.planned.hosts import hosts_of, paced
 from fxpart.planned.process import with_process
 from fxpart.planning import Shared, make_plan
 from fxpart.prediction import HostLoad
@@ -38,12 +38,11 @@ from fxpart.reranking import (
     rerank,
     widened,
 )
-from fxpart.schedule.crowd import factor
 from fxpart.seating import Seats
 from fxpart.sharded.decide import Expected, shard
 from fxpart.sharded.graphs import Sharded
 from fxpart.sharded.record import plan_sharding
-from fxpart.solver.branches.staged import Staged, staged
+from fxpart.solver.branches.staged import Staged, kinds, staged
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.objective import Evaluation
 from fxpart.solver.portfolio import explain_infeasible, solve
@@ -210,15 +209,18 @@ class _Answer:
             return (made, *self.plan(made, made.solution))
         if not made.over:
             return (made, *self.reranked(made))
-        plan, parts = self.plan(made, made.solution)
-        self.tell(plan, parts)
+        best: tuple[Staged, Plan, Parts] | None = None
+        for one in kinds(made, time_limit=min(_limit(self.request), _BRANCHES)):
+            plan, parts = self.plan(one, one.solution)
+            self.tell(plan, parts)
+            if best is None or _sooner(plan, best[1]):
+                best = (one, plan, parts)
+        assert best is not None, "made is one of them"
         chain = None if made.chain is None else Staged(*made.chain)
         if chain is None or chain.solution.choice is None:
-            return made, plan, parts
+            return best
         other = self.reranked(chain)
-        if other[0].prediction.expected_seconds < plan.prediction.expected_seconds:
-            return (chain, *other)
-        return made, plan, parts
+        return (chain, *other) if _sooner(other[0], best[1]) else best
 
     def tell(self, plan: Plan, parts: Parts) -> None:
         """That this plan is compared with others."""
@@ -228,10 +230,7 @@ class _Answer:
     def pace(self, busy: float) -> float:
         """What the problem's seconds are worth while so many stages compute, of all on one host."""
         hosts = self.hosts(self.request.stages[1]) or ()
-        if len(hosts) != 1 or not hosts[0].full:
-            return 1.0
-        curve, lanes = hosts[0].slowdown, self.request.mesh.size
-        return factor(curve, max(1.0, busy * lanes)) / factor(curve, hosts[0].full)
+        return paced(hosts, busy * self.request.mesh.size)
 
     def reranked(self, made: Staged) -> tuple[Plan, Parts]:
         """Of the solver's answers the one with the shortest expected step."""
@@ -336,6 +335,10 @@ def _stages(problem: PartitionProblem, places: Seats, request: Request) -> Stage
     if made.solution.choice is None:
         raise FxpartError(explain_infeasible(problem))
     return made
+
+
+def _sooner(plan: Plan, other: Plan) -> bool:
+    return plan.prediction.expected_seconds < other.prediction.expected_seconds
 
 
 def _limit(request: Request) -> float:

@@ -25,17 +25,32 @@ FORMAT = 2
 T = TypeVar("T")
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True, omit_defaults=True):
     """Where a measurement was made, and what it holds for.
 
     device: the model as the cluster says it ("cpu", "h100-sxm"). chip: the hardware's own name,
     with cores for a CPU ("AMD EPYC x 2"). threads: of computation (0 on a GPU). torch: its version.
+    quota: cores that a container left the process on average; 0 where it held back none of its
+    threads. Seconds are the processor's in any case, of which a process that is held back time and
+    again needs more.
     """
 
     device: str
     chip: str
     threads: int
     torch: str
+    quota: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the time of its threads what the quota left, at most 1."""
+        return min(1.0, self.quota / self.threads) if self.quota > 0 and self.threads > 0 else 1.0
+
+    def words(self) -> str:
+        """The setting for people: ``cpu (AMD EPYC x 2, threads: 1, torch 2.13.0)``."""
+        threads = f", threads: {self.threads}" if self.threads else ""
+        quota = f", held to {self.quota:g} cores" if self.quota else ""
+        return f"{self.device} ({self.chip}{threads}{quota}, torch {self.torch})"
 
 
 def chip() -> str:

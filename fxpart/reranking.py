@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from fxpart.capture import Captured
     from fxpart.cluster import Device
 
-_COMPARED = 12  # answers that are simulated, beside the best of each number of stages
+_COMPARED = 12  # answers that are simulated, beside those of each number of stages:
+_SPREAD = 16  # so many in all, at least the best of each
 _SOLVING = 2.0  # seconds for each number of stages
 
 
@@ -40,8 +41,8 @@ _SOLVING = 2.0  # seconds for each number of stages
 class Stages(Calibrated, Protocol):
     """A cost model that knows stages measured whole, and how ranks of a host slow each other."""
 
-    def stage(self, key: str) -> StageTiming | None:
-        """A stage alone on its device."""
+    def stage(self, key: str, device: Device) -> StageTiming | None:
+        """A stage alone on such a device."""
 
     def crowding(self, host: str) -> Crowding:
         """The ranks of a host."""
@@ -126,7 +127,7 @@ def refined(
     for index, (stage, key, device) in enumerate(
         zip(evaluation.stages, keys, devices, strict=True)
     ):
-        later, first = model.stage(key), model.stage(key + FIRST)
+        later, first = model.stage(key, device), model.stage(key + FIRST, device)
         if later is None or first is None:
             stages.append(stage)
             continue
@@ -218,10 +219,17 @@ def widened(
 
     own = {choice: seconds * pace(busy(choice)) for choice, seconds in found.items()}
     ordered = sorted(own, key=lambda choice: own[choice])
-    first = {len(choice.starts): choice for choice in reversed(ordered)}
-    kept: dict[tuple[int, int, str], Choice] = {}
-    for choice in (*first.values(), *ordered[:_COMPARED]):
-        kept.setdefault(_kind(choice), choice)
+    kinds: dict[tuple[int, int, str], Choice] = {}
+    for choice in ordered:
+        kinds.setdefault(_kind(choice), choice)
+    counts = {stages for stages, _, _ in kinds}
+    each = max(1, _SPREAD // max(1, len(counts)))
+    first = [
+        choice
+        for stages in sorted(counts)
+        for choice in [c for kind, c in kinds.items() if kind[0] == stages][:each]
+    ]
+    kept = {_kind(choice): choice for choice in (*first, *list(kinds.values())[:_COMPARED])}
     kept.pop(_kind(solution.choice), None)
     rest = sorted(kept.values(), key=lambda choice: own[choice])
     return msgspec.structs.replace(solution, candidates=(solution.choice, *rest))

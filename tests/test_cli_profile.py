@@ -123,16 +123,23 @@ def mixed() -> Cluster:
     return msgspec.structs.replace(local, devices=(first, second))
 
 
-def test_devices_of_one_model() -> None:
+def test_devices_of_one_kind() -> None:
+    """Model, threads and quota."""
     whole = mixed()
-    assert [d.name for d in likes(whole, "cpu").devices] == [whole.devices[0].name]
-    assert likes(whole, "other-cpu").devices == whole.devices[1:]
-    assert likes(Cluster.local(3), "cpu") == Cluster.local(3)
+    assert likes(whole, whole.devices[0]).devices == whole.devices[:1]
+    assert likes(whole, whole.devices[1]).devices == whole.devices[1:]
+    local = Cluster.local(3)
+    assert likes(local, local.devices[2]) == local
+    for change in ({"quota": 0.5}, {"threads": 7}):
+        other = msgspec.structs.replace(local.devices[1], **change)
+        apart = msgspec.structs.replace(local, devices=(local.devices[0], other, local.devices[2]))
+        assert likes(apart, other).devices == (other,)
+        assert len(likes(apart, local.devices[0]).devices) == 2
 
 
 @pytest.mark.slow
 def test_unlike_devices_under_torchrun(target: str, tmp_path: Path) -> None:
-    """Each model is measured by its first rank, and one file holds both."""
+    """Each kind is measured by its first rank, and one file holds both."""
     import subprocess
 
     mixed().dump(tmp_path / "mixed.toml")

@@ -116,7 +116,7 @@ class Known:
     def __init__(self, stages: dict[str, StageTiming]) -> None:
         self.stages = stages
 
-    def stage(self, key: str) -> StageTiming | None:
+    def stage(self, key: str, device: object) -> StageTiming | None:
         return self.stages.get(key)
 
     def crowding(self, host: str) -> Crowding:

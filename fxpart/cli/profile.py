@@ -52,7 +52,7 @@ def command(
     """Measure TARGET's ops, stages, crowding of ranks and best plans here; write a profile.
 
     What the profile holds already is not measured again. Plan with it: --cost-model FILE. Use an
-    idle machine. Under torchrun, with one rank for each device of the cluster, each model of device
+    idle machine. Under torchrun, with one rank for each device of the cluster, each kind of device
     is measured by its first rank, and rank 0 writes one profile for all.
     """
     if show is not None:
@@ -85,7 +85,7 @@ def _measure(
     constraint: tuple[str, ...],
     **options: Any,
 ) -> list[Profiled]:
-    """One run here, or under torchrun one for each model of device."""
+    """One run here, or under torchrun one for each kind of device."""
     from fxpart.cluster import Cluster
     from fxpart.measuring.group import profile_group
     from fxpart.measuring.session import profile

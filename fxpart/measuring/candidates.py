@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from fxpart.measuring.stages import StageWork
+from fxpart.measuring.stage_bench import StageWork
 from fxpart.pricing.parts import StageParts
 from fxpart.solver.problem import Choice, PartitionProblem
 
@@ -106,8 +104,7 @@ def unfitted(model: Any) -> CostModel:
 
 
 def alone(model: CostModel) -> CostModel:
-    """A measured model without factors, for a device beside which all others are idle."""
+    """A measured model without factors, in a processor's seconds while all others are idle."""
     bare: Any = unfitted(model)
-    cluster = msgspec.structs.replace(bare.cluster, hosts=msgspec.UNSET)
-    found: CostModel = replace(bare, cluster=cluster)
+    found: CostModel = replace(bare, alone=True)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.cluster import Cluster
+from fxpart.cluster import Cluster, Device
 from fxpart.environment import Launch, alone
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.measuring.profiled import Profiled
@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True):
 def profile_group(
     started: Launch, cluster: Cluster, path: Path, measure: Measure, timeout: float
 ) -> list[Profiled]:
-    """What was measured, by device model in the order of their first ranks; the same on all ranks.
+    """What was measured, by kind of device in the order of first ranks; the same on all ranks.
 
     cluster: a device for each rank. measure: profiles a cluster of like devices into a file. Rank 0
     merges the files of the others into the one at ``path``. timeout: seconds that ranks wait for
@@ -63,21 +63,27 @@ def profile_group(
     return [message.found for message in messages if message.found is not None]
 
 
-def likes(cluster: Cluster, model: str) -> Cluster:
-    """The cluster without the devices of other models, and what names them."""
-    return cluster.part(k for k, device in enumerate(cluster.devices) if device.model == model)
+def likes(cluster: Cluster, device: Device) -> Cluster:
+    """The cluster without the devices of other kinds, and what names them."""
+    mine = kind(device)
+    return cluster.part(k for k, other in enumerate(cluster.devices) if kind(other) == mine)
+
+
+def kind(device: Device) -> tuple[object, ...]:
+    """What devices have in common of which one is measured for all: model, threads, quota."""
+    return device.model, device.threads, device.share
 
 
 def _measured(rank: int, cluster: Cluster, path: Path, own: Path, measure: Measure) -> _Message:
-    """This rank's measurements, where it is the first of its model; nothing otherwise."""
-    models = [device.model for device in cluster.devices]
-    if models.index(models[rank]) != rank:
+    """This rank's measurements, where it is the first of its kind; nothing otherwise."""
+    kinds = [kind(device) for device in cluster.devices]
+    if kinds.index(kinds[rank]) != rank:
         return _Message()
     try:
         if path.is_file():
             shutil.copyfile(path, own)  # what it holds is not measured again
         with alone():
-            found = measure(likes(cluster, models[rank]), own)
+            found = measure(likes(cluster, cluster.devices[rank]), own)
         return _Message(found, own.read_bytes())
     except FxpartError as fault:
         return _Message(problems=fault.problems)

@@ -21,7 +21,7 @@ from fxpart.front import Front, of_model
 from fxpart.measuring.candidates import Work
 from fxpart.measuring.contest import by_name
 from fxpart.measuring.crowding import MOST
-from fxpart.measuring.stages import StageWork
+from fxpart.measuring.stage_bench import StageWork
 from fxpart.optimizers import choose
 from fxpart.parts import Parts, make_parts
 from fxpart.planned.words import label

@@ -8,7 +8,7 @@ devices are this host's processors, the plans that may be the best, run by real 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from fxpart.front import Asked, Front, make_front
 from fxpart.measuring import crowding as crowds
 from fxpart.measuring.calibrate import calibration, errors
 from fxpart.measuring.candidates import (
+    Work,
     alone,
     in_words,
     short_enough,
@@ -37,7 +38,8 @@ from fxpart.measuring.replicas import replica
 from fxpart.measuring.run import Progress, Run
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import on_device, setting
-from fxpart.measuring.stages import LEAST, microbatch, time_stages
+from fxpart.measuring.stage_bench import TURNS, StageBench, microbatch
+from fxpart.measuring.stages import LEAST
 from fxpart.optimizers import choose
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
@@ -104,7 +106,7 @@ def profile(
         ),
         {"loss": workload.loss, "batch_dims": batch_dims},
     )
-    front = _of_one_model(front)
+    front = _of_one_kind(front)
     captured = time.monotonic()
     with on_device(front.request.cluster.devices[0]) as device, Profile(path, create=True) as held:
         session = _Session(
@@ -124,10 +126,10 @@ def profile(
     return msgspec.structs.replace(found, capture_seconds=captured - start, seconds=took)
 
 
-def _of_one_model(front: Front) -> Front:
-    """For the devices of the first one's model alone: what others take is not measured here."""
+def _of_one_kind(front: Front) -> Front:
+    """For the devices of the first one's kind alone: what others take is not measured here."""
     cluster = front.request.cluster
-    part = likes(cluster, cluster.devices[0].model)
+    part = likes(cluster, cluster.devices[0])
     return replace(front, request=replace(front.request, cluster=part))
 
 
@@ -234,30 +236,37 @@ class _Session(Run):
         )
         wanted = [c for c in with_wholes(problem, choices)[:_PLANS] if self._fits(problem, c)]
         works = [self.work(problem, choice) for choice in wanted or choices[:1]]
-        fresh: dict[str, StageTiming] = {}
-        found = 0
-        for number, work in enumerate(works):
-            self.progress("stages", number, len(works))
-            had = {*known, *fresh}
-            made = time_stages(
-                work.stages,
-                self.captured,
-                self.front.request.optimizer,
-                name,
-                had,
-                self.device,
-                seconds=self.each(len(works)),
-                left=lambda: self.left(self.shares[1]),
-                parts=work.parts(parts),
-            )
-            found += len(work.stages.sources) - len(made) // 2
-            self.profile.put("stages", self.setting, made, self.date)
-            fresh |= made
-            if self.left(self.shares[1]) <= 0 and number + 1 < len(works):
-                left_out.append(f"the stages of {len(works) - number - 1} plans")
-                break
-        self.progress("stages", len(works), len(works))
-        return len(fresh) // 2, found
+        made, reached = self._in_turns(works, parts, known, name)
+        self.profile.put("stages", self.setting, made, self.date)
+        found = sum(len(work.stages.sources) for work in works[:reached]) - len(made) // 2
+        if reached < len(works):
+            left_out.append(f"the stages of {len(works) - reached} plans")
+        return len(made) // 2, found
+
+    def _in_turns(
+        self, works: list[Work], parts: StageParts, known: Collection[str], name: str
+    ) -> tuple[dict[str, StageTiming], int]:
+        """Timings of stages that are not known, and of how many of the works there was time for."""
+        bench = StageBench(self.captured, self.front.request.optimizer, name, self.device)
+        done, count = 0, TURNS * len(works)
+        for _ in range(TURNS):
+            timed = set(known)
+            for work in works:
+                if self.left(self.shares[1]) <= 0 and done:
+                    break
+                self.progress("stages", done, count)
+                timed |= set(
+                    bench.turn(
+                        work.stages,
+                        timed,
+                        seconds=self.each(len(works)) / TURNS,
+                        left=lambda: self.left(self.shares[1]),
+                        parts=work.parts(parts),
+                    )
+                )
+                done += 1
+        self.progress("stages", count, count)
+        return bench.timings(), min(done, len(works))
 
     def _fits(self, problem: PartitionProblem, choice: Choice) -> bool:
         """Whether the least that is done to time a plan's stages takes half of what is left."""
@@ -289,7 +298,8 @@ class _Session(Run):
         ranks = sum(device.host == self.first.host for device in cluster.devices)
         wanted = min(crowds.MOST, ranks)
         kept = self.profile.get("crowding", self.setting, Crowding).get(key)
-        if (kept is not None and len(kept.slowdown) >= wanted) or self.device.type != "cpu":
+        enough = kept is not None and (self.setting.quota or len(kept.slowdown) >= wanted)
+        if enough or self.device.type != "cpu":
             return kept
         left = self.left()
         if left <= 1:
@@ -300,15 +310,14 @@ class _Session(Run):
         each = _CROWDING * left / crowds.ROUNDS
         work = self.work(problem, short_enough(problem, choices[0].variant, each))
         values, _, _ = microbatch(self.captured, work.stages.spec, work.stages.microbatches)
-        made = crowds.crowding(
-            work.stages.spec,
-            work.stages.sources[0],
-            self.captured.state,
-            values,
-            ranks,
-            seconds=min(_STRETCH, max(0.2, left / (3 * wanted))),
-            timeout=max(60.0, 10 * self.budget),
-        )
+        stage = (work.stages.spec, work.stages.sources[0], self.captured.state, values)
+        timeout = max(60.0, 10 * self.budget)
+        if self.setting.quota:  # all ranks would have to share it here
+            grown = crowds.weighed(*stage, timeout=timeout)
+            made = Crowding(baseline=grown.baseline, overhead=grown.overhead)
+        else:
+            stretch = min(_STRETCH, max(0.2, left / (3 * wanted)))
+            made = crowds.crowding(*stage, ranks, seconds=stretch, timeout=timeout)
         self.profile.put("crowding", self.setting, {key: made}, self.date)
         self.progress("crowding", 1, 1)
         return made

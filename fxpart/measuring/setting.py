@@ -1,4 +1,4 @@
-"""Where this process measures: device, chip, threads, torch."""
+"""Where this process measures: device, chip, threads, torch, and what a container leaves of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from fxpart.cluster import Device
+from fxpart.cluster_io.quota import quota
 from fxpart.errors import error
 from fxpart.profile import Setting, chip
 from fxpart.runtime.heap import keep_freed
@@ -16,11 +17,14 @@ from fxpart.runtime.heap import keep_freed
 
 def setting(model: str, device: torch.device | None = None) -> Setting:
     """The setting of this process. model: of the device, as the cluster says it."""
+    version = str(torch.__version__)
     if device is not None and device.type == "cuda":
-        name, threads = torch.cuda.get_device_name(device), 0
-    else:
-        name, threads = chip(), torch.get_num_threads()
-    return Setting(device=model, chip=name, threads=threads, torch=str(torch.__version__))
+        name = torch.cuda.get_device_name(device)
+        return Setting(device=model, chip=name, threads=0, torch=version)
+    threads = torch.get_num_threads()
+    left = quota() or threads
+    held = round(left, 4) if left < threads else 0.0
+    return Setting(device=model, chip=chip(), threads=threads, torch=version, quota=held)
 
 
 @contextmanager

@@ -7,9 +7,8 @@ they came and put together before the update, as the runtime does it, and count 
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,29 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
-from fxpart.measuring.outliers import timing
-from fxpart.profile import TIMED, StageTiming
+from fxpart.profile import TIMED
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
-from fxpart.runtime.batch import Reader
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.groups import own
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.optimizer import groups_of, make_optimizer
 from fxpart.runtime.rows.taken import Taken
-from fxpart.runtime.shapes import Sizes
 from fxpart.runtime.stage import StageTable
 
 if TYPE_CHECKING:
-    from fxpart.capture import Captured
+    pass
 
 Values = dict[str, torch.Tensor]
 _WARM = 1  # steps that are not counted
-_LEAST, _MOST = 3, 15  # steps that are
-LEAST = 2 * (_WARM + _LEAST)  # microbatches that a stage runs at least
+_MOST = 15  # steps that are, in a turn
+LEAST_STEPS = 3  # in the first turn
+LEAST = TIMED * (_WARM + LEAST_STEPS)  # microbatches that a stage runs at least
 
 
 @dataclass(frozen=True)
@@ -123,13 +119,13 @@ class StageRun:
         found: torch.Tensor = cell.inputs[self.table.positions[link.name]]
         return found
 
-    def samples(self, inputs: Values, seconds: float) -> Samples:
-        """Steps of two microbatches until ``seconds`` are over, three at least."""
+    def samples(self, inputs: Values, seconds: float, least: int = LEAST_STEPS) -> Samples:
+        """Steps of two microbatches until ``seconds`` are over, ``least`` at least."""
         rows: list[tuple[float, float, float, float]] = []
         end = time.perf_counter() + seconds
         gradients: list[torch.Tensor] | None = None
         for step in range(_WARM + _MOST):
-            if step >= _WARM + _LEAST and time.perf_counter() > end:
+            if step >= _WARM + least and time.perf_counter() > end:
                 break
             gradients = self._step(inputs, gradients, rows)
         kept = rows[_WARM:]
@@ -173,23 +169,6 @@ class StageRun:
         return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class StageWork:
-    """The stages of one program to time at one microbatch size. label: of the plan, for people."""
-
-    spec: ProgramSpec
-    sources: tuple[str, ...]
-    microbatches: int
-    labels: tuple[str, ...]
-
-
-def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Values, Sizes, int]:
-    """The first (largest) of ``count`` microbatches of the example batch: tensors, sizes, rows."""
-    assert captured.example is not None, "a captured model has an example"
-    cut = Reader(spec).read(captured.example(), count)
-    return dict(cut.inputs[0]), cut.sizes[0], cut.rows[0]
-
-
 def _optimizer(
     given: Any, spec: ProgramSpec, stage: int, module: nn.Module
 ) -> torch.optim.Optimizer:
@@ -202,63 +181,3 @@ def _optimizer(
         if state.requires_grad and state.kind == "parameter"
     ]
     return make_optimizer(given, [parameter for _, parameter in mine], own(groups, mine))
-
-
-def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:
-    """The key of each stage."""
-    return [
-        stage_key(source, work.spec, index, sizes, optimizer)
-        for index, source in enumerate(work.sources)
-    ]
-
-
-def time_stages(
-    work: StageWork,
-    captured: Captured,
-    optimizer: Any,
-    name: str,
-    known: Container[str],
-    device: torch.device,
-    *,
-    seconds: float = 1.0,
-    left: Callable[[], float] = lambda: 1e9,
-    parts: Callable[[int, int, bool], dict[str, float]] | None = None,
-) -> dict[str, StageTiming]:
-    """Timings of a program's stages by key, two for each: a first microbatch and later ones.
-
-    Stages whose key is in ``known`` or was timed just before are not timed again. name: the
-    optimizer's. seconds: for each stage. left: seconds that are left for all. parts(stage, rows,
-    later): what :class:`StageTiming` keeps of predictions.
-    """
-    values, sizes, rows = microbatch(captured, work.spec, work.microbatches)
-    values = {n: t.to(device) for n, t in values.items()}
-    keys = keys_of(work, sizes, name)
-    found: dict[str, StageTiming] = {}
-    wanted = [k for k, key in enumerate(keys) if key not in known]
-    for index in range(max(wanted, default=-1) + 1):
-        if left() <= 0:
-            break
-        run = StageRun(work.spec, index, work.sources[index], captured.state, optimizer, device)
-        if keys[index] not in known and keys[index] not in found:
-            made = run.samples(values, seconds)
-            for later in (False, True):
-                found[keys[index] + ("" if later else FIRST)] = StageTiming(
-                    forward=timing(made.forward),
-                    backward=timing(made.later if later else made.first),
-                    optimizer=timing(made.optimizer),
-                    rows=rows,
-                    label=work.labels[index],
-                    parts={} if parts is None else parts(index, rows, later),
-                )
-        _pass_on(run, values)
-        del run
-        gc.collect()
-    return found
-
-
-def _pass_on(run: StageRun, values: Values) -> None:
-    """Run the stage once and keep what later stages use."""
-    cell = run.forward(values, train=False)
-    for link in run.found:
-        if link.source == run.table.index:
-            values[link.name] = cell.outputs[link.output].detach()

@@ -88,6 +88,17 @@ def pace(hosts: Sequence[HostLoad], rank: int) -> float:
     return 1.0
 
 
+def paced(hosts: Sequence[HostLoad], busy: float) -> float:
+    """What seconds are worth while only so many ranks compute, of all on one host.
+
+    1 where the hosts are several, or how their ranks slow each other down is not known.
+    """
+    if len(hosts) != 1 or not hosts[0].full:
+        return 1.0
+    curve = hosts[0].slowdown
+    return factor(curve, max(1.0, busy)) / factor(curve, hosts[0].full)
+
+
 def is_crowded(load: HostLoad) -> bool:
     """Whether anything about the host's ranks depends on what else runs there."""
     if not load.slowdown or not load.ranks:

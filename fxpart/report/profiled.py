@@ -10,7 +10,6 @@ from fxpart.profile import (
     Crowding,
     Profile,
     Rehearsal,
-    Setting,
     StageTiming,
     Timing,
 )
@@ -54,7 +53,7 @@ def describe_profile(profile: Profile) -> list[str]:
     for setting in profile.settings():
         ops = profile.get("ops", setting, Timing)
         stages = profile.get("stages", setting, StageTiming)
-        lines += [_said(setting), f"  {plural(len(ops), 'op timing')}"]
+        lines += [setting.words(), f"  {plural(len(ops), 'op timing')}"]
         lines += [f"    {line}" for line in _ops(ops)]
         if stages:
             lines += [f"  {plural(len(stages), 'stage timing')}"]
@@ -84,11 +83,6 @@ def contents(profile: Profile) -> list[dict[str, object]]:
         }
         for setting in profile.settings()
     ]
-
-
-def _said(setting: Setting) -> str:
-    threads = f", threads: {setting.threads}" if setting.threads else ""
-    return f"{setting.device} ({setting.chip}{threads}, torch {setting.torch})"
 
 
 def _ops(ops: Mapping[str, Timing]) -> list[str]:

@@ -4,7 +4,7 @@
 
 Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
-once, on a whole core (``fxpart profile --no-rehearse``); a device's ``quota`` prices its ranks.
+(``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas.
 Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
@@ -24,14 +24,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import namespaces
 import quotas
 from choice import links
+from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
 from record import ROOT, parser, write
 
 if TYPE_CHECKING:
@@ -43,33 +42,6 @@ if TYPE_CHECKING:
 RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"
 _BOUND = 0.15
-_RICH = 4 << 30  # bytes of a device whose memory is no matter
-_LATENCY = 3e-4  # seconds between namespaces
-_PART = 0.5  # of what the whole model needs, in the device with the least memory
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """A cluster. quotas: of its devices, in cores; scarce: devices with half the others' memory.
-
-    hosts: each device's, where there are two; megabits: a second of the link between them.
-    """
-
-    quotas: tuple[float, ...]
-    scarce: tuple[int, ...] = ()
-    hosts: tuple[int, ...] = ()
-    megabits: float = 0.0
-
-
-CLUSTERS = {
-    "a fast one, a slow one": Kinds((0.9, 0.45)),
-    "two fast ones, a slow one": Kinds((0.64, 0.64, 0.32)),
-    "a fast one, two slow ones": Kinds((0.9, 0.3, 0.3)),
-    "a fast one with half the memory, two slow ones": Kinds((0.8, 0.4, 0.4), (0,)),
-    "two fast ones, a slow link, two slow ones": Kinds(
-        (0.6, 0.6, 0.3, 0.3), hosts=(0, 0, 1, 1), megabits=200.0
-    ),
-}
 MODELS = ("gpt2", "recommender")
 
 
@@ -98,69 +70,6 @@ _ROWS = 12  # of a batch of GPT-2: equal shares for 2, 3 and 4 ranks
 _CLICKS = 4608  # rows of a batch of the recommender
 
 
-def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
-    """Devices with quotas of a core of this host. need: of a process with the whole model."""
-    from msgspec import UNSET
-    from msgspec.structs import replace
-
-    from fxpart.cluster import Cluster, Link
-    from fxpart.cluster_io.detect import cores
-
-    one = Cluster.local(cores()).devices[0]
-    scarce = round((need.process + _PART * (need.tensors + need.allocator)) / 0.97)
-    devices = [
-        replace(
-            one, name=f"local/cpu:{k}", quota=quota, threads=1, bandwidth=one.bandwidth * quota,
-            flops={kind: rate * quota for kind, rate in one.flops.items()},
-            memory=(scarce if k in kinds.scarce else 2 * scarce) if kinds.scarce else _RICH,
-        )
-        for k, quota in enumerate(kinds.quotas)
-    ]  # fmt: skip
-    if not kinds.hosts:
-        return between_held(replace(base, name=name, devices=tuple(devices))).validate()
-    apart = [
-        replace(d, name=f"host{h}/cpu:{k}", host=f"host{h}")
-        for k, (d, h) in enumerate(zip(devices, kinds.hosts, strict=True))
-    ]
-    host_of = {device.name: device.host for device in apart}
-    made = between_held(replace(base, name=name, devices=tuple(apart)))
-    inside = [link for link in made.links if host_of[link.source] == host_of[link.target]]
-    rate = kinds.megabits * 1e6 / 8
-    between = Link(
-        source="*", target="*", latency=_LATENCY, bandwidth=rate, kind="net", shared=True
-    )
-    return replace(made, links=(*inside, between), hosts=UNSET).validate()
-
-
-def between_held(cluster: Cluster) -> Cluster:
-    """Links of one host, and collectives, at the pace of the slower end: processors copy there."""
-    from msgspec import UNSET
-    from msgspec.structs import replace
-
-    (link,) = cluster.links
-    found = []
-    for a, b in permutations(cluster.devices, 2):
-        pace = min(a.share, b.share)
-        curve = UNSET if link.curve is UNSET else tuple((n, s / pace) for n, s in link.curve)
-        held = {"latency": link.latency / pace, "bandwidth": link.bandwidth * pace, "curve": curve}
-        found.append(replace(link, source=a.name, target=b.name, **held))
-    slowest = min(device.share for device in cluster.devices)
-    curves = () if cluster.collectives is UNSET else cluster.collectives
-    sums = tuple(
-        replace(
-            c, points=tuple((n, s / slowest) for n, s in c.points), latency=c.latency / slowest,
-            inverse_bandwidth=c.inverse_bandwidth / slowest,
-        )
-        for c in curves
-    )  # fmt: skip
-    return replace(cluster, links=tuple(found), collectives=sums or UNSET)
-
-
-def nominal(device: Any, kinds: Kinds) -> float:
-    """The quota that is set for a device, in cores."""
-    return kinds.quotas[int(device.name.rpartition(":")[2])]
-
-
 def plans(program: Program, cluster: Cluster, kinds: Kinds, path: Path) -> dict[str, Program]:
     """The chosen plan and the homogeneous ones, predicted; one that does not fit is left out."""
     from fxpart.errors import FxpartError
@@ -187,15 +96,15 @@ def plans(program: Program, cluster: Cluster, kinds: Kinds, path: Path) -> dict[
     return found
 
 
-def kinds_of(cluster: Cluster) -> list[Cluster]:
-    """The devices of each kind as clusters of their own; of their host nothing else is known."""
-    from msgspec import UNSET
-    from msgspec.structs import replace
+def same(made: dict[str, Program]) -> list[str]:
+    """Those that are the chosen plan: the same stages and steps on the same devices."""
 
-    members: dict[tuple[object, int], list[int]] = {}
-    for place, device in enumerate(cluster.devices):
-        members.setdefault((device.quota, device.memory), []).append(place)
-    return [replace(cluster.part(places), hosts=UNSET).validate() for places in members.values()]
+    def decided(plan: Plan) -> tuple[object, ...]:
+        places = tuple(plan.device(rank).name for rank in range(plan.world))
+        return words_of(plan), places
+
+    mine = decided(made[WHOLE].plan)
+    return [label for label, one in made.items() if label != WHOLE and decided(one.plan) == mine]
 
 
 def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
@@ -285,6 +194,10 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     need = program.replan(alone, cost_model=path).plan.prediction.ranks[0]
     cluster = cluster_of(words, kinds, base, need)
     made = plans(program, cluster, kinds, path)
+    again = same(made)
+    for label in again:
+        say(f"  {label}: is the chosen plan")
+        del made[label]
     rows: dict[str, Any] = {}
     runs = run_all(made, kinds, options)
     for label, one in made.items():
@@ -307,6 +220,7 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
         "load": os.getloadavg()[0],
         "plans": rows,
         "over": over,
+        "chosen_is": again,
     }
 
 
@@ -315,7 +229,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     over = [one for row in rows for one in row["over"].values()]
     steps = [abs(one["error"]) for row in rows for one in row["plans"].values()]
     ratios = [abs(one["error"]) for one in over]
-    best = [min(one["measured"] for one in row["over"].values()) for row in rows]
+    best = [over_best(row)[1] for row in rows]
     return {
         "ratios": len(ratios),
         "ratio_median_error": statistics.median(ratios),
@@ -325,6 +239,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "step_worst_error": max(steps),
         "over_best_homogeneous": {"least": min(best), "median": statistics.median(best)},
     }
+
+
+def over_best(row: dict[str, Any]) -> tuple[str, float]:
+    """The best homogeneous plan, and the chosen plan's throughput over its; 1 where it is that."""
+    over = {label: float(one["measured"]) for label, one in row["over"].items()}
+    over |= dict.fromkeys(row["chosen_is"], 1.0)
+    return min(over.items(), key=lambda item: item[1])
 
 
 def say(text: str) -> None:
@@ -344,6 +265,9 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
         return rows
     base, path, work = links(RANKS, folder), folder / f"{name}.profile", workload(name)
     profile(work, base, path, budget=options.budget, rehearse=False)
+    for quota in sorted({q for words in left for q in CLUSTERS[words].quotas}, reverse=True):
+        say(f"{name}: profiled under {quota:g} cores")
+        profile_held(name, quota, base, path, options.budget)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     example: Any = {given: work.example}
     program = fxpart.compile(
@@ -355,6 +279,37 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
         rows.append(row(name, words, program, base, folder, options))
         kept.write_text(json.dumps(rows))
     return rows
+
+
+def profile_held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> None:
+    """Profile a model in a process under a quota, into the same file."""
+    from fxpart.measuring.processes import together
+
+    with quotas.Groups([quota]) as groups:
+        payload = {
+            "groups": [str(folder) for folder in groups.folders], "cores": groups.cores,
+            "name": name, "quota": quota, "ranks": len(base.devices), "path": str(path),
+            "budget": budget,
+        }  # fmt: skip
+        together(1, "heterogeneous_measured:measure_held", payload, 1800.0)
+
+
+def measure_held(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """The process that profiles."""
+    from msgspec.structs import replace
+
+    from fxpart.cluster import Cluster
+    from fxpart.measuring.session import profile
+
+    del world
+    work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
+    devices = tuple(replace(d, quota=payload["quota"], threads=1) for d in base.devices)
+    quotas.enter(rank, payload)
+    profile(
+        work, replace(base, devices=devices), payload["path"], budget=payload["budget"],
+        rehearse=False,
+    )  # fmt: skip
+    return {}
 
 
 def main() -> None:

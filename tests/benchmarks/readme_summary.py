@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from heterogeneous_measured import over_best
 from readme_planner import gap, others_load
 from record import RESULTS, read
 
@@ -116,9 +117,7 @@ def _profiling(figures: Mapping[str, Any]) -> str:
 
 
 def _unlike(figures: Mapping[str, Any]) -> str:
-    found = [
-        min(float(over["measured"]) for over in row["over"].values()) for row in figures["rows"]
-    ]
+    found = [over_best(row)[1] for row in figures["rows"]]
     return (
         f"{min(found):.2f} to {max(found):.2f} of the best homogeneous plan's;"
         f" {figures['ratios_within_bound']} of {figures['ratios']} ratios predicted within 15 %"

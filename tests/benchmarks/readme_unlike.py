@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import geometric_mean
 
+from heterogeneous_measured import over_best
 from record import read
 
 NAME, CLUSTERS = "heterogeneous_measured", "heterogeneous"
@@ -67,11 +68,12 @@ def unlike(made: str) -> str:
     found = read(NAME)["figures"]
     for row in found["rows"]:
         chosen = row["plans"]["chosen"]
-        best, over = min(row["over"].items(), key=lambda item: float(item[1]["measured"]))
+        best, measured = over_best(row)
+        predicted = 1.0 if best in row["chosen_is"] else row["over"][best]["predicted"]
         lines.append(
             f"| {row['model']} | {row['cluster']} | {1e3 * chosen['predicted']:.0f} ms"
-            f" | {1e3 * chosen['measured']:.0f} ms | {over['predicted']:.2f}"
-            f" | **{over['measured']:.2f}** | {best} |"
+            f" | {1e3 * chosen['measured']:.0f} ms | {predicted:.2f}"
+            f" | **{measured:.2f}** | {best}{', chosen' * (best in row['chosen_is'])} |"
         )
     words = (
         f"Of {found['ratios']} ratios of throughput over homogeneous plans"

@@ -64,7 +64,7 @@ def read_row(data: bytes) -> object:
     known = Measured.load(path, None, find(AUTO))
     two = TensorSpec((2, 5), "float32")
     op = OpSpec("aten.relu.default", (two,), (two,), gradient_inputs=(0,), gradients=1)
-    for setting in known.settings.values():
+    for setting in known.measurements:
         estimates = known._estimate(setting)
         estimates(op, False, known.base, _device())
         estimates.rate(op, True, known.base, _device())

@@ -15,7 +15,7 @@ from fxpart.cluster_io.detect import cores
 from fxpart.measuring.crowding import crowding, equivalent, summary
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.session import profile
-from fxpart.measuring.stages import microbatch
+from fxpart.measuring.stage_bench import microbatch
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming
 from fxpart.target import Workload
 
@@ -87,6 +87,30 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     assert (again.ops, again.known_ops, again.left_out) == (0, found.ops, found.left_out)
     more = profile(workload(), cluster, path, budget=4.0)
     assert more.known_ops >= found.ops and more.ops + more.stages > 0
+
+
+@pytest.mark.slow
+def test_under_a_quota_seconds_are_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept apart, and what stages are predicted to take is not divided by the quota."""
+    path, device = tmp_path / "model.profile", one_rank().devices[0]
+    held = msgspec.structs.replace(device, quota=0.01)
+    under = msgspec.structs.replace(one_rank(), devices=(held,))
+    monkeypatch.setattr("fxpart.measuring.setting.quota", lambda: 0.01)
+    found = profile(workload(), under, path, budget=20.0)
+    assert found.crowding is not None and found.crowding.baseline > 50e6
+    assert not found.crowding.slowdown and not found.crowding.wake
+    monkeypatch.setattr("fxpart.measuring.setting.quota", lambda: None)
+    profile(workload(), one_rank(), path, budget=20.0)
+    with Profile(path) as kept:
+        whole, mine = kept.settings()
+        assert (whole.quota, mine.quota) == (0.0, 0.01)
+        factors = [kept.get("calibrations", s, Calibration) for s in (whole, mine)]
+    # A hundredth of a core: a factor that knew of it would be at its bound, 0.3.
+    for of in factors:
+        (calibration,) = of.values()
+        assert max(calibration.factors.values()) > 0.5
 
 
 @pytest.mark.slow

@@ -14,16 +14,10 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.api import Program
-from fxpart.codegen.alike import canonical, stage_key, symbol_sizes
+from fxpart.codegen.alike import FIRST, canonical, stage_key, symbol_sizes
 from fxpart.measuring.outliers import timing
-from fxpart.measuring.stages import (
-    FIRST,
-    StageRun,
-    StageWork,
-    keys_of,
-    microbatch,
-    time_stages,
-)
+from fxpart.measuring.stage_bench import StageBench, StageWork, keys_of, microbatch
+from fxpart.measuring.stages import StageRun
 from fxpart.profile import StageTiming
 
 pytestmark = pytest.mark.slow
@@ -51,9 +45,9 @@ def work(program: Program) -> StageWork:
 
 
 def timed(program: Program, known: Mapping[str, object] | None = None) -> dict[str, StageTiming]:
-    return time_stages(
-        work(program), program.captured, "adamw", "adamw", known or {}, CPU, seconds=0.0
-    )
+    bench = StageBench(program.captured, "adamw", "adamw", CPU)
+    bench.turn(work(program), known or {}, seconds=0.0)
+    return bench.timings()
 
 
 # Ties, values that several stages use, masks, embeddings in bags, convolutions with statistics.
@@ -113,6 +107,26 @@ def test_equal_layers_have_one_key_and_are_timed_once() -> None:
     same = max(middle.count(key) for key in middle)
     assert same >= 2
     assert len(timed(program)) == 2 * len(set(keys)) < 2 * len(keys)
+
+
+@pytest.mark.slow
+def test_turns_count_together() -> None:
+    """Each stage is timed once a turn, and all samples are one stage's."""
+    program = layers()
+    bench = StageBench(program.captured, "adamw", "adamw", CPU)
+    first = bench.turn(work(program), (), seconds=0.0)
+    assert len(first) == len(set(first)) > 1
+    runs = {key: one.forward.runs for key, one in bench.timings().items()}
+    some = first[:1]
+    assert bench.turn(work(program), some, seconds=0.0) == first[1:]
+    both = bench.timings()
+    assert set(both) == set(runs)
+    for key, one in both.items():
+        raised = sum(len(turn.forward) for turn in bench._samples[key.removesuffix(FIRST)])
+        assert raised == (3 if key.removesuffix(FIRST) in some else 4)
+        assert runs[key] <= 3 and one.forward.runs <= raised
+    assert bench.turn(work(program), (), left=lambda: 0.0) == []
+    assert bench.timings() == both
 
 
 def test_keys_tell_apart_rows_optimizers_and_code() -> None:

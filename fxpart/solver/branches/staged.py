@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from fxpart.solver.branches.graph import regroup
 from fxpart.solver.branches.objective import evaluate
@@ -10,6 +14,7 @@ from fxpart.solver.branches.portfolio import solve_branches
 from fxpart.solver.branches.problem import BranchSolution
 from fxpart.solver.objective import Evaluation
 from fxpart.solver.objective import evaluate as evaluate_chain
+from fxpart.solver.portfolio import solve, status_of
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
 
 
@@ -54,6 +59,47 @@ def staged(
         over=found.over,
         chain=(problem, chain),
     )
+
+
+def kinds(made: Staged, *, time_limit: float, seed: int = 0) -> Iterator[Staged]:
+    """The best graph of stages of every number of stages and microbatches, as long as time lasts.
+
+    made: the best of all, a graph; its bound stays what is proven, and it comes first.
+    """
+    yield made
+    assert made.chain is not None and made.solution.choice is not None, "a graph"
+    problem, had = made.chain[0], made.solution.choice
+    end = time.monotonic() + time_limit
+    for count in range(problem.min_stages, problem.max_stages + 1):
+        for number, variant in enumerate(problem.variants):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            if (count, number) == (len(had.starts), had.variant):
+                continue
+            one = msgspec.structs.replace(
+                problem, min_stages=count, max_stages=count, variants=(variant,)
+            )
+            found = staged(one, solve(one, time_limit=left, seed=seed), time_limit=left, seed=seed)
+            if found.over and found.solution.choice is not None:
+                yield _again(made, found, number)
+
+
+def _again(made: Staged, found: Staged, variant: int) -> Staged:
+    """A graph of one kind as a choice of the whole problem, with what is proven of that."""
+    assert made.chain is not None and found.solution.choice is not None, "graphs"
+    problem = made.chain[0]
+    choice = msgspec.structs.replace(found.solution.choice, variant=variant)
+    objective, bound = found.solution.objective, made.solution.bound
+    solution = msgspec.structs.replace(
+        made.solution,
+        status=status_of(objective, bound),
+        choice=choice,
+        objective=objective,
+        candidates=(choice,),
+    )
+    moved = regroup(problem, [(b,) for b in found.order]) if found.order else problem
+    return replace(found, problem=moved, solution=solution, over=made.over, chain=made.chain)
 
 
 def in_order(problem: PartitionProblem, found: BranchSolution) -> tuple[PartitionProblem, Solution]:

@@ -1,0 +1,151 @@
+"""The stages of candidate plans, each timed in several turns: what a machine does changes in time.
+
+Times of one stage are compared with those of another, and with those of the whole model. So every
+stage has its part of every turn, and what slows the machine down for some seconds counts for all.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpart.codegen.alike import FIRST, stage_key
+from fxpart.measuring.outliers import timing
+from fxpart.measuring.stages import LEAST_STEPS, Samples, StageRun, Values
+from fxpart.profile import StageTiming
+from fxpart.program import ProgramSpec
+from fxpart.runtime.batch import Reader
+from fxpart.runtime.shapes import Sizes
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The stages of one program to time at one microbatch size. label: of the plan, for people."""
+
+    spec: ProgramSpec
+    sources: tuple[str, ...]
+    microbatches: int
+    labels: tuple[str, ...]
+
+
+def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Values, Sizes, int]:
+    """The first (largest) of ``count`` microbatches of the example batch: tensors, sizes, rows."""
+    assert captured.example is not None, "a captured model has an example"
+    cut = Reader(spec).read(captured.example(), count)
+    return dict(cut.inputs[0]), cut.sizes[0], cut.rows[0]
+
+
+def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:
+    """The key of each stage."""
+    return [
+        stage_key(source, work.spec, index, sizes, optimizer)
+        for index, source in enumerate(work.sources)
+    ]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is said of a timed stage beside its times. parts: by whether gradients are there."""
+
+    rows: int
+    label: str
+    parts: dict[bool, dict[str, float]]
+
+
+@dataclass
+class StageBench:
+    """Times stages on a device. optimizer: as given; name: its name. seconds: for each turn."""
+
+    captured: Captured
+    optimizer: Any
+    name: str
+    device: torch.device
+    _samples: dict[str, list[Samples]] = field(default_factory=dict, init=False)
+    _told: dict[str, _Known] = field(default_factory=dict, init=False)
+
+    def turn(
+        self,
+        work: StageWork,
+        known: Container[str],
+        *,
+        seconds: float = 1.0,
+        left: Callable[[], float] = lambda: 1e9,
+        parts: Callable[[int, int, bool], dict[str, float]] | None = None,
+    ) -> list[str]:
+        """Time a program's stages once more; the keys of those that it timed, in order.
+
+        Stages whose key is in ``known`` or was timed just before are left out. seconds: for each
+        stage. left: seconds that are left for all. parts(stage, rows, later): what
+        :class:`StageTiming` keeps of predictions.
+        """
+        values, sizes, rows = microbatch(self.captured, work.spec, work.microbatches)
+        values = {n: t.to(self.device) for n, t in values.items()}
+        keys = keys_of(work, sizes, self.name)
+        wanted = [k for k, key in enumerate(keys) if key not in known]
+        timed: list[str] = []
+        for index in range(max(wanted, default=-1) + 1):
+            if left() <= 0:
+                break
+            run = self._run(work, index)
+            key = keys[index]
+            if key not in known and key not in timed:
+                had = self._samples.setdefault(key, [])
+                least = 1 if had else LEAST_STEPS
+                had.append(run.samples(values, seconds, least))
+                if key not in self._told:
+                    thought = {
+                        later: {} if parts is None else parts(index, rows, later)
+                        for later in (False, True)
+                    }
+                    self._told[key] = _Known(rows, work.labels[index], thought)
+                timed.append(key)
+            _pass_on(run, values)
+            del run
+            gc.collect()
+        return timed
+
+    def timings(self) -> dict[str, StageTiming]:
+        """By key what all turns say, two for each: of a first microbatch, and of later ones."""
+        found: dict[str, StageTiming] = {}
+        for key, every in self._samples.items():
+            said = self._told[key]
+            forward = timing(_joined(s.forward for s in every))
+            optimizer = timing(_joined(s.optimizer for s in every))
+            for later in (False, True):
+                back = _joined(s.later if later else s.first for s in every)
+                found[key + ("" if later else FIRST)] = StageTiming(
+                    forward=forward,
+                    backward=timing(back),
+                    optimizer=optimizer,
+                    rows=said.rows,
+                    label=said.label,
+                    parts=said.parts[later],
+                )
+        return found
+
+    def _run(self, work: StageWork, index: int) -> StageRun:
+        return StageRun(
+            work.spec, index, work.sources[index], self.captured.state, self.optimizer, self.device
+        )
+
+
+def _joined(turns: Iterable[Sequence[float]]) -> list[float]:
+    return list(chain.from_iterable(turns))
+
+
+def _pass_on(run: StageRun, values: Values) -> None:
+    """Run the stage once and keep what later stages use."""
+    cell = run.forward(values, train=False)
+    for link in run.found:
+        if link.source == run.table.index:
+            values[link.name] = cell.outputs[link.output].detach()
