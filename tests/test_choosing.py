@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Program
+from fxpart.profile import Crowding, Profile, Setting, Timing, chip
 from fxpart.solver.joint.objective import evaluate
 from fxpart.whatif import Change, answer, choice_of
 
@@ -177,3 +179,30 @@ def test_more_microbatches_than_rows_of_a_replica_are_refused() -> None:
     with pytest.raises(FxpartError) as caught:
         program().replan(cluster(1.0, 1.0), microbatches=48, constraints={"mesh": "dp=2"})
     assert caught.value.code == "FXP105" and "microbatches" in caught.value.problems[0].fix
+
+
+@pytest.mark.slow
+def test_on_few_cores_no_mesh_given_by_hand_is_expected_to_be_faster(tmp_path: Path) -> None:
+    """Formulas take all ranks to compute all the time, and plans with few busy ones are faster."""
+    local = Cluster.local(4)
+    devices = tuple(replace(device, threads=1) for device in local.devices)
+    where = replace(local, devices=devices)
+    path = tmp_path / "crowded.profile"
+    here = Setting(device="cpu", chip=chip(), threads=1, torch=str(torch.__version__))
+    with Profile(path, create=True) as profile:
+        profile.put("ops", here, {"none": Timing(1.0, 1.0, 1.0, 3)})
+        profile.put("crowding", here, {"": Crowding(slowdown=(1.0, 1.0, 3.0, 4.5))})
+    # A row at a time keeps no four stages busy; four replicas are, and crawl.
+    x, y = torch.randn(4, 256, 64), torch.randn(4, 256, 10)
+    made = fxpart.compile(
+        Residual(), where, example_inputs=(x, y), loss=nn.functional.mse_loss, cost_model=path,
+        constraints={"tp": 1, "dp": "1,4"},
+    )  # fmt: skip
+    by_hand = {}
+    for mesh, lanes in (("none", 1), ("dp=4", 4)):
+        for stages in range(1, 4 // lanes + 1):
+            wish = {"mesh": mesh, "stages": stages}
+            other = made.replan(where, constraints=wish, cost_model=path).plan
+            by_hand[mesh, stages] = other.prediction.expected_seconds
+    assert made.plan.prediction.expected_seconds <= 1.02 * min(by_hand.values()), by_hand
+    assert min(by_hand.values()) < by_hand["dp=4", 1] / 1.5

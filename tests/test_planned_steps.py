@@ -18,7 +18,7 @@ from fxpart.cli import run
 from fxpart.cluster import Cluster, Device, Host, Link
 from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
-from fxpart.planned.hosts import completed, hosts_of, is_crowded
+from fxpart.planned.hosts import completed, hosts_of, is_crowded, paced
 from fxpart.planned.steps import step_in_time, steps_in_time
 from fxpart.prediction import RankPrediction, idle_share
 from fxpart.profile import Crowding
@@ -158,6 +158,16 @@ def cluster(
     known = tuple(Host(name=f"h{i}", cores=cores, slowdown=slowdown) for i in range(hosts))
     link = Link(source="*", target="*", latency=1e-5, bandwidth=4e9, kind="shm")
     return Cluster(name="c", devices=devices, links=(link,), hosts=known)
+
+
+def test_what_seconds_are_worth_while_fewer_compute() -> None:
+    """By the curve over its value for all; 1 where there is no one curve."""
+    load = HostLoad(ranks=(0, 1, 2), slowdown=(1.0, 1.0, 1.5, 2.0), full=4)
+    assert [paced([load], busy) for busy in (0.2, 1, 2.5, 3, 4)] == pytest.approx(
+        [0.5, 0.5, 0.625, 0.75, 1.0]
+    )
+    assert paced([], 2) == paced([load, load], 2) == 1.0
+    assert paced([msgspec.structs.replace(load, full=0)], 2) == 1.0
 
 
 def test_hosts_of_a_plan() -> None:

@@ -85,6 +85,10 @@ def test_the_best_of_every_number_of_stages_is_compared() -> None:
             best = solve(alone)
             mine = [c for c in found.candidates if len(c.starts) == stages]
             assert bool(mine) == (best.choice is not None)
+            kept = {(c.variant, c.schedule) for c in (*best.candidates, *solution.candidates)
+                    if len(c.starts) == stages}  # fmt: skip
+            each = 16 // (problem.max_stages - problem.min_stages + 1)
+            assert len(mine) >= min(len(kept), each)
         tried += 1
     assert tried > 10
 

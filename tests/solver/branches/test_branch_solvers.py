@@ -20,7 +20,7 @@ from fxpart.solver.branches.orders import orders
 from fxpart.solver.branches.portfolio import accepts, solve_branches
 from fxpart.solver.branches.search import improve
 from fxpart.solver.branches.series import series_parallel
-from fxpart.solver.branches.staged import in_order, staged
+from fxpart.solver.branches.staged import in_order, kinds, staged
 from fxpart.solver.branches.tables import Tables
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve
@@ -63,6 +63,44 @@ def test_no_bound_is_above_the_optimum(seed: int) -> None:
         one = msgspec.structs.replace(problem, variants=(problem.variants[variant],))
         least, _ = solve_brute(one)
         assert branch_bound(one, 0, graph) <= least
+
+
+def test_every_kind_has_its_best_graph() -> None:
+    """Each number of stages and microbatches is its own search; what is proven stays of all."""
+    tried = 0
+    for seed in BRANCHING[:80]:
+        problem = random_branches(seed)
+        made = staged(problem, solve(problem))
+        if not made.over:
+            continue
+        first, *rest = kinds(made, time_limit=60.0)
+        assert first is made
+        assert made.solution.choice is not None
+        seen = {(len(made.solution.choice.starts), made.solution.choice.variant)}
+        for one in rest:
+            choice, evaluation = one.solution.choice, one.evaluation
+            assert choice is not None and evaluation is not None and evaluation.feasible
+            count = len(choice.starts)
+            assert (count, choice.variant) not in seen
+            seen.add((count, choice.variant))
+            assert (one.solution.bound, one.over) == (made.solution.bound, made.over)
+            assert one.solution.objective == evaluation.seconds >= made.solution.objective
+            alone = msgspec.structs.replace(
+                problem, min_stages=count, max_stages=count,
+                variants=(problem.variants[choice.variant],),
+            )  # fmt: skip
+            assert evaluation.seconds == pytest.approx(solve_brute(alone)[0], rel=1e-6)
+            assert sorted(one.problem.blocks) == sorted(problem.blocks)
+            assert len(one.problem.variants) == len(problem.variants)
+            tried += 1
+    assert tried > 20
+
+
+def test_kinds_end_with_the_time() -> None:
+    made = next(
+        one for s in BRANCHING if (one := staged(p := random_branches(s), solve(p))).over
+    )  # fmt: skip
+    assert list(kinds(made, time_limit=0.0)) == [made]
 
 
 @pytest.mark.parametrize("seed", BRANCHING[:30])
