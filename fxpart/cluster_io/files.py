@@ -179,5 +179,5 @@ def _suffix(path: Path) -> str:
 
 
 def _unreadable(where: str | Path, why: str, fix: str = "") -> FxpartError:
-    fix = fix or "compare it with a file that `Cluster.dump` wrote"
+    fix = fix or "compare it with a file that `fxpart cluster detect -o FILE` writes"
     return error("FXP401", where=str(where), why=why, fix=fix)

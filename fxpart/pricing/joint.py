@@ -147,7 +147,7 @@ def _provenance(cluster: Cluster, layouts: Layouts) -> dict[str, str]:
     result = {
         "activations": f"counted from the captured graph, {batch}",
         "compute": "; ".join(sorted(layouts.prices.sources)) or name,
-        "devices": "; ".join(sorted({device.source for device in cluster.devices})),
+        "devices": "; ".join(sorted({d.source or "as given" for d in cluster.devices})),
         "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
         "memory": f"{RESERVE:.0%} of each device kept free",
         "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",

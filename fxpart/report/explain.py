@@ -296,7 +296,11 @@ def _pairs(title: str, pairs: dict[str, str]) -> list[str]:
         return []
     rows = [(key, value) for key, value in sorted(pairs.items())]
     width = max(len(key) for key, _ in rows)
-    return [title, *(f"  {key:<{width}}  {shortened(value, 100)}" for key, value in rows)]
+    lines = [title]
+    for key, value in rows:
+        first, *more = textwrap.wrap(shortened(value, 400), 100) or [""]
+        lines += [f"  {key:<{width}}  {first}", *(f"  {'':<{width}}  {text}" for text in more)]
+    return lines
 
 
 def _not_runnable(found: Explanation) -> list[str]:
