@@ -59,7 +59,7 @@ def ranks(folder: Path, restart: int = 0) -> list[list[str]]:
 
 
 def failed(folder: Path) -> int:
-    """The process id of rank 1, which failed; rank 0 may have been ended before it wrote its own."""
+    """The process id of rank 1, which failed; rank 0 may be ended before it has written its own."""
     file = folder / "rank-1-0"
     until(file.exists)
     return int(file.read_text().split()[0])
