@@ -26,6 +26,7 @@ from fxpart.pricing.joint_space import Space
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.requests import CUTS
 from fxpart.reranking import Stages
+from fxpart.schedule.crowd import computing
 from fxpart.seating import Seats, order_of, seat
 from fxpart.solver.joint.choices import Translation
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
@@ -249,8 +250,8 @@ def proposal(
     data, tensor, expert, zero, recompute = degrees(problem, choice.options[0])
     assert expert == 1 and recompute == "none", "asked of a problem of trainable plans"
     axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
-    seconds, stages = evaluate(problem, choice).seconds, len(choice.options)
-    busy = stages * choice.microbatches / (stages + choice.microbatches - 1)
+    seconds = evaluate(problem, choice).seconds
+    busy = computing(len(choice.options), choice.microbatches)
     width = ranks(problem, problem.options[choice.options[0]])
     return Proposal(
         mesh=",".join(axes),

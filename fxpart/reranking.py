@@ -24,6 +24,7 @@ from fxpart.planned.decided import plan_key
 from fxpart.pricing.own import Calibrated, Own
 from fxpart.profile import TIMED, Crowding, Rehearsal, StageTiming
 from fxpart.program import ProgramSpec
+from fxpart.schedule.crowd import computing
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
 from fxpart.solver.portfolio import solve, status_of
 from fxpart.solver.problem import Choice, PartitionProblem, Solution
@@ -214,8 +215,7 @@ def widened(
         found |= {choice: evaluate(problem, choice).seconds for choice in more.candidates}
 
     def busy(choice: Choice) -> float:
-        stages, count = len(choice.starts), problem.variants[choice.variant].microbatches
-        return stages * count / (stages + count - 1)
+        return computing(len(choice.starts), problem.variants[choice.variant].microbatches)
 
     own = {choice: seconds * pace(busy(choice)) for choice, seconds in found.items()}
     ordered = sorted(own, key=lambda choice: own[choice])

@@ -64,7 +64,7 @@ class _Known:
 
 @dataclass
 class StageBench:
-    """Times stages on a device. optimizer: as given; name: its name. seconds: for each turn."""
+    """Times stages on a device, turn by turn. optimizer: as given; name: its name."""
 
     captured: Captured
     optimizer: Any

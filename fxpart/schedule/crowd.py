@@ -81,6 +81,11 @@ def factor(slowdown: Sequence[float], busy: float) -> float:
     return slowdown[below - 1] * (1 - share) + slowdown[below] * share
 
 
+def computing(stages: int, microbatches: int) -> float:
+    """How many of S equal stages compute at once, on average over a step: S m / (S + m - 1)."""
+    return stages * microbatches / (stages + microbatches - 1)
+
+
 def by_cores(ranks: int, threads: int, cores: int) -> tuple[float, ...]:
     """The curve of ranks that want ``threads`` cores each of a host's, where none was measured.
 

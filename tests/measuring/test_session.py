@@ -15,6 +15,7 @@ from fxpart.cluster_io.detect import cores
 from fxpart.measuring.crowding import crowding, equivalent, summary
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.session import profile
+from fxpart.measuring.setting import setting
 from fxpart.measuring.stage_bench import microbatch
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming
 from fxpart.target import Workload
@@ -107,10 +108,26 @@ def test_under_a_quota_seconds_are_the_processors(
         whole, mine = kept.settings()
         assert (whole.quota, mine.quota) == (0.0, 0.01)
         factors = [kept.get("calibrations", s, Calibration) for s in (whole, mine)]
-    # A hundredth of a core: a factor that knew of it would be at its bound, 0.3.
+    # A hundredth of a core: the factors of ops would be at their bound, 0.3, if they knew of it.
     for of in factors:
         (calibration,) = of.values()
-        assert max(calibration.factors.values()) > 0.5
+        ops = {n: f for n, f in calibration.factors.items() if n.endswith(" forward")}
+        assert max(f for name, f in ops.items() if not name.startswith("calls")) > 0.5
+
+
+@pytest.mark.parametrize(("left", "kept"), [(None, 0.0), (1.0, 0.0), (1.5, 0.0), (0.45, 0.45)])
+def test_a_quota_counts_where_it_holds_threads_back(
+    left: float | None, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpart.measuring.setting.quota", lambda: left)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = setting("cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert found.quota == kept and found.share == (kept or 1.0)
+    assert ("held to" in found.words()) == bool(kept)
 
 
 @pytest.mark.slow
