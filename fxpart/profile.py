@@ -132,11 +132,11 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
 class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was run for some steps on the devices that it is for.
 
-    seconds: of a step; turns: in how many turns, apart in time, of whose medians it is the mean.
-    label: the plan in words; model: its fingerprint. predicted: its simulated seconds, before.
-    kind: what plans that are alike have in common (:func:`fxpart.planned.corrected.kind_of`).
-    peaks, baselines: by rank, bytes of its process at its peak, and before it held the model. cpu:
-    by rank, the processor's seconds of a step.
+    seconds: of a step; turns: how often it was run, apart in time (what several say, says
+    :func:`fxpart.measuring.playoff.settled`). label: the plan in words; model: its fingerprint.
+    predicted: its simulated seconds, before. kind: what plans that are alike have in common
+    (:func:`fxpart.planned.corrected.kind_of`). peaks, baselines: by rank, bytes of its process at
+    its peak, and before it held the model. cpu: by rank, the processor's seconds of a step.
     """
 
     seconds: Timing
@@ -148,15 +148,6 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     baselines: tuple[int, ...] = ()
     cpu: tuple[float, ...] = ()
     turns: int = 1
-
-    def joined(self, later: Rehearsal) -> Rehearsal:
-        """This and a later turn of the same plan."""
-        turns = self.turns + later.turns
-        mine, theirs = self.seconds, later.seconds
-        mean = (self.turns * mine.seconds + later.turns * theirs.seconds) / turns
-        low, high = min(mine.low, theirs.low), max(mine.high, theirs.high)
-        both = Timing(mean, low, high, mine.runs + theirs.runs)
-        return msgspec.structs.replace(self, seconds=both, turns=turns)
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import transformer
 
+import fxpart
 from fxpart import compat
 
 
@@ -94,7 +95,7 @@ def test_tensor_slots() -> None:
 
 
 def test_recorded_operations() -> None:
-    graph = compat.record_operations(lambda x: torch.nn.functional.dropout(x, 0.5), torch.ones(3))
+    graph = compat.record_operations(lambda x: nn.functional.dropout(x, 0.5), torch.ones(3))
     targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     assert targets == [torch.ops.aten.dropout.default]
 
@@ -161,6 +162,28 @@ def test_failing_fakes_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
         with compat.quiet_fakes():
             assert attempt() == ""
         assert "failed while attempting" in attempt()
+
+
+def test_planning_says_nothing_of_backwards_that_fakes_lack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """aten._trilinear's has none for a symbolic batch: its bytes are estimated, and that is all."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 6), nn.Linear(4, 6)
+            self.joined = nn.Bilinear(6, 6, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.joined(self.left(x).relu(), self.right(y).relu()).relu()
+
+    found = fxpart.compile(
+        Joined(), "local:2", loss=nn.functional.mse_loss,
+        example_inputs=(torch.randn(8, 4), torch.randn(8, 4), torch.ones(8, 3)),
+    )  # fmt: skip
+    assert found.plan.prediction.simulated_seconds > 0
+    assert "failed while attempting" not in caplog.text
 
 
 def test_what_autocast_may_convert() -> None:

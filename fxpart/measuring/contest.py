@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from math import exp
 from typing import TYPE_CHECKING
 
+from fxpart.cluster_io.detect import cores
 from fxpart.deciding import decide
 from fxpart.errors import FxpartError
 from fxpart.front import Front
+from fxpart.measuring.playoff import LEAST, play, round_seconds, settled
 from fxpart.measuring.rehearsals import Rehearsals
 from fxpart.measuring.rehearsing import WARM
 from fxpart.optimizers import choose
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
 REACH = 1.25  # how much longer than the best a plan may be thought to take, and be rehearsed
-_CLOSE = 1.1  # how much longer than the fastest a plan took that is run again
-_TURNS = 3  # of the closest
+_CLOSE = 1.15  # how much longer than the fastest a plan took that is compared with it in turns
+_PLAYERS = 4  # of the closest, at most
+_START = 3.0  # processor seconds in which a rank's process starts, about
 _SURPRISE = 1.25  # how much longer than thought a run is that is made again, for the better one
 _SIGMAS = 1.5  # by how much of what is uncertain a plan may be better than it is thought to be
 _STEPS = (4, 11)  # that count: at least, and at most
@@ -64,8 +67,9 @@ def rehearse(asking: Asking, threads: int) -> Rehearsed:
 
     Those that may take up to a quarter longer than the fastest are run, the most promising first:
     what each takes corrects what is thought of those like it, and so says which is next. It ends
-    when all of them are known or the budget is used. Those within a tenth of the fastest are run in
-    up to three turns, while there is time. threads: of computation of each rank.
+    when all of them are known or the budget is used. The closest then train a few steps each in
+    turns (:mod:`fxpart.measuring.playoff`), where time and memory are enough. threads: of
+    computation of each rank.
     """
     ranks = len(asking.front.request.cluster.devices)
     return _Contest(asking, ranks, threads).held()
@@ -75,7 +79,8 @@ def rehearse(asking: Asking, threads: int) -> Rehearsed:
 class _Contest:
     """How far it is. plans: all that compiling compares, by their decisions, as they are known now.
 
-    runs: of the model. done: plans run; failed: those that could not be.
+    runs: of the model. done: plans run; failed: those that could not be. played: those that have
+    been compared in turns, or could not be.
     """
 
     asking: Asking
@@ -85,6 +90,12 @@ class _Contest:
     runs: dict[str, Rehearsal] = field(default_factory=dict)
     done: int = 0
     failed: dict[str, str] = field(default_factory=dict)
+    played: set[str] = field(default_factory=set)
+
+    @property
+    def memory(self) -> float:
+        """Bytes that processes of the ranks may take together: those of the cluster's devices."""
+        return sum(device.memory for device in self.asking.front.request.cluster.devices)
 
     def held(self) -> Rehearsed:
         """Run plans until those that may be best are known. What fails is left out, and told."""
@@ -100,24 +111,35 @@ class _Contest:
             while True:
                 self._learn()
                 fresh = self._wanted()
-                wanted = fresh or self._close()
-                if not wanted or self.asking.left() + spent <= self._least(wanted[0]):
-                    rest = [f"rehearsing {len(fresh)} plans"] if fresh else []
-                    best = min(
-                        (plan for plan, _ in self.plans.values()),
-                        key=lambda plan: plan.prediction.expected_seconds,
-                    )
-                    return Rehearsed(best, self.done, before, (*self.failed.values(), *rest))
-                if not self._run(stage, wanted[0]):
+                near = [] if fresh else self._close()
+                left = self.asking.left() + spent
+                if not (fresh or near) or left <= self._least(fresh, near):
+                    return self._ended(before, fresh, near)
+                if not (self._run(stage, fresh[0]) if fresh else self._play(stage, near, spent)):
                     stage.close()  # its processes may have ended
                     stage = Rehearsals(self.ranks, threads=self.threads)
         finally:
             stage.close()
 
-    def _least(self, key: str) -> float:
-        """Seconds that running a plan takes at least, as far as is known."""
-        plan, _ = self.plans[key]
-        return (WARM + _STEPS[0]) * plan.prediction.expected_seconds
+    def _ended(self, known: int, fresh: list[str], near: list[str]) -> Rehearsed:
+        """The best by what is known, and what there was no time for."""
+        best = min(
+            (plan for plan, _ in self.plans.values()),
+            key=lambda plan: plan.prediction.expected_seconds,
+        )
+        rest = [f"rehearsing {len(fresh)} plans"] if fresh else []
+        rest += [f"running the {len(near)} closest plans in turns"] if near else []
+        return Rehearsed(best, self.done, known, (*self.failed.values(), *rest))
+
+    def _least(self, fresh: list[str], near: list[str]) -> float:
+        """Seconds that the next plan or the turns of the closest take, as far as is known."""
+        if fresh:
+            plan, _ = self.plans[fresh[0]]
+            return (WARM + _STEPS[0]) * plan.prediction.expected_seconds
+        plans = [self.plans[key][0] for key in near]
+        steps = sum(plan.prediction.expected_seconds for plan in plans)
+        starting = _START * sum(plan.world for plan in plans[1:]) / cores()
+        return starting + WARM * steps + LEAST * round_seconds(steps)
 
     def _learn(self) -> None:
         """Bring what is thought of each plan up to date with all runs."""
@@ -141,10 +163,30 @@ class _Contest:
             last = why.problems[0].why.splitlines()[-1]
             self.failed[key] = f"rehearsing {words(plan)}: {last}"
             return False
-        before = self.runs.get(key)
-        self.runs[key] = before.joined(found) if before else found
-        self.asking.keep(key, self.runs[key])
-        self.done += not before
+        self.runs[key] = found
+        self.asking.keep(key, found)
+        self.done += 1
+        return True
+
+    def _play(self, stage: Rehearsals, near: list[str], spent: float) -> bool:
+        """Let these train in turns, each by ranks of its own; False where that failed."""
+        self.asking.told(self.done)
+        players = [self.plans[key] for key in near]
+        more = [Rehearsals(plan.world, threads=self.threads) for plan, _ in players[1:]]
+        try:
+            rounds = play([stage, *more], players, left=lambda: self.asking.left() + spent)
+        except FxpartError as why:
+            self.played |= set(near)
+            last = why.problems[0].why.splitlines()[-1]
+            self.failed["turns"] = f"running the closest plans in turns: {last}"
+            return False
+        finally:
+            for bench in more:
+                bench.close()
+        self.played |= set(near)
+        for key, found in zip(near, settled([self.runs[k] for k in near], rounds), strict=True):
+            self.runs[key] = found
+            self.asking.keep(key, found)
         return True
 
     def _wanted(self) -> list[str]:
@@ -163,16 +205,16 @@ class _Contest:
         return correction(kind_of(plan), self.runs.values()).spread
 
     def _close(self) -> list[str]:
-        """Those so close to the fastest that a disturbance may have decided, for another turn."""
+        """The closest to the fastest, where not all of them have been compared in turns."""
         able = {key: plan for key, (plan, _) in self.plans.items() if key not in self.failed}
         seconds = {key: plan.prediction.expected_seconds for key, plan in able.items()}
         limit = _CLOSE * min(seconds.values(), default=0.0)
         near = [key for key in self.runs if key in seconds and seconds[key] <= limit]
-        turns = {key: self.runs[key].turns for key in near}
-        if len(near) < 2 or min(turns.values()) >= _TURNS:
-            return []
-        # All have their second turn before one has its third; then the fastest first.
-        return sorted(near, key=lambda key: (turns[key], seconds[key]))
+        near = sorted(near, key=lambda key: seconds[key])[:_PLAYERS]
+        while len(near) > 1 and sum(sum(self.runs[key].peaks) for key in near) > self.memory:
+            near.pop()
+        known = all(key in self.played or self.runs[key].turns > LEAST for key in near)
+        return [] if len(near) < 2 or known else near
 
 
 def _looked(asking: Asking, model: CostModel) -> dict[str, tuple[Plan, Parts]]:

@@ -18,7 +18,7 @@ from typing import Any
 from fxpart.errors import FxpartError, error
 from fxpart.measuring.outliers import timing
 from fxpart.measuring.processes import together
-from fxpart.measuring.rehearsing import TARGET, leave, save_batch
+from fxpart.measuring.rehearsing import TARGET, WARM, leave, save_batch
 from fxpart.parts import Parts, write
 from fxpart.plan import Plan
 from fxpart.planned.corrected import kind_of
@@ -39,6 +39,7 @@ class Rehearsals:
         """ranks: as many processes, each with so many threads of computation."""
         self._folder = tempfile.TemporaryDirectory(prefix="fxpart-")
         self._number = 0
+        self._held = 0  # ranks of the plan that is held
         self._failure: FxpartError | None = None
         self._thread = threading.Thread(target=self._serve, args=(ranks, threads), daemon=True)
         self._thread.start()
@@ -51,20 +52,8 @@ class Rehearsals:
         steps: that count, after three that do not. optimizer: by default the plan's. Raises what a
         rank raised, or FXP507.
         """
-        folder = Path(self._folder.name) / str(self._number)
-        folder.mkdir()
-        write(plan, parts, folder / "program")
-        assert parts.captured.example is not None, "captured with an example"
-        save_batch(parts.captured.example(), folder)
         rows = self._ask(
-            plan.world,
-            {
-                "ranks": plan.world,
-                "program": str(folder / "program"),
-                "optimizer": optimizer or plan.optimizer,
-                "steps": steps,
-                "timeout": _TIMEOUT,
-            },
+            plan.world, self._program(plan, parts, optimizer) | {"steps": steps, "stay": False}
         )
         taken = [max(row["seconds"][i] for row in rows) for i in range(steps)]
         return Rehearsal(
@@ -78,12 +67,40 @@ class Rehearsals:
             cpu=tuple(row["cpu"] for row in rows),
         )
 
+    def hold(self, plan: Plan, parts: Parts, *, optimizer: str = "") -> None:
+        """Load a plan, and do the steps that do not count; :meth:`go_on` trains it further."""
+        self._ask(plan.world, self._program(plan, parts, optimizer) | {"steps": 0, "stay": True})
+        self._held = plan.world
+
+    def go_on(self, steps: int, *, warm: int = 1) -> list[float]:
+        """Seconds of so many steps more of the plan that is held, after ``warm`` ones."""
+        assert self._held, "a plan is held"
+        request = {"ranks": self._held, "warm": warm, "steps": steps, "stay": True}
+        rows = self._ask(self._held, request)
+        return [max(row["seconds"][i] for row in rows) for i in range(steps)]
+
     def close(self) -> None:
         """End the processes; nothing may be asked after it."""
         if self._thread.is_alive():
             leave(self._path(f"request-{self._number}.json"), {})
             self._thread.join(_TIMEOUT)
         self._folder.cleanup()
+
+    def _program(self, plan: Plan, parts: Parts, optimizer: str) -> dict[str, Any]:
+        """The request to load a plan, which is written for it."""
+        folder = Path(self._folder.name) / str(self._number)
+        folder.mkdir()
+        write(plan, parts, folder / "program")
+        assert parts.captured.example is not None, "captured with an example"
+        save_batch(parts.captured.example(), folder)
+        self._held = 0
+        return {
+            "ranks": plan.world,
+            "program": str(folder / "program"),
+            "optimizer": optimizer or plan.optimizer,
+            "warm": WARM,
+            "timeout": _TIMEOUT,
+        }
 
     def _serve(self, ranks: int, threads: int) -> None:
         payload = {"folder": self._folder.name}

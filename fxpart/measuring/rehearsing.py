@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +32,77 @@ _POLL = 0.02  # seconds between looks for a request
 
 
 def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """Do all requests until the empty one comes; how many there were."""
+    """Do all requests until the empty one comes; how many there were.
+
+    One with a program loads it and does the steps that do not count; what was loaded before is
+    gone. One without goes on with the program that is loaded, which ``stay`` keeps for it.
+    """
     del world
     folder, number = Path(payload["folder"]), 0
     dist.destroy_process_group()  # each plan makes a group of its own ranks
-    while asked := _request(folder / f"request-{number}.json"):
-        if rank < asked["ranks"]:
-            with regrouped(f"plan{number}", rank, asked["ranks"], asked["timeout"]):
-                answer = train(Path(asked["program"]), asked["optimizer"], asked["steps"])
-            leave(folder / f"answer-{number}-{rank}.json", answer)
-        number += 1
+    with ExitStack() as loaded:
+        while asked := _request(folder / f"request-{number}.json"):
+            if rank < asked["ranks"]:
+                if "program" in asked:
+                    loaded.close()
+                    trainee = loaded.enter_context(_loaded(f"plan{number}", rank, asked))
+                answer = trainee.train(asked["warm"], asked["steps"])
+                if not asked["stay"]:
+                    loaded.close()
+                leave(folder / f"answer-{number}-{rank}.json", answer)
+            number += 1
     return {"done": number}
 
 
-def train(program: Path, optimizer: str, steps: int) -> dict[str, Any]:
-    """Train an exported program, beside which its batch lies, with drawn weights.
+@contextmanager
+def _loaded(name: str, rank: int, asked: dict[str, Any]) -> Iterator[Trainee]:
+    """Within: the program that is asked for, in a group of its ranks."""
+    with regrouped(name, rank, asked["ranks"], asked["timeout"]):
+        trainee = Trainee(Path(asked["program"]), asked["optimizer"])
+        try:
+            yield trainee
+        finally:
+            trainee.close()
 
-    Seconds of each step and of its processor time; bytes of the process before and at its peak.
-    """
-    give_back()
-    footprint = Footprint()
-    footprint.start()
-    make = choose(optimizer).make
-    trainer = load_trainer(program, make, weights=drawn)
-    batch = load_batch(program.parent)
-    try:
-        for _ in range(WARM):
-            trainer.step(batch)
+
+class Trainee:
+    """An exported program that this rank trains with drawn weights, on the batch beside it."""
+
+    def __init__(self, program: Path, optimizer: str) -> None:
+        """Load it; what the process has before that is its baseline."""
+        give_back()
+        self._footprint = Footprint()
+        self._footprint.start()
+        self._trainer = load_trainer(program, choose(optimizer).make, weights=drawn)
+        self._batch = load_batch(program.parent)
+
+    def train(self, warm: int, steps: int) -> dict[str, Any]:
+        """Seconds of each step and of its processor time, after ``warm`` ones that do not count.
+
+        Beside them bytes of the process before it held the program and at its peak.
+        """
+        for _ in range(warm):
+            self._trainer.step(self._batch)
         taken, worked = [], []
         for _ in range(steps):
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
-            trainer.step(batch)
+            self._trainer.step(self._batch)
             taken.append(time.perf_counter() - start)
             worked.append(time.process_time() - before)
-        peaks = footprint.peaks()
-    finally:
-        trainer.close()
-        del trainer
+        peaks = self._footprint.peaks()
+        return {
+            "seconds": taken,
+            "cpu": statistics.median(worked) if worked else 0.0,
+            "peak": peaks.peak,
+            "baseline": peaks.baseline,
+        }
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._trainer.close()
+        del self._trainer, self._batch
         give_back()
-    return {
-        "seconds": taken,
-        "cpu": statistics.median(worked),
-        "peak": peaks.peak,
-        "baseline": peaks.baseline,
-    }
 
 
 def drawn(name: str, meta: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpart.compat import quiet_fakes
 from fxpart.pipeline.private import Size
 from fxpart.pipeline.sizes import expression, hint, nbytes, tensors
 
@@ -96,7 +97,7 @@ def backward_working(
     homes = {id(t.untyped_storage()) for t in given}
     watch = Watch()
     try:
-        with watch:
+        with watch, quiet_fakes():
             found = torch.autograd.grad(ends, [t for _, t in wanted], given, allow_unused=True)
     except (RuntimeError, NotImplementedError, TypeError):
         return _sum(tuple(expression(nbytes(t)) for _, t in wanted)), ()

@@ -9,8 +9,11 @@ microbatches, two replicas, stages that recompute their activations. Predictions
 anything of them is run; then all plans run on this machine in fresh processes, one after the other
 and that in several turns, so that no plan has one moment of the machine to itself, and the median
 of the turns' median steps is compared. Run it on an idle machine; the load that was found is kept
-with each row. ``--keep FILE`` keeps links and models' rows there as they come, and goes on
-from what is in it: one run in several parts.
+with each row. A shared machine changes its pace between the profile and the runs: beside the errors
+as they came (``time``) there are those at equal pace (``paced``), by training steps of plain torch
+in one process, or two at once, that are timed during the profile and before and after each run
+(``pace.py``). ``--keep FILE`` keeps
+links and models' rows there as they come, and goes on from what is in it: one run in several parts.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +50,7 @@ PLANS: tuple[tuple[dict[str, int | float | str | bool], int], ...] = (
 def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one model: profile, predict all plans, then measure them."""
     import cpu_models
+    from pace import Pace, at
 
     from fxpart.errors import FxpartError
     from fxpart.measuring.session import profile
@@ -53,9 +58,14 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
 
     work = cpu_models.build(name)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="fxpart-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fxpart-") as folder, ExitStack() as held:
         path = Path(folder) / "model.profile"
-        found = profile(work, cluster, path, budget=options.budget, rehearse=False)
+        pace = held.enter_context(Pace(name))
+        pace.now_and_then()
+        found = profile(
+            work, cluster, path, budget=options.budget, rehearse=False, progress=pace.now_and_then
+        )
+        base = {count: [*taken, pace.sample(count)] for count, taken in pace.samples.items()}
         say(f"{name}: profiled in {found.seconds:.0f} s, stages within {found.median_error:.1%}")
         programs = []
         for constraints, count in PLANS[: options.plans]:
@@ -67,12 +77,19 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
             programs.append((words(constraints, count), program))
         crowding = found.crowding or Crowding()
         runs: dict[str, list[Rehearsal]] = {label: [] for label, _ in programs}
+        paced: dict[str, list[float]] = {label: [] for label, _ in programs}
         for _ in range(options.turns):
             for label, program in programs:
+                beside = min(2, program.plan.world)
+                before = pace.sample(beside)
                 runs[label].append(run(program, options))
+                taken = runs[label][-1].seconds.seconds
+                paced[label].append(at(base[beside], taken, (before, pace.sample(beside))))
         for label, program in programs:
             rows.append(row(name, label, program.plan, crowding, runs[label]))
-            say(f"{name} {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
+            rows[-1] |= at_equal_pace(rows[-1]["predicted"], paced[label])
+            told = [f"{rows[-1][key]:.4f} s" for key in ("predicted", "measured", "paced")]
+            say(f"{name} {label}: {', '.join(told)}")
     return rows
 
 
@@ -125,6 +142,12 @@ def row(model: str, label: str, plan: Any, crowding: Any, runs: list[Rehearsal])
         "measured_bytes": measured.peaks[fullest],
         "bytes_error": thought[fullest] / measured.peaks[fullest] - 1,
     }
+
+
+def at_equal_pace(predicted: float, paced: list[float]) -> dict[str, Any]:
+    """The same of runs as long as they would have been at the pace of the profile."""
+    middle = statistics.median(paced)
+    return {"paced": middle, "paced_runs": paced, "paced_error": predicted / middle - 1}
 
 
 def process(memory: Any, crowding: Any) -> float:
@@ -195,6 +218,7 @@ def main() -> None:
     figures = {
         "rows": rows,
         "time": summary(rows, "error"),
+        "paced": summary(rows, "paced_error"),
         "memory": summary(rows, "bytes_error"),
     }
     options.keep = bool(kept)

@@ -5,11 +5,13 @@
 Links are measured (``fxpart cluster bench``), and each model is profiled (``fxpart profile``, which
 runs the plans that may be best). Then every mesh, number of stages, number of microbatches and
 schedule that fits is predicted; the ten that are predicted best and ten others, drawn at random,
-run over gloo on this machine, in two turns, and the five fastest and the chosen one in two more, so
-that a disturbance does not decide; the median of a plan's turns counts. With one microbatch GPipe
-and 1F1B are the same order, and one of them is left out. regret: how much longer the plan that
-``fxpart.compile`` chooses takes than the fastest of all that ran. correlation: Spearman's, of what
-was expected and measured; simulated: the same without what the profile had run.
+run over gloo on this machine, in two turns. Runs of one plan a few seconds apart differ by more
+than the best plans do, so the chosen plan and the four fastest others then train in turns of a few
+steps, each held by ranks of its own (``fxpart.measuring.playoff``), and are compared within each of
+twelve rounds. With one microbatch GPipe and 1F1B are the same order, and one of them is left out.
+regret: how much longer the plan that ``fxpart.compile`` chooses takes than the fastest in these
+rounds, by the median round. correlation: Spearman's, of what was expected and measured; simulated:
+the same without what the profile had run.
 With --keep, links and profiles stay in a folder for the next run, and with --go-on the models and
 numbers of ranks that earlier runs have kept are not repeated.
 """
@@ -21,11 +23,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pace import compared
 from record import parser, read, write
 
 if TYPE_CHECKING:
@@ -43,7 +47,8 @@ COUNTS = (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "gpipe")
 _TURNS = 2
 _LINKS = 20.0  # seconds in which the links of a cluster are measured
-_NEAR = 5  # plans that run again
+_NEAR = 4  # plans that the chosen one is compared with in rounds
+_ROUNDS = 12
 
 
 @dataclass
@@ -78,24 +83,30 @@ def predicted(name: str, cluster: Cluster, path: Path, each: int) -> Case:
     return Case(name, ranks, chosen, every, list(dict.fromkeys([chosen, *taken])))
 
 
-def measured(case: Case, steps: int) -> dict[str, list[float]]:
-    """By plan the median step of each of its turns."""
+def measured(case: Case, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By plan the median step of each of its turns; and of the finalists, that of each round."""
+    from fxpart.measuring.playoff import play
     from fxpart.measuring.rehearsals import Rehearsals
 
     found: dict[str, list[float]] = {label: [] for label in case.labels}
     with Rehearsals(case.ranks) as bench:
         for turn in range(_TURNS):
             run(bench, case.every, case.labels[:: 1 if turn % 2 else -1], found, steps)
-        best = sorted(case.labels, key=lambda label: typical(found[label]))[:_NEAR]
-        again = list(dict.fromkeys([case.chosen, *best]))
-        for turn in range(_TURNS):
-            run(bench, case.every, again[:: 1 if turn % 2 else -1], found, steps)
-    return found
+    best = sorted(found, key=lambda label: typical(found[label]))
+    labels = [case.chosen, *[label for label in best if label != case.chosen][:_NEAR]]
+    players = [(case.every[label].plan, case.every[label].parts) for label in labels]
+    with ExitStack() as held:
+        benches = [held.enter_context(Rehearsals(plan.world)) for plan, _ in players]
+        rounds = play(benches, players, most=_ROUNDS, optimizer="adamw")
+    return found, dict(zip(labels, map(list, zip(*rounds, strict=True)), strict=True))
 
 
-def figures_of(case: Case, found: dict[str, list[float]]) -> dict[str, Any]:
+def figures_of(
+    case: Case, found: dict[str, list[float]], rounds: dict[str, list[float]]
+) -> dict[str, Any]:
     """What was chosen, what was fastest, and all that ran."""
     rows: list[dict[str, Any]] = []
+    taken = seconds_of(found, rounds)
     for label in case.labels:
         prediction = case.every[label].plan.prediction
         rows.append(
@@ -104,23 +115,31 @@ def figures_of(case: Case, found: dict[str, list[float]]) -> dict[str, Any]:
                 "predicted": prediction.expected_seconds,
                 "simulated": prediction.simulated_seconds,
                 "rehearsed": bool(prediction.rehearsed_seconds),
-                "measured": typical(found[label]),
+                "measured": taken[label],
                 "turns": found[label],
+                "rounds": rounds.get(label, []),
             }
         )
         say(f"  {label}: {rows[-1]['predicted']:.4f} s, {rows[-1]['measured']:.4f} s")
-    fastest = min(rows, key=lambda row: float(row["measured"]))
+    fastest = min(rounds, key=lambda label: taken[label])
     return {
         "model": case.name,
         "ranks": case.ranks,
         "plans": len(case.every),
         "chosen": case.chosen,
-        "fastest": fastest["plan"],
-        "regret": float(rows[0]["measured"]) / float(fastest["measured"]) - 1,
+        "fastest": fastest,
+        "regret": taken[case.chosen] / taken[fastest] - 1,
         "correlation": spearman(column(rows, "predicted"), column(rows, "measured")),
         "simulated": spearman(column(rows, "simulated"), column(rows, "measured")),
         "rows": rows,
     }
+
+
+def seconds_of(found: dict[str, list[float]], rounds: dict[str, list[float]]) -> dict[str, float]:
+    """By plan the typical turn; of finalists as they compare in rounds, at the level of turns."""
+    taken = {label: typical(turns) for label, turns in found.items()}
+    level = statistics.geometric_mean(taken[label] for label in rounds)
+    return taken | compared(rounds, level)
 
 
 def run(
@@ -234,7 +253,7 @@ def main() -> None:
     made.add_argument("--ranks", default=",".join(map(str, RANKS)))
     made.add_argument("--each", type=int, default=10, help="best predicted, and random")
     made.add_argument("--steps", type=int, default=5)
-    made.add_argument("--budget", type=float, default=90.0, help="seconds for each profile")
+    made.add_argument("--budget", type=float, default=180.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links and profiles")
     made.add_argument("--go-on", action="store_true")
     options = made.parse_args()
@@ -258,7 +277,7 @@ def main() -> None:
                 # The larger number first: how ranks slow each other down then serves both.
                 profiled(name, clusters[ranks], path, options.budget)
                 case = predicted(name, clusters[ranks], path, options.each)
-                figures.append(figures_of(case, measured(case, options.steps)))
+                figures.append(figures_of(case, *measured(case, options.steps)))
                 write("choice", figures, options)  # it takes long, and may be stopped
 
 

@@ -10,7 +10,8 @@ For each cluster the plan that the planner chooses runs, and so do homogeneous o
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
 the batch; and the best plan of each kind of device alone. Throughput of the chosen plan over each
 of these is compared with what the predictions say. Predictions are made before anything runs. All
-plans of a cluster run one after the other, and that in several turns.
+plans of a cluster are held by ranks of their own and train in turns of a few steps; they are
+compared within each of these rounds, and the median round counts.
 ``--keep FOLDER`` keeps links, profiles and rows there as they come, and goes on from what it holds.
 """
 
@@ -31,6 +32,7 @@ import namespaces
 import quotas
 from choice import links
 from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
+from pace import compared
 from record import ROOT, parser, write
 
 if TYPE_CHECKING:
@@ -134,19 +136,19 @@ def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
 
 def run_all(
     made: dict[str, Program], kinds: Kinds, options: argparse.Namespace
-) -> dict[str, list[Rehearsal]]:
-    """Runs of each plan under its devices' quotas, in processes of its own, one plan after another.
+) -> tuple[dict[str, Rehearsal], dict[str, list[float]]]:
+    """A run of each plan under its devices' quotas, in processes of its own, and its rounds."""
+    from fxpart.measuring.playoff import play
 
-    And that in several turns, so that no plan has one moment of the machine to itself.
-    """
-    runs: dict[str, list[Rehearsal]] = {label: [] for label in made}
     with contextlib.ExitStack() as stack:
         benches = {label: stack.enter_context(held(p.plan, kinds)) for label, p in made.items()}
-        for _ in range(options.turns):
-            for label, one in made.items():
-                found = benches[label].run(one.plan, one.parts, steps=options.steps)
-                runs[label].append(found)
-    return runs
+        runs = {
+            label: benches[label].run(one.plan, one.parts, steps=options.steps)
+            for label, one in made.items()
+        }
+        players = [(one.plan, one.parts) for one in made.values()]
+        rounds = play(list(benches.values()), players, most=options.rounds)
+    return runs, dict(zip(made, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def held(plan: Plan, kinds: Kinds) -> Any:
@@ -157,20 +159,21 @@ def held(plan: Plan, kinds: Kinds) -> Any:
     return quotas.held([nominal(d, kinds) for d in devices], hosts, kinds.megabits)
 
 
-def measured(plan: Plan, kinds: Kinds, runs: list[Rehearsal]) -> dict[str, Any]:
-    """A plan's row; peaks are of the first run, as later ones find processes that ran before."""
+def measured(
+    plan: Plan, kinds: Kinds, run: Rehearsal, seconds: float, rounds: list[float]
+) -> dict[str, Any]:
+    """A plan's row; peaks are of its run, in fresh processes."""
     devices = [plan.device(rank) for rank in range(plan.world)]
-    seconds = statistics.median(run.seconds.seconds for run in runs)
     limits = [device.memory for device in devices]
     return {
         "how": words_of(plan),
         "quotas": [nominal(device, kinds) for device in devices],
         "predicted": plan.prediction.simulated_seconds,
         "measured": seconds,
-        "runs": [run.seconds.seconds for run in runs],
+        "rounds": rounds,
         "error": plan.prediction.simulated_seconds / seconds - 1,
-        "cpu": runs[0].cpu,
-        "peaks_over_memory": max(p / m for p, m in zip(runs[0].peaks, limits, strict=True)),
+        "cpu": run.cpu,
+        "peaks_over_memory": max(p / m for p, m in zip(run.peaks, limits, strict=True)),
     }
 
 
@@ -199,9 +202,10 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
         say(f"  {label}: is the chosen plan")
         del made[label]
     rows: dict[str, Any] = {}
-    runs = run_all(made, kinds, options)
+    runs, rounds = run_all(made, kinds, options)
+    taken = compared(rounds)
     for label, one in made.items():
-        rows[label] = measured(one.plan, kinds, runs[label])
+        rows[label] = measured(one.plan, kinds, runs[label], taken[label], rounds[label])
         seconds = f"{rows[label]['predicted']:.4f} s, {rows[label]['measured']:.4f} s"
         say(f"  {label}: {seconds} ({rows[label]['how']})")
     over = {}
@@ -318,7 +322,7 @@ def main() -> None:
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--clusters", default=";".join(CLUSTERS))
     made.add_argument("--steps", type=int, default=9)
-    made.add_argument("--turns", type=int, default=3, help="runs of each plan")
+    made.add_argument("--rounds", type=int, default=9, help="of steps of all plans")
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links, profiles and rows")
     options = made.parse_args()

@@ -44,20 +44,23 @@ def _errors(found: dict[str, float]) -> str:
 def accuracy(note: str) -> str:
     """Predicted and measured steps and process peaks, plan by plan."""
     found = read("accuracy")["figures"]
-    head = ("model", "plan", "step predicted", "measured", "error", "process peak", "error")
-    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    head = ("model", "plan", "step predicted", "measured", "error", "at equal pace",
+            "process peak", "error")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for row in found["rows"]:
         cells = [
             row["model"], row["plan"], f"{1e3 * row['predicted']:.0f} ms",
             f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %",
+            f"{100 * row['paced_error']:+.1f} %",
             f"{row['measured_bytes'] / 2**20:.0f} MiB", f"{100 * row['bytes_error']:+.1f} %",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    time, memory = (_errors(found[kind]) for kind in ("time", "memory"))
+    time, paced, memory = (_errors(found[kind]) for kind in ("time", "paced", "memory"))
     runs = max(len(row.get("runs", [0])) for row in found["rows"])
     each = f" (of {runs} runs each)" if runs > 1 else ""
     words = (
-        f"Median and worst error of steps{each} {time}; of process peaks {memory}.{_apart(found)}"
+        f"Median and worst error of steps{each} {time}, at equal pace {paced}; of process peaks"
+        f" {memory}.{_apart(found)}"
     )
     return "\n".join([*lines, "", f"{words} {note}"])
 

@@ -95,7 +95,10 @@ def _errors(found: Mapping[str, float]) -> str:
 
 
 def _accuracy(figures: Mapping[str, Any]) -> str:
-    return f"{_errors(figures['time'])} of {len(figures['rows'])} plans"
+    return (
+        f"{_errors(figures['time'])} of {len(figures['rows'])} plans; at equal pace of the host"
+        f" {_errors(figures['paced'])}"
+    )
 
 
 def _memory(figures: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from fxpart.api import Program
 from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError
 from fxpart.measuring.contest import by_name, words
+from fxpart.measuring.playoff import LEAST, play
 from fxpart.measuring.rehearsals import Rehearsals
 from fxpart.measuring.session import profile
 from fxpart.plan import Plan
@@ -50,6 +51,20 @@ def test_plans_of_one_and_of_two_ranks_are_run() -> None:
         assert one.predicted == program.plan.prediction.simulated_seconds
         assert len(one.peaks) == len(one.baselines) == len(one.cpu) == program.plan.world
         assert all(p >= b > 50e6 for p, b in zip(one.peaks, one.baselines, strict=True))
+
+
+@pytest.mark.slow
+def test_plans_that_are_held_train_in_turns() -> None:
+    """Of one and of two ranks, each by processes of its own; then one of them runs another."""
+    one, two = compiled(mesh="none", stages=1), compiled(mesh="none", stages=2)
+    with Rehearsals(2) as first, Rehearsals(2) as second:
+        players = [(program.plan, program.parts) for program in (one, two)]
+        rounds = play([first, second], players, most=4)
+        assert len(rounds) == 4 and all(0 < taken < 10 for row in rounds for taken in row)
+        assert len(play([first, second], players[::-1], left=lambda: 0.0)) == LEAST
+        assert all(taken > 0 for taken in second.go_on(2, warm=0))
+        after = first.run(two.plan, two.parts, steps=4, label="x")
+        assert len(after.cpu) == 2 and after.seconds.seconds > 0
 
 
 @pytest.mark.slow
@@ -150,16 +165,6 @@ def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
     apart = msgspec.structs.replace(local, devices=(local.devices[0], far), links=links)
     found = profile(workload(), apart, tmp_path / "a.profile", budget=1e-3)
     assert found.rehearsals == 0 and "of one rank" in found.plan
-
-
-def test_turns_are_joined() -> None:
-    """The mean of the turns' medians, whatever their number of steps."""
-    first = Rehearsal(seconds=Timing(1.0, 0.9, 1.2, 5), label="a", model="m", predicted=0.5)
-    later = msgspec.structs.replace(first, seconds=Timing(2.5, 2.0, 3.0, 9))
-    twice = first.joined(later)
-    assert (twice.turns, twice.seconds) == (2, Timing(1.75, 0.9, 3.0, 14))
-    assert twice.joined(first).seconds.seconds == pytest.approx(1.5)
-    assert (twice.label, twice.predicted) == ("a", 0.5)
 
 
 def test_batches_travel_whole(tmp_path: Path) -> None:
