@@ -22,6 +22,7 @@ from fxpart.planned.queued import groups_of
 from fxpart.planned.streamed import as_weights
 from fxpart.pricing.places import usable
 from fxpart.report import units
+from fxpart.runtime.queued.layout import shared_bytes, unshared
 from fxpart.solver.portfolio import status_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fxpart.requests import Request
 
 _TRIES = 6  # times that stages are chosen
+_OTHER = "mode=sync, or fewer stages"
 _QUEUED = "copies take turns in what is simulated, whoever is free in what is run"
 
 
@@ -36,8 +38,9 @@ def plan_queues(request: Request, decide: Callable[[Request], Decided]) -> Decid
     """The plan for stages of one rank, whose copies take what they do from queues.
 
     decide: the best plan of a request for copies that take turns. Raises what it raises; FXP109
-    where the staleness is said for another number of stages, or stages share parameters; FXP204
-    where what queues keep does not fit, nor does it on stages that are chosen with room for it.
+    where the staleness is said for another number of stages, or stages share parameters that cannot
+    be summed over queues; FXP204 where what queues keep does not fit, nor does it on stages that
+    are chosen with room for it.
     """
     less, refused, free = 0, None, None
     for _ in range(_TRIES):
@@ -48,7 +51,7 @@ def plan_queues(request: Request, decide: Callable[[Request], Decided]) -> Decid
                 raise refused from None
             raise
         free = free or found.plan.certificate
-        plan = _whole(found.plan, request, less, free)
+        plan = _whole(found, request, less, free)
         refused = overfull(plan)
         if refused is None:
             return replace(found, plan=plan)
@@ -72,8 +75,9 @@ def _smaller(cluster: Cluster, less: int) -> Cluster:
     return msgspec.structs.replace(cluster, devices=devices)
 
 
-def _queued(plan: Plan, request: Request) -> Plan:
+def _queued(found: Decided, request: Request) -> Plan:
     """The plan with its staleness by stage, and why it has queues."""
+    plan = found.plan
     asked = staleness_of(request.constraints.get("staleness", 0)) or (0,)
     groups = groups_of(plan)
     each = asked * len(groups) if len(asked) == 1 else asked
@@ -83,10 +87,10 @@ def _queued(plan: Plan, request: Request) -> Plan:
         where = f"staleness={','.join(map(str, asked))}"
         fix = f"one number for all, or constraints={{'stages': {len(asked)}}}"
         problems.append(Problem("FXP109", where, why, fix))
-    if plan.ties:
-        names = ", ".join(sorted(name for tie in plan.ties for name in tie.names)[:3])
-        why = f"several stages share parameters ({names}), which have no queues"
-        problems.append(Problem("FXP109", f"mode={QUEUE}", why, "mode=sync, or fewer stages"))
+    problems += [
+        Problem("FXP109", f"mode={QUEUE}", f"queues are not made for {why}", _OTHER)
+        for why in unshared(found.parts.spec)
+    ]
     if problems:
         raise FxpartError(problems)
     group = {copy: place for place, mine in enumerate(groups) for copy in mine}
@@ -102,13 +106,13 @@ def _queued(plan: Plan, request: Request) -> Plan:
     )
 
 
-def _whole(plan: Plan, request: Request, less: int, free: Certificate) -> Plan:
+def _whole(found: Decided, request: Request, less: int, free: Certificate) -> Plan:
     """The plan with queues, on the devices as they are.
 
     less: bytes that were kept free on each. free: what is proven with all of their memory.
     """
     model = request.cost_model
-    plan = with_queues_memory(_queued(plan, request))
+    plan = with_queues_memory(_queued(found, request), shared_bytes(found.parts.spec))
     rows = tuple(
         msgspec.structs.replace(
             row, memory_limit=min(usable(plan.device(rank), model) for rank in row.ranks)

@@ -37,7 +37,7 @@ class Copy:
     kept: set[Any] = field(default_factory=set)
     contributed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     rounds: dict[Any, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
-    asked: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    asked: dict[Any, Exchange] = field(default_factory=dict)
     whole: dict[int, list[int]] = field(default_factory=dict)
     read: dict[Any, int] = field(default_factory=dict)
     version: int = 0
@@ -190,9 +190,9 @@ class Rehearsal:
             case Exchange():
                 key = message.minibatch, message.attempt
                 mine = list(copy.contributed[message.minibatch])
-                copy.asked[key] = message.copies
+                copy.asked[key] = message
                 copy.rounds[key][copy.number] = mine
-                for other in message.copies:
+                for other in message.all:
                     if other != copy.number:
                         self._send(copy.number, other, ("gradients", key, copy.number, mine))
                 self._gather(copy, key)
@@ -205,8 +205,10 @@ class Rehearsal:
         asked, found = copy.asked.get(key), copy.rounds[key]
         if (key[0], key[1] + 1) in copy.asked:
             return  # it was begun anew
-        if asked is not None and set(asked) <= set(found):
-            copy.whole[key[0]] = sorted(m for each in asked for m in found[each])
+        if asked is not None and set(asked.all) <= set(found):
+            copy.whole[key[0]] = sorted(m for each in asked.copies for m in found[each])
+            for _, others in asked.others:  # of what they hold too every sample is there once
+                assert sorted(m for each in others for m in found[each]) == copy.whole[key[0]]
             self._tell(copy.number, Gathered(*key))
 
     def _apply(self, copy: Copy, order: Apply) -> None:

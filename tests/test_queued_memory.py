@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
+from queued_counted import Most
 from torch import nn
 
 import fxpart
 from fxpart.errors import FxpartError
 from fxpart.planned.queue_memory import queued_row, sets_of_weights
 from fxpart.prediction import Memory, RankPrediction
-from fxpart.runtime.queued.worker import Worker
-from fxpart.runtime.weights.held import storage_bytes
 from fxpart.schedule.action import members
 
 WIDE, ROWS, PARTS = 24, 8, 4
@@ -52,44 +50,6 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, WIDE, generator=draw), torch.randn(ROWS, WIDE, generator=draw)
 
 
-def bytes_of(*found: Any) -> int:
-    return storage_bytes(t for tensors in found for t in tensors if t is not None)
-
-
-class Most:
-    """By stage the most bytes of each kind, as a trainer runs with pauses of any length."""
-
-    def __init__(self, trainer: Any, seed: int, patch: pytest.MonkeyPatch) -> None:
-        self.of: dict[int, dict[str, int]] = {}
-        draw, turn = random.Random(seed), Worker.turn
-
-        def paused(worker: Worker) -> bool:
-            if draw.random() < 0.6:
-                return True
-            moved = turn(worker)
-            self.look(worker)
-            return moved
-
-        patch.setattr(Worker, "turn", paused)
-        for step in range(8):
-            trainer.step(batch(step))
-        trainer.drain()
-
-    def look(self, worker: Worker) -> None:
-        parts = [part.dense.values() for part in worker._parts.values()]
-        given = [t for each in worker._gathered.values() for _, t in each.values()]
-        now = {
-            "gradients": bytes_of(*parts),
-            "summing": bytes_of(*parts, *given, *worker._totals.values()),
-            "sent": bytes_of(*worker._kept.values()),
-            "flying": len(worker._cells),
-            "sets": len(worker.weights._held),
-        }
-        most = self.of.setdefault(worker.copy, now)
-        for name, value in now.items():
-            most[name] = max(most[name], value)
-
-
 @pytest.mark.parametrize(
     ("staleness", "weights"),
     [("0", "stash"), ("1", "stash"), ("2", "stash"), ("2", "naive"), ("2", "spectrain-v2"),
@@ -106,7 +66,7 @@ def test_no_copy_holds_more_than_the_plan_says(
     for seed in range(6):
         with monkeypatch.context() as patch:
             trainer = program.trainer(torch.optim.AdamW)
-            seen.append(Most(trainer, seed, patch).of)
+            seen.append(Most(trainer, batch, seed, patch).of)
             trainer.close()
     for stage, row in rows.items():
         s = plan.staleness[stage]

@@ -138,29 +138,6 @@ def test_what_is_only_planned_has_no_queues() -> None:
         )  # fmt: skip
 
 
-class Tied(nn.Module):
-    """Its head is its table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.body = nn.Embedding(9, 4), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 9, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Any) -> Any:
-        return self.head(self.body(self.table(ids)).tanh())
-
-
-def test_shared_parameters_are_refused_when_it_is_planned() -> None:
-    ids = batch()[1] % 9
-    with pytest.raises(FxpartError, match="several stages share parameters"):
-        fxpart.compile(
-            Tied(), "local:5", example_inputs=(ids, ids),
-            loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
-            mode="queue", constraints={"stages": 5, "granularity": "op"},
-        )  # fmt: skip
-
-
 def test_explain_and_diff_say_so() -> None:
     plan = mixed().plan
     text = explain(plan)

@@ -10,7 +10,7 @@ SCHEDULES = ("1f1b", "gpipe")  # by which it is bounded what copies keep
 
 
 def queues(plan: Plan) -> Faults:
-    """A staleness for each stage, the same for all copies of one; one rank each, nothing shared."""
+    """A staleness for each stage, the same for all copies of one; one rank each."""
     if not plan.staleness:
         return
     if len(plan.staleness) != len(plan.stages):
@@ -24,8 +24,6 @@ def queues(plan: Plan) -> Faults:
         yield "staleness", f"the schedule {plan.schedule} has no queues"
     if any(len(stage.ranks) != 1 for stage in plan.stages):
         yield "staleness", "there are stages of several ranks, which have no queues"
-    if plan.ties:
-        yield "staleness", "there are parameters of several stages, which have no queues"
     for index, row in enumerate(plan.prediction.ranks):
         if row.staleness > max(plan.staleness[row.stage : row.stage + 1], default=0):
             where = f"prediction.ranks[{index}].staleness"

@@ -4,12 +4,13 @@ Bounds of the protocol (:mod:`fxpart.schedule.queues.dispatcher`), for a stage w
 miss s updates. Its copies begin a minibatch only when at most s before it are not applied, so that
 s + 1 minibatches are open at once. Of each a copy keeps its own gradients, and the values and
 gradients that it sent, as another copy may be lost and its heir ask for them. Where there are n
-copies, each is given the gradients of the others whole and adds all up beside them: n more.
+copies, each is given the gradients of the others whole and adds all up beside them: n more. Of
+parameters that other stages hold too it is given those of all of their copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -21,14 +22,19 @@ from fxpart.schedule.action import members
 from fxpart.schedule.weight_modes import weight_mode
 
 
-def with_queues_memory(plan: Plan) -> Plan:
-    """The plan, of queues, with what its ranks hold for them. See :func:`queued_row`."""
+def with_queues_memory(plan: Plan, shared: Mapping[int, tuple[int, int]] | None = None) -> Plan:
+    """The plan, of queues, with what its ranks hold for them. See :func:`queued_row`.
+
+    shared: by stage bytes of the parameters that other stages hold too: of the gradients that it is
+    given by all of their copies, and of the sums.
+    """
     each = {copy: len(members(group)) for group in plan.replicas for copy in members(group)}
     alone = len(plan.firsts) == 1
     rows = tuple(
         queued_row(
             row, plan.staleness[row.stage], each.get(row.stage, 1), plan.weights,
             taken=row.taken(plan.microbatches), alone=alone,
+            shared=(shared or {}).get(row.stage, (0, 0)),
         )
         for row in plan.prediction.ranks
     )  # fmt: skip
@@ -38,13 +44,21 @@ def with_queues_memory(plan: Plan) -> Plan:
 
 
 def queued_row(
-    row: RankPrediction, staleness: int, copies: int, weights: str, *, taken: int, alone: bool
+    row: RankPrediction,
+    staleness: int,
+    copies: int,
+    weights: str,
+    *,
+    taken: int,
+    alone: bool,
+    shared: tuple[int, int] = (0, 0),
 ) -> RankPrediction:
     """A row of copies that take turns, for queues.
 
     copies: of the stage. weights: the name of the weight mode. taken: how many microbatches of a
     minibatch the rank is thought to do. alone: there is no other stage; else a copy takes one
-    microbatch more than the schedule has in flight where the oldest of all needs it.
+    microbatch more than the schedule has in flight where the oldest of all needs it. shared: see
+    :func:`with_queues_memory`.
     """
     was, memory = max(row.in_flight, 1), row.memory
     now = was if alone else was + 1
@@ -53,7 +67,9 @@ def queued_row(
     saved = (memory.activations - row.workspace) // was * now
     flowing = memory.transfers // was
     kept = open_ * taken * flowing
-    others = copies * memory.gradients if copies > 1 else 0
+    given, summed = shared
+    # With copies all is summed beside the parts, and what is shared among it.
+    others = given + (copies * memory.gradients if copies > 1 else summed)
     held = msgspec.structs.replace(
         memory,
         gradients=open_ * memory.gradients,
@@ -68,7 +84,7 @@ def queued_row(
         between = missed * memory.gradients + held.copies + kept
         between += (saved + flowing * now) if missed else 0
         summing = memory.weights + memory.gradients + memory.optimizer + memory.buffers + others
-        total = memory.gradients if copies > 1 else 0  # beside the rank's own part
+        total = memory.gradients if copies > 1 else summed  # beside the rank's own part
         update = between + max(row.update + total, summing)
     more = held.total - memory.total
     return msgspec.structs.replace(

@@ -33,12 +33,18 @@ def queues_of(plan: Plan) -> Queues:
     pairs = sorted({(of[e.source], of[e.target]) for e in edges_of(plan)})
     back = sorted({(of[e.source], of[e.target]) for e in edges_of(plan) if e.backward})
     rows = {row.stage: row for row in plan.prediction.ranks}
+    trains = tuple(rows[group[0]].backward_seconds > 0 for group in groups)
+    ties = [{of[stage] for stage in tie.stages if trains[of[stage]]} for tie in plan.ties]
     return Queues(
         groups,
         tuple(tuple(a for a, b in pairs if b == g) for g in range(len(groups))),
         tuple(tuple(b for a, b in back if a == g) for g in range(len(groups))),
-        tuple(rows[group[0]].backward_seconds > 0 for group in groups),
+        trains,
         {copy: max(1, rows[copy].in_flight) for copy in of},
+        tuple(
+            tuple(sorted({other for tie in ties if g in tie for other in tie} - {g}))
+            for g in range(len(groups))
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fxpart.runtime.groups import own
 from fxpart.runtime.optimizer import make_optimizer
-from fxpart.runtime.queued.gradients import Parameters
+from fxpart.runtime.queued.gradients import Parameters, Tied
 from fxpart.runtime.queued.layout import Layout
 from fxpart.runtime.queued.weights import QueueWeights
 from fxpart.runtime.queued.worker import Clip, Worker
@@ -38,7 +38,7 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: Layout) -> Worker:
     )  # fmt: skip
     return Worker(
         stage, layout, table, weights,
-        Parameters([p for _, p in parameters_of(trainer, stage)], trainer._held.rows),
+        held_of(trainer, stage, layout),
         bound=bound,
         clip=Clip(options.clip_norm, options.clip_value),
         device=trainer._devices[trainer._ranks[stage][0]],
@@ -46,6 +46,18 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: Layout) -> Worker:
         tell=lambda event: mail.tell(stage, event),
         events=trainer.events,
     )  # fmt: skip
+
+
+def held_of(trainer: QueueTrainer, stage: int, layout: Layout) -> Parameters:
+    """The trainable parameters of a copy, and which of them other groups hold too."""
+    mine = parameters_of(trainer, stage)
+    places = {name: place for place, (name, _) in enumerate(mine)}
+    ties = {
+        name: Tied(places[name], layout.owns(stage, name))
+        for names in layout.ties(stage).values()
+        for name in names
+    }
+    return Parameters([p for _, p in mine], trainer._held.rows, ties)
 
 
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:

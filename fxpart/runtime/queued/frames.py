@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from fxpart.runtime.links import torch_dtype
-from fxpart.runtime.queued.gradients import Gradients
+from fxpart.runtime.queued.gradients import Gradients, Shared
 from fxpart.runtime.queued.worker import Values
 from fxpart.schedule.queues.orders import Event, Order, Said
 
@@ -50,7 +50,7 @@ class Words(Said, frozen=True):
     texts: tuple[bytes, ...]
 
 
-Wired = Event | Order | Values | Gradients | Pulse | Bye | Moved | Word | Words
+Wired = Event | Order | Values | Gradients | Shared | Pulse | Bye | Moved | Word | Words
 Kinds = tuple[tuple[str, tuple[int, ...]], ...]
 
 

@@ -1,13 +1,14 @@
 """A copy's part of a minibatch's gradients, and the sum of those of all copies of its group.
 
 Dense gradients add up in one tensor for each parameter, and copies' sums in the order of the
-copies, so that all have the same bits. Sparse ones are kept microbatch by microbatch and put in
-their order, as in one process, whoever did them.
+copies, so that all have the same bits; those of a parameter that other groups hold too are summed
+over all copies of all of them. Sparse ones are kept microbatch by microbatch and put in their
+order, as in one process, whoever did them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,22 @@ class Gradients(Said, frozen=True):
     rows: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
 
 
+class Shared(Said, frozen=True):
+    """A copy's part of the gradients of parameters that another group holds as well.
+
+    microbatches: those it has done. names: of the parameters whose gradients come with it, dense.
+    """
+
+    minibatch: int
+    attempt: int
+    copy: int
+    microbatches: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+Letter = tuple["Gradients | Shared", Sequence[torch.Tensor]]
+
+
 @dataclass
 class Part:
     """What backwards of one minibatch have left in one copy."""
@@ -42,13 +59,24 @@ class Part:
     sparse: dict[int, list[tuple[int, Parts]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that other groups hold too. own: whether its norm counts in this one."""
+
+    place: int
+    own: bool
+
+
 class Parameters:
     """The parameters of a copy that get gradients: the same, in the same order, on all copies."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], rows: Rows) -> None:
-        """rows: which takes away the sparse gradients of some."""
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], rows: Rows, ties: Mapping[str, Tied] | None = None
+    ) -> None:
+        """rows: which takes away the sparse gradients of some. ties: that other groups hold too."""
         self.all = list(parameters)
-        self._rows = rows
+        self._rows, self._ties = rows, dict(ties or {})
+        self._names = {tie.place: name for name, tie in self._ties.items()}
 
     def enter(self, part: Part) -> None:
         """Before a backward: what is there already is added to."""
@@ -61,6 +89,8 @@ class Parameters:
             gradient, parameter.grad = parameter.grad, None
             taken = self._rows.pending(parameter)
             self._rows.drop(parameter)
+            if place in self._names and gradient is not None:
+                gradient = gradient.to_dense()  # as the sum with what other stages have
             if taken is None and gradient is not None and gradient.is_sparse:
                 taken = Parts.of([gradient])
             elif gradient is not None:
@@ -91,23 +121,30 @@ class Parameters:
         )
         return said, tensors
 
+    def shared(
+        self, part: Part, names: Sequence[str], minibatch: int, attempt: int, copy: int
+    ) -> tuple[Shared, list[torch.Tensor]]:
+        """Of a part what another group needs, as a message."""
+        mine = [name for name in names if self._ties[name].place in part.dense]
+        tensors = [part.dense[self._ties[name].place] for name in mine]
+        return Shared(minibatch, attempt, copy, tuple(part.microbatches), tuple(mine)), tensors
+
     def total(
-        self, parts: Sequence[tuple[Gradients, Sequence[torch.Tensor]]], count: int
+        self, parts: Sequence[Letter], count: int, others: Sequence[Sequence[Letter]] = ()
     ) -> list[torch.Tensor | None]:
         """The sum, by place; FXP900 unless each of ``count`` microbatches is there once.
 
-        parts: in the order of the copies.
+        parts: of the copies of the group. others: of each group that holds some parameters too.
         """
-        done = sorted(m for said, _ in parts for m in said.microbatches)
-        if done != list(range(count)):
-            where = f"minibatch {parts[0][0].minibatch}"
-            why = f"gradients of microbatches {done} of {count}"
-            raise error("FXP900", where=where, why=why, fix="")
+        for group in (parts, *others):
+            _check(group, count)
         found: list[torch.Tensor | None] = [None] * len(self.all)
         own: set[int] = set()
         sparse: dict[int, list[tuple[tuple[int, ...], Parts]]] = {}
-        for said, tensors in parts:
-            for place, tensor in zip(said.dense, tensors, strict=False):
+        # All that hold a parameter add up in the order of the copies: the same bits everywhere.
+        every = [letter for group in (parts, *others) for letter in group]
+        for said, tensors in sorted(every, key=lambda letter: letter[0].copy):
+            for place, tensor in zip(self._places(said), tensors, strict=False):
                 tensor, before = tensor.to(self.all[place].device), found[place]
                 if before is None:
                     found[place] = tensor
@@ -116,6 +153,8 @@ class Parameters:
                 else:  # a part stays as it is: it may have to be given again
                     found[place] = before + tensor
                     own.add(place)
+            if isinstance(said, Shared):
+                continue
             rest = iter(tensors[len(said.dense) :])
             for place, numbers, lengths in said.rows:
                 device = self.all[place].device
@@ -127,15 +166,31 @@ class Parameters:
             found[place] = gradient if dense is None else dense + gradient
         return found
 
-
-def square(gradients: Sequence[torch.Tensor | None]) -> float:
-    """Of the norm of all together."""
-    total = 0.0
-    for gradient in gradients:
-        if gradient is not None:
+    def square(self, gradients: Sequence[torch.Tensor | None]) -> float:
+        """Of the norm of all together, without those that another group counts."""
+        total = 0.0
+        for place, gradient in enumerate(gradients):
+            if gradient is None or (
+                place in self._names and not self._ties[self._names[place]].own
+            ):
+                continue
             values = gradient.coalesce()._values() if gradient.is_sparse else gradient
             total += float(torch.linalg.vector_norm(values, 2.0)) ** 2
-    return total
+        return total
+
+    def _places(self, said: Gradients | Shared) -> Sequence[int]:
+        """Where the dense gradients of a message belong."""
+        if isinstance(said, Shared):
+            return [self._ties[name].place for name in said.names]
+        return said.dense
+
+
+def _check(group: Sequence[Letter], count: int) -> None:
+    done = sorted(m for said, _ in group for m in said.microbatches)
+    if done != list(range(count)):
+        where = f"minibatch {group[0][0].minibatch}"
+        why = f"gradients of microbatches {done} of {count}"
+        raise error("FXP900", where=where, why=why, fix="")
 
 
 def clipped(gradients: Sequence[torch.Tensor | None], factor: float, value: float | None) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program import ProgramSpec
-from fxpart.runtime.links import Link, links
+from fxpart.program import ProgramSpec, StateSpec
+from fxpart.runtime.links import Link, links, torch_dtype
 from fxpart.runtime.options import Options
 from fxpart.runtime.stage import trains
 from fxpart.schedule.action import Kind, Schedule, members
@@ -79,7 +80,31 @@ class Layout:
             tuple(tuple(g for g, _ in self.out(first, back=True)) for first in firsts),
             tuple(trains(self.spec, self.spec.stages[first]) for first in firsts),
             in_flight(placed),
+            tuple(tuple(self.ties(first)) for first in firsts),
         )
+
+    def ties(self, copy: int) -> dict[int, tuple[str, ...]]:
+        """By group, ascending, the trained parameters that it holds as well as the copy's group."""
+        own, found = self.group(copy), dict[int, list[str]]()
+        for name in sorted(trained_ties(self.spec)):
+            groups = {self.group(stage) for stage in self.spec.ties[name]}
+            for group in groups - {own} if own in groups else ():
+                found.setdefault(group, []).append(name)
+        return {group: tuple(found[group]) for group in sorted(found)}
+
+    def owns(self, copy: int, name: str) -> bool:
+        """Whether the copy's group is the first of those that hold a parameter."""
+        return self.group(copy) == self.group(self.spec.ties[name][0])
+
+
+def trained_ties(spec: ProgramSpec) -> dict[str, StateSpec]:
+    """The parameters with gradients that several stages hold, their copies aside, by name."""
+    return {
+        state.name: state
+        for stage in spec.stages
+        for state in stage.state
+        if state.name in spec.ties and state.requires_grad
+    }
 
 
 def in_flight(placed: Schedule) -> dict[int, int]:
@@ -105,9 +130,7 @@ def check_program(
         problems.append(("stages whose ranks share their work", 'constraints={"mesh": "none"}'))
     if len(set(firsts)) < len(firsts):
         problems.append(("several stages on a rank", "one stage a rank"))
-    if spec.ties:
-        names = ", ".join(sorted(spec.ties)[:3])
-        problems.append((f"parameters that several stages share ({names})", 'routing="turns"'))
+    problems += [(why, 'routing="turns"') for why in unshared(spec)]
     if options.compile_stages:
         problems.append(("compiled stages", "compile_stages=False"))
     problems += [(f"{name}=", "leave it out") for name, value in asked.items() if value]
@@ -116,3 +139,40 @@ def check_program(
             Problem("FXP109", "routing=queue", f"queues are not made for {why}", fix)
             for why, fix in problems
         )
+
+
+def unshared(spec: ProgramSpec) -> list[str]:
+    """Why gradients of parameters that several stages hold cannot be summed over queues."""
+    ties = trained_ties(spec)
+    rows = sorted(name for name, state in ties.items() if state.sparse)
+    still = sorted(
+        name for name in ties if not all(trains(spec, spec.stages[k]) for k in spec.ties[name])
+    )
+    return [
+        f"parameters of several stages {what} ({', '.join(names[:3])})"
+        for what, names in (
+            ("with sparse gradients", rows),
+            ("of which one has no backward", still),
+        )
+        if names
+    ]
+
+
+def shared_bytes(spec: ProgramSpec) -> dict[int, tuple[int, int]]:
+    """By stage bytes of trained parameters that other stages hold too: (given, summed).
+
+    given: gradients of all copies of those other stages; summed: the parameters once.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    group = {
+        copy: place for place, members_ in enumerate(Layout.of(spec).groups) for copy in members_
+    }
+    for name, state in trained_ties(spec).items():
+        size = prod(state.shape) * torch_dtype(state.dtype).itemsize
+        holders = spec.ties[name]
+        for stage in holders:
+            others = sum(group[other] != group[stage] for other in holders)
+            if others:
+                given, summed = found.get(stage, (0, 0))
+                found[stage] = given + others * size, summed + size
+    return found

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fxpart.runtime.queued.gradients import Gradients
+from fxpart.runtime.queued.gradients import Gradients, Shared
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.orders import Event, Lost, Said
 
@@ -42,7 +42,7 @@ class InMemory:
 
     def post(self, source: int, target: int, said: Said, tensors: Tensors) -> None:
         """Into the other's box: the tensors themselves, but gradients, which optimizers change."""
-        if isinstance(said, Gradients):
+        if isinstance(said, Gradients | Shared):
             tensors = [tensor.clone() for tensor in tensors]
         if target in self._boxes:
             self._boxes[target].append((said, tensors))

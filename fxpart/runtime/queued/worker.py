@@ -19,7 +19,7 @@ from fxpart.errors import error
 from fxpart.events.ring import Ring
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.links import Link
-from fxpart.runtime.queued.gradients import Gradients, Parameters, Part, clipped, square
+from fxpart.runtime.queued.gradients import Gradients, Letter, Parameters, Part, Shared, clipped
 from fxpart.runtime.queued.layout import Layout
 from fxpart.runtime.queued.weights import QueueWeights
 from fxpart.runtime.stage import StageTable
@@ -106,6 +106,7 @@ class Worker:
         self._into, self._out = layout.into(copy, back=False), layout.out(copy, back=False)
         self._returns = layout.into(copy, back=True)
         self._back = layout.out(copy, back=True)
+        self._ties = layout.ties(copy)
         self._batches: dict[int, Batch] = {}
         self._orders: list[Forward | Backward] = []
         self._values: dict[tuple[bool, int, int, int], Tensors] = {}
@@ -114,7 +115,7 @@ class Worker:
         self._reads: dict[int, list[int]] = {}  # by minibatch the versions its forwards read
         self._parts: dict[int, Part] = {}
         self._asked: dict[int, Exchange] = {}
-        self._gathered: dict[tuple[int, int], dict[int, tuple[Gradients, Tensors]]] = {}
+        self._gathered: dict[tuple[int, int], dict[int, Letter]] = {}
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
     def begin(self, minibatch: int, batch: Batch, text: str, asks: int = 0) -> None:
@@ -255,10 +256,17 @@ class Worker:
         for other in said.copies:
             if other != self.copy:
                 self._post(other, *mine)
+        for group, copies in said.others:
+            shared = self._parameters.shared(
+                part, self._ties[group], said.minibatch, said.attempt, self.copy
+            )
+            for other in copies:
+                self._post(other, *shared)
         self._gather(*mine)
 
-    @_take.register
-    def _(self, said: Gradients, tensors: Tensors) -> None:
+    @_take.register(Gradients)
+    @_take.register(Shared)
+    def _(self, said: Gradients | Shared, tensors: Tensors) -> None:
         if said.minibatch >= self.applied:
             self._gather(said, tensors)
 
@@ -283,17 +291,20 @@ class Worker:
         self.applied += 1
         self.losses.append((number, said.loss, said.asked))
 
-    def _gather(self, said: Gradients, tensors: Tensors) -> None:
+    def _gather(self, said: Gradients | Shared, tensors: Tensors) -> None:
         number = said.minibatch
         found = self._gathered.setdefault((number, said.attempt), {})
         found[said.copy] = said, tensors
         asked = self._asked.get(number)
-        if asked is None or asked.attempt != said.attempt or not set(asked.copies) <= set(found):
+        if asked is None or asked.attempt != said.attempt:
+            return
+        if not set(asked.all) <= set(found):
             return
         parts = [found[copy] for copy in asked.copies]
-        total = self._totals[number] = self._parameters.total(parts, asked.count)
+        others = [[found[copy] for copy in copies] for _, copies in asked.others]
+        total = self._totals[number] = self._parameters.total(parts, asked.count, others)
         del self._gathered[number, said.attempt]
-        norm = square(total) if self._clip.norm is not None else 0.0
+        norm = self._parameters.square(total) if self._clip.norm is not None else 0.0
         self._tell(Gathered(number, asked.attempt, norm))
 
     def _send(self, back: bool, number: int, microbatch: int, group: int, copy: int) -> None:

@@ -4,8 +4,9 @@ Microbatches of a group of copies wait in a queue: whichever copy is free takes 
 ready, its own backwards first, of several the fastest; a slow one leaves it where the others will
 be done with all that waits before it could be with one. A forward of minibatch t starts only when
 t - s updates were made (s: the staleness of its group), so that its own update finds at most s made
-in between. When all backwards of a minibatch are done in a group, its copies exchange gradients;
-when all groups have them, all apply them: one count of updates for the whole program. Until then
+in between. When all backwards of a minibatch are done in a group, its copies exchange gradients
+(groups that hold the same parameters at one time, and those of these among each other); when all
+groups have them, all apply them: one count of updates for the whole program. Until then
 copies keep what they sent, and a copy that is lost costs no sample: what it had done of minibatches
 that are not applied goes back into the queue, and others do it again.
 """
@@ -43,7 +44,8 @@ class Queues:
 
     groups: the copies of each, by their stages' numbers. sources: by group those whose values it
     takes. returns: by group those that give gradients back to it. trains: whether it has backwards.
-    limits: by copy how many microbatches it may have between forward and backward.
+    limits: by copy how many microbatches it may have between forward and backward. shares: by group
+    those that hold some of its parameters too; none where it is empty.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -51,6 +53,7 @@ class Queues:
     returns: tuple[tuple[int, ...], ...]
     trains: tuple[bool, ...]
     limits: Mapping[int, int]
+    shares: tuple[tuple[int, ...], ...] = ()
 
     def users(self, group: int) -> Iterator[int]:
         """The groups that take a group's values."""
@@ -59,6 +62,19 @@ class Queues:
     def givers(self, group: int) -> Iterator[int]:
         """The groups that a group gives gradients to."""
         return (other for other, returns in enumerate(self.returns) if group in returns)
+
+    def shared(self, group: int) -> tuple[int, ...]:
+        """The groups that hold some of a group's parameters."""
+        return self.shares[group] if self.shares else ()
+
+    def together(self, group: int) -> tuple[int, ...]:
+        """The groups that exchange gradients at one time: those it shares with, and so on."""
+        found, left = {group}, [group]
+        while left:
+            new = set(self.shared(left.pop())) - found
+            found |= new
+            left += new
+        return tuple(sorted(found))
 
 
 class Dispatcher:
@@ -178,7 +194,7 @@ class Dispatcher:
             self.stop((("FXP514", where, why, "start again from the last checkpoint"),))
             return
         for minibatch in self._minibatches.values():
-            self.again += minibatch.forget(group, gone)
+            self.again += minibatch.forget(group, gone, self.queues.together(group))
 
     def stop(self, problems: tuple[tuple[str, str, str, str], ...]) -> None:
         """End the training for these reasons."""
@@ -206,15 +222,19 @@ class Dispatcher:
             self._occupy(copy)
 
     def _exchange(self, number: int) -> None:
-        """Order exchanges where all backwards of a group are done."""
+        """Order exchanges where all backwards of a group, and of those it shares with, are done."""
         minibatch = self._minibatches[number]
         for group, living in enumerate(self.living):
-            ready = self.queues.trains[group] and not minibatch.exchanging[group]
-            if ready and minibatch.ran(group, backward=True):
+            if not self.queues.trains[group] or minibatch.exchanging[group]:
+                continue
+            together = self.queues.together(group)
+            if all(minibatch.ran(each, backward=True) for each in together):
                 minibatch.exchanging[group] = True
                 attempt, count = minibatch.attempts[group], minibatch.count
+                others = [(each, tuple(self.living[each])) for each in self.queues.shared(group)]
+                order = Exchange(number, attempt, tuple(living), count, tuple(others))
                 for copy in living:
-                    self._order(copy, Exchange(number, attempt, tuple(living), count))
+                    self._order(copy, order)
 
     def _complete(self, number: int) -> bool:
         """Whether every copy has all gradients of a minibatch."""

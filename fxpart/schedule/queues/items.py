@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 TODO, ORDERED, DONE = range(3)
@@ -50,8 +51,11 @@ class Minibatch:
         """The whole loss; None where there is none."""
         return sum(self.losses[m] for m in sorted(self.losses)) if self.losses else None
 
-    def forget(self, group: int, copy: int) -> int:
-        """A copy of the group is gone: what it did is to be done again; how many microbatches."""
+    def forget(self, group: int, copy: int, together: Iterable[int]) -> int:
+        """A copy of the group is gone: what it did is to be done again; how many microbatches.
+
+        together: the groups whose exchange is one, this among them: it begins anew.
+        """
         found = 0
         for microbatch, item in enumerate(self.items[group]):
             if item.owner == copy:
@@ -59,7 +63,8 @@ class Minibatch:
                 for key in [k for k in self.given if k[1:3] == (microbatch, group)]:
                     del self.given[key]
                 found += 1
-        self.attempts[group] += 1
-        self.exchanging[group] = False
-        self.gathered[group].clear()
+        for each in together:
+            self.attempts[each] += 1
+            self.exchanging[each] = False
+            self.gathered[each].clear()
         return found

@@ -38,7 +38,7 @@ class Ran(Said, frozen=True):
 
 
 class Gathered(Said, frozen=True):
-    """The copy has the gradients of all copies of its group. square: of their sum's norm."""
+    """The copy has all gradients of what it holds. square: of their sums' norm, in its group."""
 
     minibatch: int
     attempt: int
@@ -100,13 +100,20 @@ class Send(Said, frozen=True):
 class Exchange(Said, frozen=True):
     """Send the minibatch's gradients to these copies of the group, and gather theirs.
 
-    count: of its microbatches.
+    count: of its microbatches. others: (group, its copies) with parameters that this group holds
+    too: of those, they are sent the gradients and send theirs.
     """
 
     minibatch: int
     attempt: int
     copies: tuple[int, ...]
     count: int
+    others: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All whose gradients are needed."""
+        return self.copies + tuple(copy for _, copies in self.others for copy in copies)
 
 
 class Apply(Said, frozen=True):

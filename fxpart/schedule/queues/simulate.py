@@ -33,10 +33,10 @@ _SETTLED = 4  # minibatches, beside two for each update that may be missed, unti
 class QueueTimes:
     """Seconds, by copy.
 
-    forward, backward: of a microbatch. sums: until all copies of its group have each other's
-    gradients. once: of an update. transfer: of what a microbatch sends from a copy to another, in
-    one direction. word: until what the copy tells the dispatcher, or is told, has come; 0 where
-    none is given.
+    forward, backward: of a microbatch. sums: until all that hold some of its parameters have each
+    other's gradients. once: of an update. transfer: of what a microbatch sends from a copy to
+    another, in one direction. word: until what the copy tells the dispatcher, or is told, has come;
+    0 where none is given.
     """
 
     forward: Mapping[int, float]
@@ -188,8 +188,8 @@ class _Play:
             copy.orders.append(said)
         elif isinstance(said, Exchange):
             copy.asked[said.minibatch] = said
-            for other in said.copies:
-                after = 0.0 if len(said.copies) == 1 else self.times.sums[copy.number]
+            for other in said.all:
+                after = 0.0 if len(said.all) == 1 else self.times.sums[copy.number]
                 self._arrive(other, _Part(said.minibatch, copy.number), after)
         elif isinstance(said, _Part):
             copy.parts.setdefault(said.minibatch, set()).add(said.copy)
@@ -200,7 +200,7 @@ class _Play:
 
     def _gather(self, copy: _Copy, minibatch: int) -> None:
         asked = copy.asked.get(minibatch)
-        if asked is not None and copy.parts[minibatch] >= set(asked.copies):
+        if asked is not None and copy.parts[minibatch] >= set(asked.all):
             self._tell(copy, Gathered(minibatch, asked.attempt))
 
     def _updated(self, copy: _Copy, minibatch: int) -> None:
