@@ -3,6 +3,9 @@
 By default glibc returns the top of its heap to the system whenever enough of it is free, and takes
 large tensors from the system one by one. A training step frees and wants the same memory over and
 over; each time the system has to clear its pages again, for all ranks of the host.
+
+And it gives threads heaps of their own. Those that receive and sum for a rank would each keep what
+the largest message took, which the one that computes could use.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import sys
 from fxpart.environment import heap_is_set
 
 # mallopt(3): what is larger than THRESHOLD comes from the system by itself (32 MiB is the most that
-# glibc takes), and a free top of the heap larger than TRIM goes back to it.
-_TRIM, _THRESHOLD = -1, -3
+# glibc takes), and a free top of the heap larger than TRIM goes back to it. ARENAS: heaps.
+_TRIM, _THRESHOLD, _ARENAS = -1, -3, -8
 _MOST_THRESHOLD = 32 << 20
 _NEVER = 2**31 - 1
 
@@ -31,4 +34,4 @@ def keep_freed() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    return all([mallopt(_THRESHOLD, _MOST_THRESHOLD), mallopt(_TRIM, _NEVER)])
+    return all([mallopt(_THRESHOLD, _MOST_THRESHOLD), mallopt(_TRIM, _NEVER), mallopt(_ARENAS, 1)])
