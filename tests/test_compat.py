@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -259,5 +261,27 @@ def test_the_store_of_a_process_group(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.delattr(dist.distributed_c10d, "_get_default_store")
             assert compat.default_store() is None
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_gloos_threads_take_no_core_from_one_that_computes(tmp_path: Path) -> None:
+    """Where this fails, collectives between CPUs that a step has many of take milliseconds each."""
+    import torch.distributed as dist
+
+    assert compat.waiting_threads() == [] and compat.share_cores() == 0
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
+    )
+    try:
+        end = time.monotonic() + 10.0
+        while not compat.waiting_threads() and time.monotonic() < end:
+            time.sleep(0.01)  # a thread has its name a moment after its beginning
+        threads = compat.waiting_threads()
+        assert threads and os.getpid() not in threads
+        assert compat.share_cores() == len(threads) and compat.share_cores() == 0
+        assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
     finally:
         dist.destroy_process_group()

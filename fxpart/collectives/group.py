@@ -32,6 +32,7 @@ from fxpart.collectives.failures import (
     TransferTimeoutError,
     waiting,
 )
+from fxpart.compat import share_cores
 from fxpart.errors import error
 from fxpart.sharding import Mesh
 
@@ -281,6 +282,7 @@ def make_groups(
             made = _new_group(here, limit)
             if rank in here:
                 found.setdefault(stage, {})[lanes] = made
+    share_cores()
     return found
 
 

@@ -19,6 +19,7 @@ from fxpart.compat.foreach import (
     foreach_sqrt,
     foreach_zero_,
 )
+from fxpart.compat.gloo_threads import share_cores, waiting_threads
 from fxpart.compat.groups import default_store
 from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
@@ -113,6 +114,7 @@ __all__ = [
     "saved_hooks",
     "saved_slots",
     "scheduler_standing_in",
+    "share_cores",
     "size_hint",
     "skip_batches",
     "step_of",
@@ -129,6 +131,7 @@ __all__ = [
     "untraced",
     "unwrapped",
     "view_base",
+    "waiting_threads",
     "watch_casts",
     "watched_calls",
     "writes",

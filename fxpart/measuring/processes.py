@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from fxpart.compat import share_cores
 from fxpart.environment import for_rank, launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.connect import connect
@@ -264,6 +265,7 @@ def regrouped(name: str, rank: int, world: int, timeout: float) -> Iterator[None
     limit = timedelta(seconds=timeout)
     store = PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    share_cores()  # as in a training job
     try:
         yield
     finally:
@@ -284,6 +286,7 @@ def _group(request: dict[str, Any]) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=found.rank, world_size=found.world, timeout=limit
     )
+    share_cores()
     try:
         yield
     finally:

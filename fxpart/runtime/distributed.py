@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fxpart.collectives.failures import ALL, NOBODY, waiting
+from fxpart.compat import share_cores
 from fxpart.runtime.control import Control, join
 from fxpart.runtime.deadline import Deadline
 from fxpart.runtime.shared_memory import Receive, Send, SharedMemory
@@ -68,6 +69,7 @@ class Distributed:
             self._groups = {channel: dist.new_group() for channel in self._groups}
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
+        share_cores()
         self._mesh: Control | None = None
         self._memory: SharedMemory | None = None
         if one_machine and self.ranks > 1:

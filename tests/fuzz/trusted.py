@@ -11,6 +11,7 @@ TRUSTED = {
     "cluster_io.detect": "the kernel's",
     "cluster_io.quota": "the kernel's",
     "cluster_io.presets._all": "a data file of the package",
+    "compat.gloo_threads": "the kernel's",
     "launching.proc": "the kernel's",
     "measuring": "files of its own child processes, in a temporary folder",
     "profile.chip": "the kernel's",
