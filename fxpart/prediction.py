@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from fxpart.schedule.uneven import Uneven
+
 _ROUNDING = 1e-12  # of a step: what is left of it that is no time
 
 
@@ -141,7 +143,8 @@ class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     full: for how many computing ranks the seconds of :class:`RankPrediction` are, which may be more
     than the plan has there; 0: for all of ``ranks``. transfer: how many computing ranks a transfer
     of the host counts as. wake: by how many seconds a transfer to one of the ranks ends later while
-    1, 2, ... of them compute, its receiver included.
+    1, 2, ... of them compute, its receiver included. uneven: how long its cores are not all
+    used, where it has more ranks than cores; none where they always are, or where it is not known.
     """
 
     ranks: tuple[int, ...]
@@ -149,6 +152,7 @@ class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transfer: float = 0.0
     full: int = 0
     wake: tuple[float, ...] = ()
+    uneven: Uneven | None = None
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ import msgspec
 
 from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, error
+from fxpart.schedule.uneven import Uneven
 
 FORMAT = 2
 T = TypeVar("T")
@@ -115,6 +116,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     transfer: how many computing ranks a transfer between two ranks of the host counts as, 0 to 2.
     wake: seconds by which a rank goes on later, once something has come for it, while 1, 2, ...
     ranks compute, itself included.
+    uneven: how long cores are not all used where ranks are more; none where they have several each.
     meet: seconds by which a collective of 2, 3, ... ranks ends later where they come to it from
     computing than where one follows the other.
     baseline: bytes of a rank's process beside its tensors; overhead: the share of the tensors' own
@@ -124,6 +126,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: tuple[float, ...] = ()
     transfer: float = 0.0
     wake: tuple[float, ...] = ()
+    uneven: Uneven | None = None
     meet: tuple[float, ...] = ()
     baseline: int = 0
     overhead: float = 0.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.uneven import Uneven
 
 WINDOW, AHEAD, STORED = 4, 2, 4
 TINY = 1e-12
@@ -36,6 +37,7 @@ class Case:
     # by stage, of a forward and of a backward: the part of the seconds alone that is talk, and the
     # part of a core that others see of it
     talk: Sequence[Sequence[tuple[float, float]]] = ()
+    uneven: Sequence[Uneven] = ()  # by host
 
 
 class Machine:
@@ -55,6 +57,9 @@ class Machine:
         self.arrived: set[Action] = set()
         self.spans: dict[Action, tuple[float, float]] = {}
         self.start: dict[Action, float] = {}
+        self.before = [0 for _ in case.curves]  # how many computed on a host
+        # host -> until when a core of it is not used, or a part of it
+        self.uneven: dict[int, tuple[float, float]] = {}
         for rank, actions in enumerate(case.schedule.ranks):
             for action in actions:
                 if action.kind in (Kind.SEND_F, Kind.SEND_B):
@@ -71,6 +76,7 @@ class Machine:
             if not paces:
                 break
             wait = min(left[1] * slow for left, slow in paces)
+            wait = min([wait, *(until - self.now for until, _ in self.uneven.values())])
             self.now += wait
             for left, slow in paces:
                 left[1] -= wait / slow
@@ -85,6 +91,11 @@ class Machine:
         busy = [0.0] * len(case.curves)
         for rank, (action, _) in self.computing.items():
             busy[case.host[rank]] += self.talk(action)[1]
+        for host, uneven in enumerate(case.uneven):
+            if case.host.count(host) > uneven.cores:
+                self.even(host, busy[host], uneven)
+            if host in self.uneven:  # all cores are as slow as those are that are used
+                busy[host] *= uneven.cores / (busy[host] - self.uneven[host][1])
         shares: dict[str, int] = {}
         for (source, target), (send, _) in self.moving.items():
             if case.transfer[send.stage, send.peer] > 0:
@@ -99,6 +110,19 @@ class Machine:
             yield left, part + (1 - part) * slow
         for left in self.moving.values():
             yield left, shares.get(case.segments.get((left[0].stage, left[0].peer)), 1)
+
+    def even(self, host: int, busy: float, uneven: Uneven) -> None:
+        """Whether all of a host's cores are used that could be."""
+        before, self.before[host] = self.before[host], busy
+        until, part = self.uneven.get(host, (0.0, 0.0))
+        if busy > uneven.cores or busy < 2 or until <= self.now + TINY:
+            part = 0.0
+            self.uneven.pop(host, None)
+        if busy > uneven.cores or busy < 2:
+            return
+        lost = uneven.fallen if before > uneven.cores else uneven.risen if before < busy else 0.0
+        if lost > part:
+            self.uneven[host] = (self.now + uneven.seconds, lost)
 
     def talk(self, action: Action) -> tuple[float, float]:
         """The part of a computation in which its rank waits for others, and what is seen of it."""

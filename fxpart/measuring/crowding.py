@@ -23,14 +23,19 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.cluster_io.detect import cores
 from fxpart.measuring.meeting import meeting
 from fxpart.measuring.memory import Growth, growth
 from fxpart.measuring.processes import together
+from fxpart.measuring.ring import Work, agreed
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.stages import StageRun, Values
+from fxpart.measuring.unevenness import unevenness
 from fxpart.measuring.waking import waking
 from fxpart.profile import Crowding
 from fxpart.program import ProgramSpec
+from fxpart.runtime.connect import connect
+from fxpart.schedule.uneven import Uneven
 
 MOST = 8  # ranks measured at once
 _BUSY = "fxpart.measuring.crowding:work"
@@ -111,6 +116,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
         transfer=equivalent(slowdown, beside),
         wake=tuple(rows[0]["wake"]),
         meet=tuple(rows[0]["meet"]),
+        uneven=msgspec.convert(rows[0]["uneven"], Uneven | None),
         baseline=grown.baseline,
         overhead=grown.overhead,
     )
@@ -166,7 +172,7 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     ]
     busy = [statistics.median(each) for each in zip(*turns, strict=True)]
     beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
-    waits = waking(rank, world) if world > 2 else ()
+    waits, uneven = _of_rings(rank, world) if world > 2 else ((), None)
     meets = meeting(rank, count) if count > 1 else ()
     return {
         "busy": busy,
@@ -174,8 +180,23 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
         "baseline": grown.baseline,
         "wake": list(waits),
         "meet": list(meets),
+        "uneven": uneven,
         "overhead": grown.overhead,
     }
+
+
+def _of_rings(rank: int, world: int) -> tuple[tuple[float, ...], dict[str, float] | None]:
+    """How long woken ranks wait, and how long cores are not all used."""
+    work, transport = Work(agreed()), connect(world)
+    waits = waking(rank, world, work, transport)
+    uneven = unevenness(rank, world, side_by_side(), transport)
+    transport.close()
+    return waits, None if uneven is None else msgspec.structs.asdict(uneven)
+
+
+def side_by_side() -> int:
+    """How many ranks compute on this host without sharing cores; 0 where they are of several."""
+    return cores() if torch.get_num_threads() == 1 else 0
 
 
 def weigh(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpart.measuring.waking import Work, piece
+from fxpart.measuring.ring import Work, agreed
 
-_PIECE = 3e-3  # seconds of computation between two collectives, about
+# Seconds of computation between two collectives, about: where a step has many of them (batch
+# statistics) they come so often, and the longer ranks compute, the further they are apart.
+_PIECE = 1e-3
 _ROUNDS = 40
-_TIMES = 3
+_TIMES = 5
 _NUMBERS = 1 << 12  # of the tensor that every rank gives to every other: 16 KiB
 _MOST = 0.05  # seconds: more than that is no meeting
 
@@ -30,9 +32,7 @@ def meeting(rank: int, count: int) -> tuple[float, ...]:
 
     All ranks of the default group call it; those from ``count`` on only wait.
     """
-    length = torch.tensor([float(piece(_PIECE))])
-    dist.broadcast(length, 0)
-    work = Work(int(length))
+    work = Work(agreed(_PIECE))
     found = []
     for ranks in range(2, count + 1):
         own = torch.tensor(_parts(rank, ranks, work))

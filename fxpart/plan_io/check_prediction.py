@@ -6,6 +6,7 @@ from collections import Counter
 
 from fxpart.plan import Plan, RankPrediction
 from fxpart.plan_io.check_stages import Faults
+from fxpart.schedule.uneven import Uneven
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement
@@ -50,6 +51,8 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
         for place, seconds in enumerate(load.wake):
             if not 0 <= seconds < 1e6:
                 yield f"{where}.wake[{place}]", f"{seconds} s is no time to wait"
+        if load.uneven is not None:
+            yield from _uneven(load.uneven, f"{where}.uneven")
         if not load.slowdown:
             yield f"{where}.slowdown", "there is none"
         for place, factor in enumerate(load.slowdown):
@@ -59,6 +62,16 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
             yield f"{where}.transfer", f"{load.transfer} ranks are too many"
         if load.full and load.full < len(load.ranks):
             yield f"{where}.full", f"it is below the number of ranks, {len(load.ranks)}"
+
+
+def _uneven(given: Uneven, where: str) -> Faults:
+    if given.cores < 2:
+        yield f"{where}.cores", f"of {given.cores} none is idle while two ranks share another"
+    if not 0 <= given.seconds < 1e6:
+        yield f"{where}.seconds", f"{given.seconds} s is no time to wait"
+    for name in ("fallen", "risen"):
+        if not 0 <= getattr(given, name) <= 1:
+            yield f"{where}.{name}", f"{getattr(given, name)} is no part of a core"
 
 
 def streams(plan: Plan) -> bool:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from fxpart.cluster import Cluster, Device, Host
 from fxpart.prediction import HostLoad
 from fxpart.schedule.crowd import by_cores, factor
+from fxpart.schedule.uneven import Uneven
 
 
 class Measured(Protocol):
@@ -27,6 +28,10 @@ class Measured(Protocol):
     @property
     def wake(self) -> tuple[float, ...]:
         """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
+
+    @property
+    def uneven(self) -> Uneven | None:
+        """How long cores are not all used; None: they always are, or it is not known."""
 
 
 def hosts_of(
@@ -58,7 +63,10 @@ def hosts_of(
             load = replace(load, slowdown=_curve(known.get(name), all_of))
         else:
             seen = crowding(name)
-            load = replace(load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake)
+            load = replace(
+                load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake,
+                uneven=seen.uneven,
+            )  # fmt: skip
         found += [load] if is_crowded(load) else []
     return tuple(found)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fxpart.schedule.uneven import Uneven
+
 
 class Load(Protocol):
     """What a plan says of a host (:class:`fxpart.prediction.HostLoad`)."""
@@ -27,6 +29,10 @@ class Load(Protocol):
         """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
 
     @property
+    def uneven(self) -> Uneven | None:
+        """How long cores are not all used; None: they always are."""
+
+    @property
     def full(self) -> int:
         """How many computing ranks the given seconds are for; 0: all of ``ranks``."""
 
@@ -42,7 +48,8 @@ class Crowd:
     compute, of which its receiver is one: where cores are all in use a process that something has
     come for has to wait for one; the last holds past the end; empty: never. loaded: by host, how
     many computing ranks the seconds that are given are for; 0, or where it is empty, all of the
-    host's ranks.
+    host's ranks. uneven: by host, how long its cores are not all used where it has more ranks than
+    cores; None, or where it is empty: they always are.
     """
 
     host: tuple[int, ...]
@@ -50,6 +57,7 @@ class Crowd:
     transfer: tuple[float, ...] = ()
     loaded: tuple[int, ...] = ()
     wake: tuple[tuple[float, ...], ...] = ()
+    uneven: tuple[Uneven | None, ...] = ()
 
     def factor(self, host: int, busy: float) -> float:
         """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
@@ -108,4 +116,5 @@ def crowd_of(hosts: Sequence[Load], ranks: int) -> Crowd:
         (*(host.transfer for host in hosts), 0.0),
         (*(host.full or len(host.ranks) for host in hosts), 0),
         (*(host.wake for host in hosts), ()),
+        (*(host.uneven for host in hosts), None),
     )

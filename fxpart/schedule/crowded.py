@@ -45,7 +45,7 @@ class Work:
     """Tasks of events, for :func:`fxpart.schedule.sharing.shared`.
 
     A host counts its computing ranks and its transfers, each a counter; a segment counts its
-    transfers. Pool 0 is what nothing slows down.
+    transfers. Pool 0 is what nothing slows down. lags: of ranks' counters.
     """
 
     def __init__(
@@ -72,6 +72,11 @@ class Work:
         self._full = [max((self._crowd.full(r) for r in ranks), default=1.0) for ranks in places]
         self.paces = [Pace()]
         self.counters = 2 * len(self._crowd.slowdown)
+        self.lags = {
+            2 * host: uneven
+            for host, uneven in enumerate(self._crowd.uneven)
+            if uneven and self._crowd.host.count(host) > uneven.cores
+        }
         self._pools: dict[tuple[tuple[tuple[int, float], ...], float], int] = {}
         self._compute = [self._pool(mine) for mine in self._hosts]
         self._segments: dict[str, int] = {}

@@ -10,11 +10,15 @@ heap. A step costs the number of pools and the logarithm of what is under way.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
 from fxpart.schedule.order import E, Graph
+from fxpart.schedule.uneven import Uneven
+
+_MOMENT = 1e-9  # seconds; what lasts no longer is a number that was rounded
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,60 @@ class Pace:
 
     counters: frozenset[int] = frozenset()
     slowdown: Callable[[Sequence[float]], float] = lambda _: 1.0
+
+
+@dataclass
+class _Lagging:
+    """A host's counter: how many ranks compute, and until when which part of a core is lost."""
+
+    count: float = 0.0
+    until: float = math.inf
+    part: float = 0.0
+
+    def changed(self, uneven: Uneven, count: float, now: float) -> _Lagging:
+        """It has another count now."""
+        if not 2 <= count <= uneven.cores:
+            return _Lagging(count)
+        part = uneven.part(self.count, count)
+        if part > self.part:
+            return _Lagging(count, now + uneven.seconds, part)
+        return _Lagging(count, self.until, self.part)
+
+
+class _Seen:
+    """Counters as paces see them.
+
+    What begins and ends at one moment has not been: a change is one from the moment before.
+    """
+
+    def __init__(self, counts: Sequence[float], lags: Mapping[int, Uneven]) -> None:
+        self._counts, self._lags = counts, lags
+        self.values = list(counts)
+        self._now = {index: _Lagging() for index in lags}
+        self._before = {index: (-math.inf, state) for index, state in self._now.items()}
+
+    def next(self) -> float:
+        """When something is seen next as it is."""
+        return min((state.until for state in self._now.values()), default=math.inf)
+
+    def look(self, changed: set[int], now: float) -> None:
+        """Take over what has changed, and what is over, which is added to ``changed``."""
+        for index, state in self._now.items():
+            if state.until <= now:
+                self._now[index] = _Lagging(state.count)
+                changed.add(index)
+        for index in changed:
+            count = self._counts[index]
+            self.values[index] = self._late(index, count, now) if index in self._lags else count
+
+    def _late(self, index: int, count: float, now: float) -> float:
+        """What is seen of a counter with a lag."""
+        lag, (moment, before) = self._lags[index], self._before[index]
+        if now - moment > _MOMENT:
+            before = self._now[index]
+            self._before[index] = now, before
+        state = self._now[index] = before.changed(lag, count, now)
+        return lag.seen(count, state.part)
 
 
 @dataclass
@@ -73,13 +131,14 @@ def shared(
     task: Callable[[E], Task],
     paces: Sequence[Pace],
     counters: int,
+    lags: Mapping[int, Uneven] | None = None,
 ) -> dict[E, tuple[float, float]]:
     """Start and end of each event, as early as its lanes, its causes and the others allow.
 
     lanes, after: as :func:`fxpart.schedule.order.earliest` takes them, whose times these are where
     every pace is 1. task: of an event; paces: by pool; counters: how many there are, each of which
-    sums the weights of the events under way that raise it. Raises FXP901 if the orders contradict
-    each other.
+    sums the weights of the events under way that raise it. lags: of counters whose falls are not
+    seen as they are. Raises FXP901 if the orders contradict each other.
     """
     graph = Graph.of(lanes, after)
     pools: list[_Pool[E]] = [_Pool(pace) for pace in paces]
@@ -87,6 +146,7 @@ def shared(
         [pool for pool in pools if index in pool.pace.counters] for index in range(counters)
     ]
     counts = [0.0] * counters
+    seen = _Seen(counts, lags or {})
     tasks: dict[E, Task] = {}
     starts: dict[E, float] = {}
     times: dict[E, tuple[float, float]] = {}
@@ -103,13 +163,14 @@ def shared(
             heapq.heappush(pool.ends, (pool.clock(now) + seconds, len(starts), event))
             starts[event] = now
         # Only now: where one event follows another at once, the pace stays as it is.
+        seen.look(changed, now)
         for pool in {id(pool): pool for index in changed for pool in watched[index]}.values():
-            pool.turn(now, counts)
+            pool.turn(now, seen.values)
         active = [pool for pool in pools if pool.ends]
         if not active:
             break
         moments = [pool.next() for pool in active]
-        now = max(now, min(moments))
+        now = max(now, min(*moments, seen.next()))
         ready, changed = [], set()
         for pool, moment in zip(active, moments, strict=True):
             if moment > now:

@@ -126,7 +126,7 @@ def simulated(
         return _timeline(schedule, earliest(lanes, after, seconds), transfer is not None)
     stand = _check_places(schedule, crowd, places)
     work = Work(schedule, seconds, crowd, stand, segment, copies=sends == "shared", talk=talk)
-    times = shared(lanes, after, work.task, work.paces, work.counters)
+    times = shared(lanes, after, work.task, work.paces, work.counters, work.lags)
     return _timeline(schedule, times, transfer is not None)
 
 

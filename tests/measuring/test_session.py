@@ -18,6 +18,7 @@ from fxpart.measuring.session import profile
 from fxpart.measuring.setting import setting
 from fxpart.measuring.stage_bench import microbatch
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming
+from fxpart.schedule.uneven import Uneven
 from fxpart.target import Workload
 
 
@@ -146,7 +147,11 @@ def test_crowding_of_several_processes() -> None:
 
 
 def test_what_processes_answer_is_summed_up() -> None:
-    same = {"wake": [0.0, 0.002], "meet": [0.001, 0.003], "overhead": 0.25}
+    uneven = Uneven(cores=2, seconds=0.008, fallen=0.5, risen=0.125)
+    same = {
+        "wake": [0.0, 0.002], "meet": [0.001, 0.003], "overhead": 0.25,
+        "uneven": msgspec.structs.asdict(uneven),
+    }  # fmt: skip
     rows = [
         {"busy": [0.1, 0.12, 0.2], "beside": 0.11, "baseline": 100, **same},
         {"busy": [0.0, 0.12, 0.4], "beside": 0.0, "baseline": 102, **same},
@@ -158,9 +163,10 @@ def test_what_processes_answer_is_summed_up() -> None:
     assert found.transfer == pytest.approx(1 / 2)
     assert found.baseline == 101 and found.wake == (0.0, 0.002)
     assert found.meet == (0.001, 0.003) and found.overhead == 0.25
-    alone = [{**rows[0], "wake": [], "meet": []}]
+    assert found.uneven == uneven
+    alone = [{**rows[0], "wake": [], "meet": [], "uneven": None}]
     assert summary(alone, 1) == Crowding(slowdown=(1.0,), baseline=100, overhead=0.25)
-    rest = {"beside": 0.0, "baseline": 1, "wake": [], "meet": [], "overhead": 0.0}
+    rest = {"beside": 0.0, "baseline": 1, "wake": [], "meet": [], "overhead": 0.0, "uneven": None}
     noise = [{"busy": [0.1, 0.09], **rest}] * 2
     assert summary(noise, 2).slowdown == (1.0, 1.0)
 

@@ -24,9 +24,14 @@ def test_more_ranks_never_wait_less() -> None:
 
 def around(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """One rank of a ring."""
+    from fxpart.measuring.ring import Work, agreed
     from fxpart.measuring.waking import waking
+    from fxpart.runtime.connect import connect
 
-    return {"wake": list(waking(rank, world))}
+    work, transport = Work(agreed()), connect(world)
+    found = waking(rank, world, work, transport)
+    transport.close()
+    return {"wake": list(found)}
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.timeline import Timeline
+from fxpart.schedule.uneven import Uneven
 
 # Whole seconds, so that many things happen at the same moment.
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.01, 5))
@@ -40,6 +41,11 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     pairs = [(e.source, e.target) for e in case.edges]
     names = st.sampled_from([None, None, "card"])
     sends = draw(st.sampled_from(["overlapped", "runtime", "shared"]))
+    parts = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+    uneven = st.builds(
+        Uneven, cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
+        risen=parts,
+    )  # fmt: skip
     return crowd_oracle.Case(
         schedule, case.edges, draw(one), draw(one),
         {pair: draw(seconds) for a, b in pairs for pair in ((a, b), (b, a))},
@@ -48,12 +54,16 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
         [draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(hosts)],
         windows=sends != "overlapped", shared=sends == "shared",
         segments={pair: n for a, b in pairs for pair in ((a, b), (b, a)) if (n := draw(names))},
+        uneven=draw(st.sampled_from([[], draw(st.lists(uneven, min_size=hosts, max_size=hosts))])),
     )  # fmt: skip
 
 
 def crowd_for(case: crowd_oracle.Case) -> Crowd:
     """The package's words for it."""
-    return Crowd(tuple(case.host), tuple(map(tuple, case.curves)), tuple(case.weights))
+    return Crowd(
+        tuple(case.host), tuple(map(tuple, case.curves)), tuple(case.weights),
+        uneven=tuple(case.uneven),
+    )  # fmt: skip
 
 
 def found_by_simulation(case: crowd_oracle.Case) -> Timeline:
@@ -98,6 +108,7 @@ def test_against_a_machine_at_length(case: crowd_oracle.Case) -> None:
 @settings(max_examples=60, deadline=None)
 def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
     """The integral of a computation's pace over its span is its seconds alone."""
+    case.uneven = []
     timeline = found_by_simulation(case)
     works = ("compute", "send") if case.shared else ("compute",)
     computes = [s for s in timeline.spans if s.lane in works]

@@ -1,0 +1,89 @@
+"""How long cores are not all used: notes of ranks on cores that are, and the ring itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fxpart.measuring.processes import together
+from fxpart.measuring.unevenness import Notes, found
+from fxpart.schedule.uneven import Uneven
+
+
+def on_cores(spans: list[list[tuple[float, float]]], uneven: Uneven) -> list[Notes]:
+    """What ranks note that compute in these spans, on cores that lose a part after each change."""
+    tick = 2e-5
+    end = max(stop for mine in spans for _, stop in mine)
+    got = [0.0] * len(spans)
+    notes: list[Any] = [[([], []) for _ in mine] for mine in spans]
+    before, count, since, part = 0, 0, 0.0, 0.0
+    for now in np.arange(0.0, end + tick, tick):
+        computing = [any(a <= now < b for a, b in mine) for mine in spans]
+        if sum(computing) != count:
+            before, count, since = count, sum(computing), now
+            part = uneven.part(before, count)
+        used = min(count, uneven.cores) - (part if now - since < uneven.seconds else 0.0)
+        for rank, mine in enumerate(spans):
+            for index, (a, b) in enumerate(mine):
+                if a <= now < b:
+                    moments, seconds = notes[rank][index]
+                    moments.append(now)
+                    seconds.append(got[rank])
+            got[rank] += tick * used / count if computing[rank] else 0.0
+    return [[(np.array(m), np.array(s)) for m, s in mine] for mine in notes]
+
+
+def irregular(ranks: int, seed: int) -> list[list[tuple[float, float]]]:
+    """Spans of ranks that compute and wait for 5 to 50 ms, as it comes."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(ranks):
+        edges = np.cumsum(rng.uniform(5e-3, 50e-3, 60)).tolist()
+        found.append(list(zip(edges[::2], edges[1::2], strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "uneven",
+    [
+        Uneven(cores=2, seconds=0.006, fallen=0.75, risen=0.25),
+        Uneven(cores=2, seconds=0.009, fallen=0.5, risen=0.0),
+        Uneven(cores=3, seconds=0.007, fallen=1.0, risen=0.0),
+    ],
+)
+def test_what_was_lost_is_found(uneven: Uneven) -> None:
+    seen = found(on_cores(irregular(uneven.cores + 2, 7), uneven), uneven.cores)
+    assert seen.fallen == pytest.approx(uneven.fallen, abs=0.06)
+    assert seen.risen == pytest.approx(uneven.risen, abs=0.06)
+    assert seen.seconds == pytest.approx(uneven.seconds, rel=0.15)
+
+
+def test_cores_that_are_all_used() -> None:
+    seen = found(on_cores(irregular(4, 3), Uneven(cores=2, seconds=0.0, fallen=0.0)), 2)
+    assert seen.fallen < 0.03 and seen.risen < 0.03
+
+
+def around(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """One rank of a ring; as many cores as are said to be."""
+    import msgspec
+
+    from fxpart.measuring.unevenness import unevenness
+    from fxpart.runtime.connect import connect
+
+    transport = connect(world)
+    seen = [unevenness(rank, world, cores, transport) for cores in payload["cores"]]
+    transport.close()
+    return {"uneven": [None if x is None else msgspec.structs.asdict(x) for x in seen]}
+
+
+@pytest.mark.slow
+def test_a_ring_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    rows = together(3, "test_unevenness:around", {"cores": [1, 2, 3]}, 100.0)
+    assert rows[0] == rows[1] == rows[2]
+    one, two, three = rows[0]["uneven"]
+    assert one is None and three is None
+    assert two["cores"] == 2 and 0 <= two["fallen"] <= 1 and 0 <= two["seconds"] <= 0.05
