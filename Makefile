@@ -80,13 +80,13 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 # The last one writes tables and outputs of README and pages from what the others kept.
-BENCHMARKS := overhead pipelining asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured compatibility readme
+BENCHMARKS := overhead recording pipelining gloo_threads asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured queued compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules, fuzzed files
-	for name in transfers soak equality kills restarts saving_killed fuzz; do echo "== $$name"; \
+	for name in transfers soak equality kills restarts saving_killed schedules_checked fuzz; do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 clean:  ## remove what the targets made, the environment too

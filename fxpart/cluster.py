@@ -71,6 +71,20 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
+class Unevenness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two ranks share a core while another is idle, until the operating system looks.
+
+    cores: how many ranks compute without sharing cores. seconds: how long it lasts where nothing
+    else changes. fallen: the part of a core that is lost meanwhile where more ranks than cores
+    computed just before; risen: the same where fewer did.
+    """
+
+    cores: int
+    seconds: float
+    fallen: float
+    risen: float = 0.0
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A directed link. source and target name a device, a host, or "*"; the closest match wins.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from fxpart.schedule.uneven import Uneven
+from fxpart.cluster import Unevenness
 
 _ROUNDING = 1e-12  # of a step: what is left of it that is no time
 
@@ -152,7 +152,7 @@ class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transfer: float = 0.0
     full: int = 0
     wake: tuple[float, ...] = ()
-    uneven: Uneven | None = None
+    uneven: Unevenness | None = None
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

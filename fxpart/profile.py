@@ -19,8 +19,8 @@ from typing import TypeVar
 import msgspec
 
 from fxpart.bounded import from_json
+from fxpart.cluster import Unevenness
 from fxpart.errors import FxpartError, error
-from fxpart.schedule.uneven import Uneven
 
 FORMAT = 2
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class Crowding(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: tuple[float, ...] = ()
     transfer: float = 0.0
     wake: tuple[float, ...] = ()
-    uneven: Uneven | None = None
+    uneven: Unevenness | None = None
     meet: tuple[float, ...] = ()
     baseline: int = 0
     overhead: float = 0.0

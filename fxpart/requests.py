@@ -18,7 +18,7 @@ from fxpart.plan import Plan
 from fxpart.plan_io.precision import PRECISIONS, TRANSFER_DTYPES, precision_of, transfer_dtype_of
 from fxpart.schedule.weight_modes import MODES
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.wishes.parse import NUMBERS, SAME, WORDS
+from fxpart.solver.joint.wishes.parse import NUMBERS, SAME, WORDS, read_wishes
 from fxpart.solver.joint.wishes.parse import faults as wish_faults
 
 Constraints: TypeAlias = Mapping[str, int | float | str | bool]
@@ -52,6 +52,7 @@ WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
 # The schedules that this version's runtime knows; by the first two cuts are chosen.
 TRAINED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
 DATA_AXIS = "dp"
+DEGREES = ("dp", "tp", "ep")  # what a mesh decides, by its axes of these names
 ONE_LANE = "none"  # as a mesh: every stage is one rank
 
 
@@ -125,6 +126,8 @@ def make_request(
         except FxpartError as fault:
             problems += fault.problems
     free = text in ("", "auto")
+    if not free and not problems:
+        problems += _beside(constraints, mesh)
     zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
@@ -295,6 +298,24 @@ def _faults(constraints: Constraints) -> list[Problem]:
             if (wish := constraints.get(key))
         ]
     return problems
+
+
+def _beside(constraints: Constraints, mesh: Mesh) -> list[Problem]:
+    """One problem for each decision that is fixed beside a mesh and is not the mesh's."""
+    said = {"recompute": "none"} | {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
+    given = f"the mesh {constraints['mesh']}" if "mesh" in constraints else f"the mode {QUEUE}"
+    return [
+        Problem(
+            "FXP109",
+            f"constraint {wish.key}={','.join(wish.values)}",
+            f"with {given} each stage has {wish.key}={said[wish.key]}",
+            f"leave {wish.key} out, or {given}"
+            if wish.key in DEGREES
+            else 'trainer(recompute="full") makes a plan recompute',
+        )
+        for wish in read_wishes(constraints)
+        if wish.kind == "fix" and wish.key in said and said[wish.key] not in wish.values
+    ]
 
 
 def _cost_model(

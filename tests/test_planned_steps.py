@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 import fxpart
 from fxpart.cli import run
-from fxpart.cluster import Cluster, Device, Host, Link
+from fxpart.cluster import Cluster, Device, Host, Link, Unevenness
 from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
 from fxpart.planned.hosts import completed, hosts_of, is_crowded, paced
@@ -282,11 +282,17 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"transfer": 1e300}, "too many"),
         ({"full": 1}, "below the number of ranks"),
         ({"full": -1}, "negative"),
+        ({"uneven": Unevenness(cores=1, seconds=0.01, fallen=0.5)}, "of 1 none is idle"),
+        ({"uneven": Unevenness(cores=2, seconds=-0.01, fallen=0.5)}, "negative"),
+        ({"uneven": Unevenness(cores=2, seconds=1e9, fallen=0.5)}, "no time to wait"),
+        ({"uneven": Unevenness(cores=2, seconds=0.01, fallen=1.5)}, "1.5 is no part of a core"),
+        ({"uneven": Unevenness(cores=2, seconds=0.01, fallen=0.5, risen=2.0)}, "2.0 is no part"),
     ],
 )
 def test_hosts_in_plans_are_checked(changes: dict[str, object], words: str) -> None:
     base = sample_plans.plan(4)
-    good = HostLoad(ranks=(0, 1), slowdown=(1.0, 1.5), transfer=0.5, full=4)
+    uneven = Unevenness(cores=2, seconds=0.01, fallen=0.5, risen=0.125)
+    good = HostLoad(ranks=(0, 1), slowdown=(1.0, 1.5), transfer=0.5, full=4, uneven=uneven)
     other = msgspec.structs.replace(good, ranks=(2, 3))
 
     def of(*hosts: HostLoad) -> Plan:

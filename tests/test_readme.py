@@ -93,6 +93,7 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
     [
         "zoo", "figures", "planner", "others", "maxload", "accuracy", "communication",
         "pipelining", "asynchronous", "surviving", "summary", "unlike", "kinds", "queued",
+        "gloo_threads",
     ],
 )  # fmt: skip
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:

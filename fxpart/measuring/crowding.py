@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.cluster import Unevenness
 from fxpart.cluster_io.detect import cores
 from fxpart.measuring.meeting import meeting
 from fxpart.measuring.memory import Growth, growth
@@ -35,7 +36,6 @@ from fxpart.measuring.waking import waking
 from fxpart.profile import Crowding
 from fxpart.program import ProgramSpec
 from fxpart.runtime.connect import connect
-from fxpart.schedule.uneven import Uneven
 
 MOST = 8  # ranks measured at once
 _BUSY = "fxpart.measuring.crowding:work"
@@ -116,7 +116,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> Crowding:
         transfer=equivalent(slowdown, beside),
         wake=tuple(rows[0]["wake"]),
         meet=tuple(rows[0]["meet"]),
-        uneven=msgspec.convert(rows[0]["uneven"], Uneven | None),
+        uneven=msgspec.convert(rows[0]["uneven"], Unevenness | None),
         baseline=grown.baseline,
         overhead=grown.overhead,
     )

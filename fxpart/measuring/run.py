@@ -110,6 +110,12 @@ class Run:
         """The cluster's first device, which this one stands for."""
         return self.front.request.cluster.devices[0]
 
+    @property
+    def neighbours(self) -> int:
+        """How many devices of the cluster are on its host."""
+        devices = self.front.request.cluster.devices
+        return sum(device.host == self.first.host for device in devices)
+
     def each(self, works: int) -> float:
         """Seconds for each stage."""
         return min(1.0, max(0.1, self.left(self.shares[1]) / (4.0 * works)))

@@ -35,11 +35,11 @@ from fxpart.measuring.group import likes
 from fxpart.measuring.ops import Counts, measure
 from fxpart.measuring.profiled import Profiled
 from fxpart.measuring.replicas import replica
+from fxpart.measuring.rotation import LEAST
 from fxpart.measuring.run import Progress, Run
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import on_device, setting
 from fxpart.measuring.stage_bench import TURNS, StageBench, microbatch
-from fxpart.measuring.stages import LEAST
 from fxpart.optimizers import choose
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
@@ -247,7 +247,10 @@ class _Session(Run):
         self, works: list[Work], parts: StageParts, known: Collection[str], name: str
     ) -> tuple[dict[str, StageTiming], int]:
         """Timings of stages that are not known, and of how many of the works there was time for."""
-        bench = StageBench(self.captured, self.front.request.optimizer, name, self.device)
+        bench = StageBench(
+            self.captured, self.front.request.optimizer, name, self.device,
+            together=self.device.type == "cpu" and self.neighbours > 1,
+        )  # fmt: skip
         done, count = 0, TURNS * len(works)
         for _ in range(TURNS):
             timed = set(known)
@@ -294,8 +297,7 @@ class _Session(Run):
 
     def _crowding(self, left_out: list[str]) -> Crowding | None:
         """How ranks of this host slow each other down, on as much of the model as there is time."""
-        key, cluster = self.front.info.fingerprint, self.front.request.cluster
-        ranks = sum(device.host == self.first.host for device in cluster.devices)
+        key, ranks = self.front.info.fingerprint, self.neighbours
         wanted = min(crowds.MOST, ranks)
         kept = self.profile.get("crowding", self.setting, Crowding).get(key)
         enough = kept is not None and (self.setting.quota or len(kept.slowdown) >= wanted)

@@ -16,7 +16,8 @@ import torch
 
 from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.measuring.outliers import timing
-from fxpart.measuring.stages import LEAST_STEPS, Samples, StageRun, Values
+from fxpart.measuring.rotation import LEAST_STEPS, Rotation, Samples
+from fxpart.measuring.stages import StageRun, Values
 from fxpart.profile import StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.runtime.batch import Reader
@@ -62,14 +63,27 @@ class _Known:
     parts: dict[bool, dict[str, float]]
 
 
+Thought = Callable[[int, int, bool], dict[str, float]]
+
+
+def _said(label: str, rows: int, stage: int, parts: Thought | None) -> _Known:
+    thought = {later: {} if parts is None else parts(stage, rows, later) for later in (False, True)}
+    return _Known(rows, label, thought)
+
+
 @dataclass
 class StageBench:
-    """Times stages on a device, turn by turn. optimizer: as given; name: its name."""
+    """Times stages on a device, turn by turn. optimizer: as given; name: its name.
+
+    together: the stages of a plan take turns with each microbatch, as they share a host's caches;
+    otherwise each has the device for itself.
+    """
 
     captured: Captured
     optimizer: Any
     name: str
     device: torch.device
+    together: bool = True
     _samples: dict[str, list[Samples]] = field(default_factory=dict, init=False)
     _told: dict[str, _Known] = field(default_factory=dict, init=False)
 
@@ -80,12 +94,12 @@ class StageBench:
         *,
         seconds: float = 1.0,
         left: Callable[[], float] = lambda: 1e9,
-        parts: Callable[[int, int, bool], dict[str, float]] | None = None,
+        parts: Thought | None = None,
     ) -> list[str]:
         """Time a program's stages once more; the keys of those that it timed, in order.
 
-        Stages whose key is in ``known`` or was timed just before are left out. seconds: for each
-        stage. left: seconds that are left for all. parts(stage, rows, later): what
+        Of those whose key is in ``known`` or was timed just before nothing is kept. seconds: for
+        each stage. left: seconds that are left for all. parts(stage, rows, later): what
         :class:`StageTiming` keeps of predictions.
         """
         values, sizes, rows = microbatch(self.captured, work.spec, work.microbatches)
@@ -93,26 +107,30 @@ class StageBench:
         keys = keys_of(work, sizes, self.name)
         wanted = [k for k, key in enumerate(keys) if key not in known]
         timed: list[str] = []
-        for index in range(max(wanted, default=-1) + 1):
+        for group in self._groups(wanted, len(keys)):
             if left() <= 0:
                 break
-            run = self._run(work, index)
-            key = keys[index]
-            if key not in known and key not in timed:
-                had = self._samples.setdefault(key, [])
-                least = 1 if had else LEAST_STEPS
-                had.append(run.samples(values, seconds, least))
-                if key not in self._told:
-                    thought = {
-                        later: {} if parts is None else parts(index, rows, later)
-                        for later in (False, True)
-                    }
-                    self._told[key] = _Known(rows, work.labels[index], thought)
-                timed.append(key)
-            _pass_on(run, values)
-            del run
+            runs = [self._run(work, index) for index in group]
+            new = {keys[k]: k - group.start for k in group if k in wanted and keys[k] not in timed}
+            if new:
+                least = 1 if all(self._samples.get(key) for key in new) else LEAST_STEPS
+                found = Rotation(runs, values).samples(seconds * len(new), least)
+                for key, place in new.items():
+                    self._samples.setdefault(key, []).append(found[place])
+                    index = group[place]
+                    self._told.setdefault(key, _said(work.labels[index], rows, index, parts))
+                timed += new
+            for run in runs:
+                run.pass_on(run.forward(values, train=False), values)
+            del runs, run
             gc.collect()
         return timed
+
+    def _groups(self, wanted: Sequence[int], count: int) -> list[range]:
+        """Of so many stages those that are timed together."""
+        if self.together:
+            return [range(count)] if wanted else []
+        return [range(k, k + 1) for k in range(max(wanted, default=-1) + 1)]
 
     def timings(self) -> dict[str, StageTiming]:
         """By key what all turns say, two for each: of a first microbatch, and of later ones."""
@@ -141,11 +159,3 @@ class StageBench:
 
 def _joined(turns: Iterable[Sequence[float]]) -> list[float]:
     return list(chain.from_iterable(turns))
-
-
-def _pass_on(run: StageRun, values: Values) -> None:
-    """Run the stage once and keep what later stages use."""
-    cell = run.forward(values, train=False)
-    for link in run.found:
-        if link.source == run.table.index:
-            values[link.name] = cell.outputs[link.output].detach()

@@ -1,4 +1,4 @@
-"""Whole stages, timed as the runtime runs them: forward, backward, the optimizer's step.
+"""A stage as the runtime runs it, to be timed: forward, backward, the optimizer's step.
 
 A stage's emitted module runs in the runtime's own cell on values that the stages before it really
 made; gradients start at zero and add up as over the microbatches of a step. Sparse ones are kept as
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
-from fxpart.profile import TIMED
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.cell import Cell, Roots
@@ -28,27 +25,7 @@ from fxpart.runtime.optimizer import groups_of, make_optimizer
 from fxpart.runtime.rows.taken import Taken
 from fxpart.runtime.stage import StageTable
 
-if TYPE_CHECKING:
-    pass
-
 Values = dict[str, torch.Tensor]
-_WARM = 1  # steps that are not counted
-_MOST = 15  # steps that are, in a turn
-LEAST_STEPS = 3  # in the first turn
-LEAST = TIMED * (_WARM + LEAST_STEPS)  # microbatches that a stage runs at least
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Seconds of a stage, one entry a step: of the first microbatch, of later ones, of the update.
-
-    A first microbatch's backward makes the gradients, a later one's adds to them.
-    """
-
-    forward: tuple[float, ...]
-    first: tuple[float, ...]
-    later: tuple[float, ...]
-    optimizer: tuple[float, ...]
 
 
 class StageRun:
@@ -83,7 +60,13 @@ class StageRun:
         self._returned = [k for k in self.found if k.gradient and k.back == stage]
         self._key = microbatch_key(spec.seed, 0, 0)
 
-    def _update(self) -> None:
+    def forget(self) -> None:
+        """No parameter has a gradient any more."""
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def update(self) -> None:
+        """What the runtime does after the last backward of a step."""
         for table in self._tables:
             parts = self._taken.pending(table)
             self._taken.drop(table)
@@ -119,48 +102,13 @@ class StageRun:
         found: torch.Tensor = cell.inputs[self.table.positions[link.name]]
         return found
 
-    def samples(self, inputs: Values, seconds: float, least: int = LEAST_STEPS) -> Samples:
-        """Steps of two microbatches until ``seconds`` are over, ``least`` at least."""
-        rows: list[tuple[float, float, float, float]] = []
-        end = time.perf_counter() + seconds
-        gradients: list[torch.Tensor] | None = None
-        for step in range(_WARM + _MOST):
-            if step >= _WARM + least and time.perf_counter() > end:
-                break
-            gradients = self._step(inputs, gradients, rows)
-        kept = rows[_WARM:]
-        forward = tuple(row[0] for row in kept)
-        first, later, optimizer = (tuple(row[i] for row in kept) for i in (1, 2, 3))
-        return Samples(forward, first, later, optimizer)
+    def pass_on(self, cell: Cell, values: Values) -> None:
+        """Add to ``values`` what later stages use."""
+        for link in self.found:
+            if link.source == self.table.index:
+                values[link.name] = cell.outputs[link.output].detach()
 
-    def _step(
-        self,
-        inputs: Values,
-        gradients: list[torch.Tensor] | None,
-        rows: list[tuple[float, float, float, float]],
-    ) -> list[torch.Tensor]:
-        """Two microbatches and an update from gradients of zero; the gradients that it used."""
-        for parameter in self._trained:
-            parameter.grad = None
-        times = [self._now()]
-        for _ in range(TIMED):
-            cell = self.forward(inputs, train=True)
-            times.append(self._now())
-            if gradients is None:
-                gradients = self.gradients(cell)
-                times[-1] = self._now()
-            if self.table.trains:
-                self.backward(cell, gradients, 0.5)
-            del cell
-            times.append(self._now())
-        self._update()
-        times.append(self._now())
-        ahead, first, again, later, update = (b - a for a, b in pairwise(times))
-        rows.append(((ahead + again) / 2, first, later, update))
-        assert gradients is not None
-        return gradients
-
-    def _now(self) -> float:
+    def now(self) -> float:
         """Of one thread its own seconds, which other processes do not lengthen."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

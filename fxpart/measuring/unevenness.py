@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from fxpart.cluster import Unevenness
 from fxpart.measuring.ring import ring
 from fxpart.runtime.transport import Transport
-from fxpart.schedule.uneven import Uneven
 
 Numbers = NDArray[np.float64]
 # Of a rank: of each of its computations the moments of notes, and the processor's seconds by then.
@@ -37,7 +37,7 @@ _EARLY = 4e-3  # seconds in which nothing is mended yet
 _MOST = 0.05  # seconds: by then a system has looked several times
 
 
-def unevenness(rank: int, world: int, cores: int, transport: Transport) -> Uneven | None:
+def unevenness(rank: int, world: int, cores: int, transport: Transport) -> Unevenness | None:
     """Every rank gets the same; all ranks of the default group call it, of one thread each.
 
     None where there is no more than one core, or one for each rank.
@@ -62,7 +62,7 @@ def unevenness(rank: int, world: int, cores: int, transport: Transport) -> Uneve
     return found(gathered, cores)
 
 
-def found(ranks: Sequence[Notes], cores: int) -> Uneven:
+def found(ranks: Sequence[Notes], cores: int) -> Unevenness:
     """What is lost, by the notes of all ranks.
 
     The part that is lost at first, and the seconds after which as much is lost in all as was.
@@ -76,7 +76,7 @@ def found(ranks: Sequence[Notes], cores: int) -> Uneven:
     parts = [_within(np.concatenate([x[:early] for x in each])) if each else 0.0
              for each in (fallen, risen)]  # fmt: skip
     seconds = _lasts(fallen, parts[0]) if parts[0] else 0.0
-    return Uneven(cores=cores, seconds=seconds, fallen=parts[0], risen=parts[1])
+    return Unevenness(cores=cores, seconds=seconds, fallen=parts[0], risen=parts[1])
 
 
 def _within(lost: Numbers) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fxpart.cluster import Unevenness
 from fxpart.plan import Plan, RankPrediction
 from fxpart.plan_io.check_stages import Faults
-from fxpart.schedule.uneven import Uneven
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement
@@ -64,7 +64,7 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
             yield f"{where}.full", f"it is below the number of ranks, {len(load.ranks)}"
 
 
-def _uneven(given: Uneven, where: str) -> Faults:
+def _uneven(given: Unevenness, where: str) -> Faults:
     if given.cores < 2:
         yield f"{where}.cores", f"of {given.cores} none is idle while two ranks share another"
     if not 0 <= given.seconds < 1e6:

@@ -8,10 +8,9 @@ from typing import Protocol
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from fxpart.cluster import Cluster, Device, Host
+from fxpart.cluster import Cluster, Device, Host, Unevenness
 from fxpart.prediction import HostLoad
 from fxpart.schedule.crowd import by_cores, factor
-from fxpart.schedule.uneven import Uneven
 
 
 class Measured(Protocol):
@@ -30,7 +29,7 @@ class Measured(Protocol):
         """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
 
     @property
-    def uneven(self) -> Uneven | None:
+    def uneven(self) -> Unevenness | None:
         """How long cores are not all used; None: they always are, or it is not known."""
 
 

@@ -125,8 +125,7 @@ class Layouts:
         )
 
     def _sheet(self, cut: Whole, again: Sequence[Again]) -> Sheet:
-        sizes = self.rows.reference
-        return Sheet(self._ops, self.prices, cut, sizes, again)
+        return Sheet(self._ops, self.prices, cut, again)
 
     def _again(self) -> tuple[Again, ...]:
         """By kind what the selective mode makes again, decided for whole blocks."""

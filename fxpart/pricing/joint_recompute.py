@@ -2,7 +2,8 @@
 
 full: a block keeps what it hands on to later blocks and the user's inputs that it reads; all else
 is made again, by its whole forward, just before its backward. What a block hands on is counted
-where it is made, once, and is the next block's input.
+where it is made, once, and is the next block's input. A block of which autograd keeps nothing else
+is not made again, unless it has collectives.
 
 selective: of the values that autograd keeps, those are made again that free, for each second that
 making them again takes, at least ``WORTH`` times the bytes that full recomputation frees for each

@@ -134,14 +134,13 @@ class SampleOps:
 class Sheet:
     """Kinds of blocks under one cut.
 
-    again: by kind what the selective mode makes again. reference: at these sizes it is decided
-    which kinds the mode "full" makes again: those that then keep less.
+    again: by kind what the selective mode makes again. The mode "full" makes those kinds again of
+    which autograd keeps something that is not kept anyway, and those with collectives.
     """
 
     samples: SampleOps
     prices: OpPrices
     cut: Whole
-    reference: Sizes
     again: Sequence[Again] = ()
 
     def __post_init__(self) -> None:
@@ -161,8 +160,11 @@ class Sheet:
             for block, chosen in zip(kinds.samples, self.again or [Again()] * self._count,
                                      strict=True)
         ]  # fmt: skip
-        pairs = [self.kept(kind, self.reference) for kind in range(self._count)]
-        self.full = np.array([handed < whole for whole, handed in pairs])
+        sending = {message.kind for message in cut.messages if not message.back}
+        self.full = np.array([
+            kind in sending or any(map(_freed, block.storages))
+            for kind, block in enumerate(kinds.samples)
+        ])  # fmt: skip
         self._gradients = np.array(
             [
                 float(sum(w.gradient // cut.weight(w) for w in (*b.own, *b.tied)))
@@ -264,3 +266,8 @@ class Sheet:
 
 def _total(sizes: Mapping[Size, int], at: Sizes) -> int:
     return sum(times * at.number(size) for size, times in sizes.items())
+
+
+def _freed(storage: Storage) -> bool:
+    """Whether it is not kept where its block is made again: only this block uses it."""
+    return storage.maker is not None and not storage.shared

@@ -148,6 +148,12 @@ def _crowding(found: Crowding) -> list[str]:
         lines.append(f"1 to {len(found.slowdown)} ranks at work: each {slow} times as long")
     if found.transfer:
         lines.append(f"a transfer slows a rank down as {found.transfer:.2f} ranks would")
+    if found.uneven:
+        lines.append(
+            f"{found.uneven.fallen:.2f} of {found.uneven.cores} cores are lost for "
+            f"{seconds(found.uneven.seconds)} after more ranks computed, {found.uneven.risen:.2f} "
+            "after fewer"
+        )
     if found.meet:
         later = ", ".join(seconds(value) for value in found.meet)
         lines.append(f"2 to {len(found.meet) + 1} ranks meet in a collective {later} later")

@@ -4,7 +4,9 @@
 keeps its inputs; when the backward first asks for something that autograd would have saved, the
 piece runs forward again. "selective": the results of long products are kept too (linear layers,
 convolutions, fused attention), so that what runs again is cheap: attention scores, activation
-functions, norms, dropout (Korthikanti et al. 2022, section 5).
+functions, norms, dropout (Korthikanti et al. 2022, section 5). A piece of which autograd saves
+nothing but weights, its inputs and its results, which are kept anyway, is not run again, unless it
+has collectives: lanes decide each by itself, and have to do the same.
 
 Every number stays what it was. The autograd graph is that of the plain forward, only its saved
 tensors are handles; random ops are seeded by the microbatch's key; buffers that a forward writes
@@ -14,8 +16,9 @@ run again in the same order on all lanes, whose schedules are the same.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NoReturn
 
@@ -87,10 +90,13 @@ class _Piece:
         self.run = run
         self.written: list[torch.Tensor] | None = None  # buffers
         self.changed: tuple[int, ...] = ()  # inputs that it writes in place
+        self.again = True  # whether it runs again
         self.products = LongProducts() if stage.mode == "selective" else None
 
     def call(self, key: int, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """A forward of which only a record stays."""
+        if not self.again:
+            return self.run(key, *inputs)
         first = self.written is None
         watched = list(self.stage.module.buffers()) if self.written is None else self.written
         before = [buffer.detach().clone() for buffer in watched]
@@ -99,11 +105,20 @@ class _Piece:
         with hooks, record.products or nullcontext():
             found = self.run(key, *inputs)
         if first:
-            self._learn(record, watched, inputs)
+            self._learn(record, watched, inputs, found)
         return found
 
-    def _learn(self, record: _Record, watched: list[torch.Tensor], inputs: tuple[Any, ...]) -> None:
+    def _learn(
+        self,
+        record: _Record,
+        watched: list[torch.Tensor],
+        inputs: tuple[Any, ...],
+        outputs: tuple[torch.Tensor, ...],
+    ) -> None:
         """The first call has copied all that could change; keep what did."""
+        kept = [*self.stage.module.parameters(), *watched, *inputs, *outputs]
+        self.again = bool(_storages(record.saved) - _storages(kept)) or _exchanges(self.run)
+        record.saved.clear()
         pairs = list(zip(watched, record.buffers, strict=True))
         changed = [not torch.equal(buffer, old) for buffer, old in pairs]
         self.written = [buffer for (buffer, _), new in zip(pairs, changed, strict=True) if new]
@@ -128,6 +143,7 @@ class _Record:
         self.piece = piece
         self.buffers = buffers
         self.bytes = 0
+        self.saved: list[torch.Tensor] = []  # by a first call, until it is over
         self._key = key
         self._inputs: list[Any] = []
         self._versions: list[int] = []
@@ -164,6 +180,7 @@ class _Record:
         self._slots.append(weakref.ref(slot))
         if self.piece.written is None:
             self.bytes += tensor.nbytes
+            self.saved.append(tensor)
         return slot
 
     def again(self) -> None:
@@ -222,6 +239,22 @@ class _Record:
         finally:
             for buffer, value in zip(written, now, strict=True):
                 buffer.data.copy_(value)
+
+
+def _exchanges(piece: Call) -> bool:
+    """Whether its code calls collectives."""
+    code = getattr(inspect.unwrap(getattr(piece, "forward", piece)), "__code__", None)
+    return code is None or "collectives" in code.co_names
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    """Which memory tensors are in, as long as they live; sparse ones are in their own."""
+    found = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            strided = value.layout == torch.strided
+            found.add(id(value.untyped_storage()) if strided else id(value))
+    return found
 
 
 class _EnoughError(Exception):

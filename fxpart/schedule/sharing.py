@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from fxpart.schedule.order import E, Graph
-from fxpart.schedule.uneven import Uneven
+from fxpart.schedule.uneven import Uneven, lost, seen
 
 _MOMENT = 1e-9  # seconds; what lasts no longer is a number that was rounded
 
@@ -59,7 +59,7 @@ class _Lagging:
         """It has another count now."""
         if not 2 <= count <= uneven.cores:
             return _Lagging(count)
-        part = uneven.part(self.count, count)
+        part = lost(uneven, self.count, count)
         if part > self.part:
             return _Lagging(count, now + uneven.seconds, part)
         return _Lagging(count, self.until, self.part)
@@ -98,7 +98,7 @@ class _Seen:
             before = self._now[index]
             self._before[index] = now, before
         state = self._now[index] = before.changed(lag, count, now)
-        return lag.seen(count, state.part)
+        return seen(lag, count, state.part)
 
 
 @dataclass

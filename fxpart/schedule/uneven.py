@@ -1,29 +1,40 @@
-"""Cores that are not all used though as many ranks compute. Part of plans' and profiles' files."""
+"""Cores that are not all used though as many ranks compute: how much is lost, and after what."""
 
 from __future__ import annotations
 
-import msgspec
+from typing import Protocol
 
 
-class Uneven(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Uneven(Protocol):
     """Two ranks share a core while another is idle, until the operating system looks.
 
-    cores: how many ranks compute without sharing cores. seconds: how long it lasts where nothing
-    else changes. fallen: the part of a core that is lost meanwhile where more ranks than cores
-    computed just before; risen: the same where fewer did.
+    What a plan or a profile says of it (:class:`fxpart.cluster.Unevenness`).
     """
 
-    cores: int
-    seconds: float
-    fallen: float
-    risen: float = 0.0
+    @property
+    def cores(self) -> int:
+        """How many ranks compute without sharing cores."""
 
-    def part(self, before: float, count: float) -> float:
-        """What is lost after a change of how many compute; 0 where nothing is by it."""
-        if not 2 <= count <= self.cores:
-            return 0.0
-        return self.fallen if before > self.cores else self.risen if before < count else 0.0
+    @property
+    def seconds(self) -> float:
+        """How long it lasts where nothing else changes."""
 
-    def seen(self, count: float, part: float) -> float:
-        """As many ranks as would be as slow if all cores were used: c n / (n - part)."""
-        return self.cores * count / (count - part) if part else count
+    @property
+    def fallen(self) -> float:
+        """The part of a core that is lost meanwhile where more ranks than cores computed before."""
+
+    @property
+    def risen(self) -> float:
+        """The same where fewer ranks computed just before."""
+
+
+def lost(uneven: Uneven, before: float, count: float) -> float:
+    """The part of a core after a change of how many compute; 0 where nothing is lost by it."""
+    if not 2 <= count <= uneven.cores:
+        return 0.0
+    return uneven.fallen if before > uneven.cores else uneven.risen if before < count else 0.0
+
+
+def seen(uneven: Uneven, count: float, part: float) -> float:
+    """As many ranks as would be as slow if all cores were used: c n / (n - part)."""
+    return uneven.cores * count / (count - part) if part else count

@@ -123,7 +123,7 @@ def compiled(work: Any, cluster: Any, constraints: Any, count: int, model: Any =
 def growth_of(work: Any) -> Any:
     """What a process takes that trains the whole model, beside its tensors."""
     from fxpart.measuring.crowding import weighed
-    from fxpart.measuring.stages import microbatch
+    from fxpart.measuring.stage_bench import microbatch
 
     whole = compiled(work, "local:1", {"mesh": "none", "stages": 1}, 2)
     values, _, _ = microbatch(whole.captured, whole.spec, 2)

@@ -84,3 +84,18 @@ def _rows(worlds: Mapping[str, Any], group: str) -> Iterator[str]:
                         f" | {one['throughput_over_torch']:.2f}"
                         f" | {one['above_ideal']:.1%} | {one['torch_above_ideal']:.1%} |"
                     )
+
+
+def gloo_threads(made: str) -> str:
+    """Steps with gloo's threads as they come, and as batch threads."""
+    lines = [
+        "| model | plan | ranks | as they come | batch threads | ratio |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in read("gloo_threads")["figures"]["rows"]:
+        before, now = (f"{1e3 * row['seconds'][policy]:.0f} ms" for policy in ("other", "batch"))
+        lines.append(
+            f"| {row['model']} | {row['plan']} | {row['ranks']} | {before} | {now}"
+            f" | {row['ratio']:.2f} |"
+        )
+    return "\n".join([*lines, "", made])

@@ -10,7 +10,7 @@ import torch
 from zoo import ZOO
 
 import fxpart
-from fxpart.cluster import Cluster
+from fxpart.cluster import Cluster, Unevenness
 from fxpart.cluster_io.detect import cores
 from fxpart.measuring.crowding import crowding, equivalent, summary
 from fxpart.measuring.runtime import overhead
@@ -18,7 +18,6 @@ from fxpart.measuring.session import profile
 from fxpart.measuring.setting import setting
 from fxpart.measuring.stage_bench import microbatch
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming
-from fxpart.schedule.uneven import Uneven
 from fxpart.target import Workload
 
 
@@ -147,7 +146,7 @@ def test_crowding_of_several_processes() -> None:
 
 
 def test_what_processes_answer_is_summed_up() -> None:
-    uneven = Uneven(cores=2, seconds=0.008, fallen=0.5, risen=0.125)
+    uneven = Unevenness(cores=2, seconds=0.008, fallen=0.5, risen=0.125)
     same = {
         "wake": [0.0, 0.002], "meet": [0.001, 0.003], "overhead": 0.25,
         "uneven": msgspec.structs.asdict(uneven),

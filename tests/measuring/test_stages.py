@@ -16,6 +16,7 @@ import fxpart
 from fxpart.api import Program
 from fxpart.codegen.alike import FIRST, canonical, stage_key, symbol_sizes
 from fxpart.measuring.outliers import timing
+from fxpart.measuring.rotation import Rotation
 from fxpart.measuring.stage_bench import StageBench, StageWork, keys_of, microbatch
 from fxpart.measuring.stages import StageRun
 from fxpart.profile import StageTiming
@@ -185,7 +186,7 @@ def test_a_run_updates_tables_as_the_runtime_does() -> None:
     run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
     trainer = program.trainer(adagrad)
     trainer.step(whole)
-    run._step(values, None, [])
+    Rotation([run], values).step()
     expected = trainer.state_dict()
     names = {state.attribute: state.name for state in program.spec.stages[0].state}
     for attribute, parameter in run.module.named_parameters():

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fxpart.cluster import Unevenness
 from fxpart.measuring.processes import together
 from fxpart.measuring.unevenness import Notes, found
-from fxpart.schedule.uneven import Uneven
+from fxpart.schedule.uneven import lost
 
 
-def on_cores(spans: list[list[tuple[float, float]]], uneven: Uneven) -> list[Notes]:
+def on_cores(spans: list[list[tuple[float, float]]], uneven: Unevenness) -> list[Notes]:
     """What ranks note that compute in these spans, on cores that lose a part after each change."""
     tick = 2e-5
     end = max(stop for mine in spans for _, stop in mine)
@@ -24,7 +25,7 @@ def on_cores(spans: list[list[tuple[float, float]]], uneven: Uneven) -> list[Not
         computing = [any(a <= now < b for a, b in mine) for mine in spans]
         if sum(computing) != count:
             before, count, since = count, sum(computing), now
-            part = uneven.part(before, count)
+            part = lost(uneven, before, count)
         used = min(count, uneven.cores) - (part if now - since < uneven.seconds else 0.0)
         for rank, mine in enumerate(spans):
             for index, (a, b) in enumerate(mine):
@@ -49,12 +50,12 @@ def irregular(ranks: int, seed: int) -> list[list[tuple[float, float]]]:
 @pytest.mark.parametrize(
     "uneven",
     [
-        Uneven(cores=2, seconds=0.006, fallen=0.75, risen=0.25),
-        Uneven(cores=2, seconds=0.009, fallen=0.5, risen=0.0),
-        Uneven(cores=3, seconds=0.007, fallen=1.0, risen=0.0),
+        Unevenness(cores=2, seconds=0.006, fallen=0.75, risen=0.25),
+        Unevenness(cores=2, seconds=0.009, fallen=0.5, risen=0.0),
+        Unevenness(cores=3, seconds=0.007, fallen=1.0, risen=0.0),
     ],
 )
-def test_what_was_lost_is_found(uneven: Uneven) -> None:
+def test_what_was_lost_is_found(uneven: Unevenness) -> None:
     seen = found(on_cores(irregular(uneven.cores + 2, 7), uneven), uneven.cores)
     assert seen.fallen == pytest.approx(uneven.fallen, abs=0.06)
     assert seen.risen == pytest.approx(uneven.risen, abs=0.06)
@@ -62,7 +63,7 @@ def test_what_was_lost_is_found(uneven: Uneven) -> None:
 
 
 def test_cores_that_are_all_used() -> None:
-    seen = found(on_cores(irregular(4, 3), Uneven(cores=2, seconds=0.0, fallen=0.0)), 2)
+    seen = found(on_cores(irregular(4, 3), Unevenness(cores=2, seconds=0.0, fallen=0.0)), 2)
     assert seen.fallen < 0.03 and seen.risen < 0.03
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 import torch
-from stage_runs import prepared
+from stage_runs import assigned, prepared
 from torch import fx, nn
 
 from fxpart.capture import Captured, capture
 from fxpart.cluster import Cluster
+from fxpart.codegen.emit import emit
+from fxpart.codegen.load import load_stage
+from fxpart.codegen.materialise import materialise
+from fxpart.codegen.split import split
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_recompute import WORTH
 from fxpart.pricing.joint_space import Space
+from fxpart.runtime.recompute import Recompute
 from fxpart.solver.joint.problem import JointProblem, Work
 
 ROWS, LENGTH, WIDTH, HEADS = 4, 1024, 1024, 16
@@ -136,3 +144,58 @@ def test_a_block_without_backward_is_not_made_again() -> None:
     frozen = found.kinds[0]
     assert none.backward[frozen] == full.backward[frozen]
     assert sum(full.backward) > sum(none.backward)
+
+
+class Mixed(nn.Module):
+    """Blocks of which some keep nothing but what they are given and hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU()),
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
+            nn.Linear(16, 16),
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.25)),
+        ])  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.slow
+def test_priced_again_is_what_runs_again() -> None:
+    """By block: what the emitted stage runs twice, once all has been called and is known."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    captured = capture(Mixed(), (x, x), loss=nn.functional.mse_loss, batch_size=8)
+    graph = prepared(captured)
+    spec, (stage,) = split(assigned(graph, [0]), captured)
+    module = load_stage(emit(stage, blocks=True), stage.spec)
+    materialise(module, spec, captured.state)
+    again, runs = Recompute(module, "full"), Counter[str]()
+
+    def call(piece: Callable[..., Any], *given: Any) -> Any:
+        @wraps(piece)
+        def counted(*values: Any) -> Any:
+            runs[piece.__name__] += 1
+            return piece(*values)
+
+        return again.call(counted, *given)
+
+    vars(module)["call"] = call
+    for _ in range(2):
+        runs.clear()
+        (loss,) = module(0, x, x)
+        loss.backward()
+
+    space = Space(tensor=(1,), data=(1,))
+    cluster = Cluster.parse("local:1")
+    found, _ = joint_problem(graph, captured, cluster, batch_size=8, space=space)
+    rows = {w.recompute: w for w in found.works if w.rows == 8}
+    none, full = rows["none"], rows["full"]
+    priced = [full.backward[kind] > none.backward[kind] for kind in found.kinds]
+    assert [times == 2 for times in runs.values()] == priced
+    assert set(runs.values()) == {1, 2}

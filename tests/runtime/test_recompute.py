@@ -172,3 +172,19 @@ def test_selective_keeps_long_products_only() -> None:
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(FxpartError, match="no such mode"):
         make(language(), InProcess(4), recompute="some")
+
+
+def test_what_keeps_nothing_of_its_own_is_not_run_again() -> None:
+    """A linear layer and its activation: the input and the result are there anyway."""
+    torch.manual_seed(0)
+    short = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    for module, wanted in ((short, 1), (made("twice"), 3)):  # the first call is always recorded
+        again = Recompute(module, "full")
+        for step in range(3):
+            x, y = leaf(4, 6, seed=step), leaf(4, 6, seed=step)
+            (out,) = again.call(as_stage(module), 0, x)
+            assert torch.equal(out, module(y))
+            out.sum().backward()
+            module(y).sum().backward()
+            assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+        assert again.times == wanted

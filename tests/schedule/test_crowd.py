@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
+from fxpart.cluster import Unevenness
 from fxpart.errors import FxpartError
 from fxpart.prediction import HostLoad
 from fxpart.runtime import inbox, prepared, shared_memory
@@ -24,7 +26,6 @@ from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.timeline import Timeline
-from fxpart.schedule.uneven import Uneven
 
 # Whole seconds, so that many things happen at the same moment.
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0.01, 5))
@@ -43,7 +44,7 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     sends = draw(st.sampled_from(["overlapped", "runtime", "shared"]))
     parts = st.sampled_from([0.0, 0.25, 0.5, 1.0])
     uneven = st.builds(
-        Uneven, cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
+        Unevenness, cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
         risen=parts,
     )  # fmt: skip
     return crowd_oracle.Case(
@@ -195,6 +196,24 @@ def test_two_that_are_always_busy_take_twice_as_long() -> None:
     # The second has half the work: 2 seconds together, then the other's half alone.
     uneven = simulate(schedule, (), [2.0, 1.0], [0.0, 0.0], crowd=crowd)
     assert uneven.busy == (7.5, 5.0)
+
+
+def test_a_core_is_lost_until_the_system_looks() -> None:
+    """Three ranks on two cores; one stops after 3 seconds, when the others have 2 of 4 left."""
+    schedule, seconds = forward_only(3, 1), [2.0, 4.0, 4.0]
+    given = Crowd((0, 0, 0), ((1.0, 1.0, 1.5),), loaded=(1,))
+    assert simulate(schedule, (), seconds, [0.0] * 3, crowd=given).busy == (3.0, 5.0, 5.0)
+
+    def busy(cores: int, lasts: float, fallen: float) -> tuple[float, ...]:
+        uneven = Unevenness(cores=cores, seconds=lasts, fallen=fallen, risen=1.0)
+        crowd = replace(given, uneven=(uneven,))
+        return simulate(schedule, (), seconds, [0.0] * 3, crowd=crowd).busy
+
+    # One core and a half for two: as 8/3 ranks on two would be slowed down, 4/3 times.
+    assert busy(2, 1.0, 0.5) == pytest.approx((3.0, 5.25, 5.25))
+    assert busy(2, 100.0, 0.5) == pytest.approx((3.0, 5 + 2 / 3, 5 + 2 / 3))
+    # Nobody shares a core with three of them, whatever is said.
+    assert busy(3, 1.0, 0.5) == (3.0, 5.0, 5.0)
 
 
 def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
