@@ -58,6 +58,7 @@ class Machine:
         self.spans: dict[Action, tuple[float, float]] = {}
         self.start: dict[Action, float] = {}
         self.before = [0 for _ in case.curves]  # how many computed on a host
+        self.spells: dict[int, list[float]] = {}  # rank -> [since when it computes, till when]
         # host -> until when a core of it is not used, or a part of it
         self.uneven: dict[int, tuple[float, float]] = {}
         for rank, actions in enumerate(case.schedule.ranks):
@@ -120,9 +121,21 @@ class Machine:
             self.uneven.pop(host, None)
         if busy > uneven.cores or busy < 2:
             return
-        lost = uneven.fallen if before > uneven.cores else uneven.risen if before < busy else 0.0
+        lost = uneven.risen if before < busy else 0.0
+        if before > uneven.cores:
+            ran = max(
+                until - since
+                for rank, (since, until) in self.spells.items()
+                if self.case.host[rank] == host and abs(until - self.now) <= TINY
+            )
+            lost = uneven.fallen * min(1.0, ran / (uneven.seconds / 2))
         if lost > part:
             self.uneven[host] = (self.now + uneven.seconds, lost)
+
+    def works(self, rank: int) -> None:
+        """It begins, or goes on at once after what it did last."""
+        since, until = self.spells.get(rank, (self.now, self.now))
+        self.spells[rank] = [since if self.now - until <= TINY else self.now, -1.0]
 
     def talk(self, action: Action) -> tuple[float, float]:
         """The part of a computation in which its rank waits for others, and what is seen of it."""
@@ -136,6 +149,7 @@ class Machine:
             action, _ = self.computing.pop(rank)
             (self.done if action.kind.is_compute else self.arrived).add(action)
             self.spans[action] = (self.start[action], self.now)
+            self.spells[rank][1] = self.now
             self.at[rank] += 1
         for link in [k for k, left in self.moving.items() if left[1] <= TINY]:
             send, _ = self.moving.pop(link)
@@ -176,6 +190,7 @@ class Machine:
             if self.case.shared:
                 self.start[action] = self.now
                 self.computing[rank] = [action, self.case.transfer[action.stage, action.peer]]
+                self.works(rank)
                 self.finish()
                 return True
             link = (rank, self.case.schedule.stage_rank[action.peer])
@@ -225,6 +240,7 @@ class Machine:
         self.start[action] = self.now
         seconds = (self.case.forward if kind == "F" else self.case.backward)[stage]
         self.computing[rank] = [action, seconds / (2 if action.kind in (Kind.I, Kind.W) else 1)]
+        self.works(rank)
         self.finish()
         return True
 

@@ -107,7 +107,7 @@ class Work:
         if self._copies:
             rank = self._schedule.stage_rank[event.stage]
             busy = tuple(2 * host for host in self._hosts[rank])
-            return Task(seconds, self._compute[rank], busy)
+            return Task(seconds, self._compute[rank], busy, worker=rank)
         assert event.peer is not None
         loads = self._touched(self._schedule.stage_rank[event.stage],
                               self._schedule.stage_rank[event.peer])  # fmt: skip
@@ -126,11 +126,11 @@ class Work:
         busy = tuple(2 * host for host in self._hosts[rank])
         talk = 0.0 if self._talk is None else min(self._talk.of(event), seconds)
         if not talk:
-            return Task(seconds / self._full[rank], self._compute[rank], busy)
+            return Task(seconds / self._full[rank], self._compute[rank], busy, worker=rank)
         alone = (seconds - talk) / self._full[rank] + talk
         weight = round(_PARTS * (1 - talk / seconds)) / _PARTS
         pool = self._pool(self._hosts[rank], talk / alone, 1 - weight)
-        return Task(alone, pool, busy, weight=weight)
+        return Task(alone, pool, busy, weight=weight, worker=rank)
 
     def _waking(self, target: int) -> Callable[[Sequence[float]], float] | None:
         """What a transfer takes longer until its receiver goes on, by what computes there."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from fxpart.schedule.order import E, Graph
-from fxpart.schedule.uneven import Uneven, lost, seen
+from fxpart.schedule.uneven import Uneven, lost
+from fxpart.schedule.uneven import seen as as_seen
 
 _MOMENT = 1e-9  # seconds; what lasts no longer is a number that was rounded
 
@@ -27,6 +28,7 @@ class Task:
 
     more: from all counters' values, with what starts at the same moment, seconds beside those.
     weight: by how much it raises each, a multiple of a power of two, so that sums are exact.
+    worker: who does it, one thing after the other; -1 where that is of no interest.
     """
 
     seconds: float
@@ -34,6 +36,7 @@ class Task:
     counters: tuple[int, ...] = ()
     more: Callable[[Sequence[float]], float] | None = None
     weight: float = 1.0
+    worker: int = -1
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,11 @@ class _Lagging:
     until: float = math.inf
     part: float = 0.0
 
-    def changed(self, uneven: Uneven, count: float, now: float) -> _Lagging:
-        """It has another count now."""
+    def changed(self, uneven: Uneven, count: float, now: float, ran: float) -> _Lagging:
+        """It has another count now; who stopped had computed for ``ran`` seconds."""
         if not 2 <= count <= uneven.cores:
             return _Lagging(count)
-        part = lost(uneven, self.count, count)
+        part = lost(uneven, self.count, count, ran)
         if part > self.part:
             return _Lagging(count, now + uneven.seconds, part)
         return _Lagging(count, self.until, self.part)
@@ -76,6 +79,23 @@ class _Seen:
         self.values = list(counts)
         self._now = {index: _Lagging() for index in lags}
         self._before = {index: (-math.inf, state) for index, state in self._now.items()}
+        self._ran = dict.fromkeys(lags, (-math.inf, 0.0))
+        self._spells: dict[int, tuple[float, float]] = {}  # of workers: from when to when
+
+    def began(self, worker: int, now: float) -> None:
+        """The worker does something, after a pause or at once after the last."""
+        first, last = self._spells.get(worker, (now, -math.inf))
+        self._spells[worker] = (first if now - last <= _MOMENT else now, math.inf)
+
+    def ended(self, task: Task, now: float) -> None:
+        """The worker has done it; how long it had worked without a pause is noted."""
+        first, _ = self._spells[task.worker]
+        self._spells[task.worker] = first, now
+        for index in task.counters:
+            if index in self._lags:
+                moment, ran = self._ran[index]
+                same = now - moment <= _MOMENT
+                self._ran[index] = (moment if same else now, max(ran if same else 0.0, now - first))
 
     def next(self) -> float:
         """When something is seen next as it is."""
@@ -97,8 +117,10 @@ class _Seen:
         if now - moment > _MOMENT:
             before = self._now[index]
             self._before[index] = now, before
-        state = self._now[index] = before.changed(lag, count, now)
-        return seen(lag, count, state.part)
+        moment, ran = self._ran[index]
+        ran = ran if now - moment <= _MOMENT else 0.0
+        state = self._now[index] = before.changed(lag, count, now, ran)
+        return as_seen(lag, count, state.part)
 
 
 @dataclass
@@ -157,6 +179,8 @@ def shared(
             for index in tasks[event].counters:
                 counts[index] += tasks[event].weight
             changed.update(tasks[event].counters)
+            if tasks[event].worker >= 0:
+                seen.began(tasks[event].worker, now)
         for event in ready:
             work, pool = tasks[event], pools[tasks[event].pool]
             seconds = work.seconds if work.more is None else work.seconds + work.more(counts)
@@ -183,6 +207,8 @@ def shared(
                 for index in tasks[event].counters:
                     counts[index] -= tasks[event].weight
                 changed.update(tasks[event].counters)
+                if tasks[event].worker >= 0:
+                    seen.ended(tasks[event], now)
                 ready.extend(graph.freed(event))
     stuck = graph.stuck(times)
     if stuck is not None:

@@ -28,11 +28,27 @@ class Uneven(Protocol):
         """The same where fewer ranks computed just before."""
 
 
-def lost(uneven: Uneven, before: float, count: float) -> float:
-    """The part of a core after a change of how many compute; 0 where nothing is lost by it."""
+def lost(uneven: Uneven, before: float, count: float, ran: float) -> float:
+    """The part of a core after a change of how many compute; 0 where nothing is lost by it.
+
+    ran: how long the one had computed that stopped. Two share a core while a third has the other
+    for itself, and which of them stops decides. One that computes for a moment only is put where
+    another computes, and leaves everything as it was; the longer it goes on, the likelier the
+    system has moved it to where it is alone.
+    """
     if not 2 <= count <= uneven.cores:
         return 0.0
-    return uneven.fallen if before > uneven.cores else uneven.risen if before < count else 0.0
+    if before > uneven.cores:
+        return uneven.fallen * settled(uneven.seconds, ran)
+    return uneven.risen if before < count else 0.0
+
+
+def settled(seconds: float, ran: float) -> float:
+    """How much of what may be lost is, where the one that stopped had computed so long: 0 to 1.
+
+    All of it from half of the time on after which the system looks.
+    """
+    return min(1.0, 2 * ran / seconds) if seconds else 1.0
 
 
 def seen(uneven: Uneven, count: float, part: float) -> float:

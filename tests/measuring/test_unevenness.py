@@ -21,11 +21,13 @@ def on_cores(spans: list[list[tuple[float, float]]], uneven: Unevenness) -> list
     got = [0.0] * len(spans)
     notes: list[Any] = [[([], []) for _ in mine] for mine in spans]
     before, count, since, part = 0, 0, 0.0, 0.0
+    stops = {stop: stop - start for mine in spans for start, stop in mine}
     for now in np.arange(0.0, end + tick, tick):
         computing = [any(a <= now < b for a, b in mine) for mine in spans]
         if sum(computing) != count:
             before, count, since = count, sum(computing), now
-            part = lost(uneven, before, count)
+            ran = max((s for at, s in stops.items() if abs(at - now) <= tick), default=0.0)
+            part = lost(uneven, before, count, ran)
         used = min(count, uneven.cores) - (part if now - since < uneven.seconds else 0.0)
         for rank, mine in enumerate(spans):
             for index, (a, b) in enumerate(mine):
@@ -37,12 +39,13 @@ def on_cores(spans: list[list[tuple[float, float]]], uneven: Unevenness) -> list
     return [[(np.array(m), np.array(s)) for m, s in mine] for mine in notes]
 
 
-def irregular(ranks: int, seed: int) -> list[list[tuple[float, float]]]:
-    """Spans of ranks that compute and wait for 5 to 50 ms, as it comes."""
+def irregular(ranks: int, seed: int, most: float = 30e-3) -> list[list[tuple[float, float]]]:
+    """Spans of ranks that compute for 1 to 30 ms and wait for 5 to 50, as it comes."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(ranks):
-        edges = np.cumsum(rng.uniform(5e-3, 50e-3, 60)).tolist()
+        pairs = rng.uniform((5e-3, 1e-3), (50e-3, most), (60, 2))
+        edges = np.cumsum(pairs.ravel()).tolist()
         found.append(list(zip(edges[::2], edges[1::2], strict=True)))
     return found
 
@@ -60,6 +63,14 @@ def test_what_was_lost_is_found(uneven: Unevenness) -> None:
     assert seen.fallen == pytest.approx(uneven.fallen, abs=0.06)
     assert seen.risen == pytest.approx(uneven.risen, abs=0.06)
     assert seen.seconds == pytest.approx(uneven.seconds, rel=0.15)
+
+
+def test_less_is_lost_where_who_stops_has_computed_for_a_moment() -> None:
+    """Two that go on for long, and others that hardly begin: a mean would say a third of it."""
+    uneven = Unevenness(cores=2, seconds=0.008, fallen=0.9)
+    long = [[(0.0, 2.0)], [(0.0, 2.0)]]
+    seen = found(on_cores([*long, *irregular(2, 5, most=3e-3)], uneven), 2)
+    assert seen.fallen == pytest.approx(0.9, abs=0.1)
 
 
 def test_cores_that_are_all_used() -> None:

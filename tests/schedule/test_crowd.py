@@ -211,7 +211,9 @@ def test_a_core_is_lost_until_the_system_looks() -> None:
 
     # One core and a half for two: as 8/3 ranks on two would be slowed down, 4/3 times.
     assert busy(2, 1.0, 0.5) == pytest.approx((3.0, 5.25, 5.25))
-    assert busy(2, 100.0, 0.5) == pytest.approx((3.0, 5 + 2 / 3, 5 + 2 / 3))
+    # The one that stopped had computed for 3 seconds: of 6 and more all of a half, of 12 a quarter.
+    assert busy(2, 6.0, 0.5) == pytest.approx((3.0, 5 + 2 / 3, 5 + 2 / 3))
+    assert busy(2, 12.0, 0.5) == pytest.approx((3.0, 5 + 2 / 7, 5 + 2 / 7))
     # Nobody shares a core with three of them, whatever is said.
     assert busy(3, 1.0, 0.5) == (3.0, 5.0, 5.0)
 
