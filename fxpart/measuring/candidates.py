@@ -40,21 +40,30 @@ def sizes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[int]:
     return list(dict.fromkeys([*found, every[0], every[-1]]))[:SIZES]
 
 
-def with_wholes(problem: PartitionProblem, choices: Sequence[Choice]) -> list[Choice]:
-    """The best choice, the whole model as one stage at its size and at another, then the others.
+def with_wholes(
+    problem: PartitionProblem, choices: Sequence[Choice], most: int = 5
+) -> list[Choice]:
+    """The best choice, the whole model as one stage at its size and at another, other choices up to
+    ``most`` in all; then the whole at every other size at which ops are measured.
 
     What a call takes whatever it computes shows in stages of unlike sizes alone. The other size is
-    the one that is furthest from the best choice's, by their ratio.
+    the one that is furthest from the best choice's, by their ratio. Ops are good to some percent,
+    and at each size others: what they come to together is known where the whole was timed.
     """
     best = choices[0]
     rows = [variant.microbatch_size for variant in problem.variants]
     apart = [max(r / rows[best.variant], rows[best.variant] / r) for r in rows]
-    wholes = [
-        Choice(variant=variant, schedule=best.schedule, starts=(0,))
-        for variant in (best.variant, apart.index(max(apart)))
-    ]
+
+    def whole(variant: int) -> Choice:
+        return Choice(variant=variant, schedule=best.schedule, starts=(0,))
+
+    first = [best, whole(best.variant), whole(apart.index(max(apart)))]
+    rest = [whole(rows.index(size)) for size in sizes(problem, choices)]
     kept: dict[tuple[int, tuple[int, ...]], Choice] = {}
-    for choice in (best, *wholes, *choices[1:]):
+    for choice in (*first, *choices[1:]):
+        kept.setdefault((choice.variant, choice.starts), choice)
+    kept = dict(list(kept.items())[:most])
+    for choice in rest:
         kept.setdefault((choice.variant, choice.starts), choice)
     return list(kept.values())
 

@@ -40,6 +40,7 @@ from fxpart.runtime.connect import connect
 MOST = 8  # ranks measured at once
 _BUSY = "fxpart.measuring.crowding:work"
 _WEIGHED = "fxpart.measuring.crowding:weigh"
+_INPUTS, _LARGE = "inputs.safetensors", "large.safetensors"
 _EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
 _WEIGHING = 2  # processes of which each says what it takes beside its tensors
 _SETTLED = 4  # steps until a heap grows no more
@@ -57,18 +58,21 @@ def crowding(
     *,
     seconds: float,
     timeout: float,
+    large: Values | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Crowding:
     """Measured with 1 to ``ranks`` processes of this host, eight at most.
 
     spec, source: of the program of one stage. inputs: one microbatch. seconds: of the
     stretches of one number of processes, at least; each process runs six rounds in any case.
-    timeout: of everything.
+    timeout: of everything. large: the microbatch that a process trains while it is weighed, by
+    default the same: a heap loses more of activations than of weights, so that few rows would make
+    the loss too small for plans of more.
     """
     count = min(MOST, ranks)
     world = count if count == 1 else max(3, count)  # two exchange beside one that computes
     with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
-        _write(Path(name), spec, source, state, inputs)
+        _write(Path(name), spec, source, state, inputs, large or inputs)
         payload = {"folder": name, "count": count, "seconds": seconds}
         rows = together(world, _BUSY, payload, timeout, progress=progress)
     return summary(rows, count)
@@ -87,7 +91,7 @@ def weighed(
     :func:`crowding` measures it as well, and how long ranks take.
     """
     with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
-        _write(Path(name), spec, source, state, inputs)
+        _write(Path(name), spec, source, state, inputs, inputs)
         return _largest(together(_WEIGHING, _WEIGHED, {"folder": name}, timeout))
 
 
@@ -132,7 +136,12 @@ def equivalent(slowdown: Sequence[float], found: float) -> float:
 
 
 def _write(
-    folder: Path, spec: ProgramSpec, source: str, state: dict[str, torch.Tensor], inputs: Values
+    folder: Path,
+    spec: ProgramSpec,
+    source: str,
+    state: dict[str, torch.Tensor],
+    inputs: Values,
+    large: Values,
 ) -> None:
     """What every process reads. Weights are drawn there; other state is small, and written."""
     names = {s.name for s in spec.stages[0].state if s.kind != "parameter"}
@@ -140,12 +149,13 @@ def _write(
     (folder / "stage.py").write_text(source, encoding="utf-8")
     (folder / "program.json").write_bytes(msgspec.json.encode(spec))
     safetensors.torch.save_file(kept, folder / "state.safetensors")
-    given = {n: t.detach().cpu().contiguous().clone() for n, t in inputs.items()}
-    safetensors.torch.save_file(given, folder / "inputs.safetensors")
+    for file, values in ((_INPUTS, inputs), (_LARGE, large)):
+        given = {n: t.detach().cpu().contiguous().clone() for n, t in values.items()}
+        safetensors.torch.save_file(given, folder / file)
 
 
-def _read(folder: Path) -> tuple[StageRun, Values]:
-    """The stage with drawn weights, and its inputs."""
+def _read(folder: Path, inputs: str) -> tuple[StageRun, Values]:
+    """The stage with drawn weights, and the inputs of that file."""
     spec = msgspec.json.decode((folder / "program.json").read_bytes(), type=ProgramSpec)
     state = safetensors.torch.load_file(folder / "state.safetensors")
     for held in spec.stages[0].state:
@@ -153,7 +163,7 @@ def _read(folder: Path) -> tuple[StageRun, Values]:
             state[held.name] = torch.randn(held.shape, dtype=getattr(torch, held.dtype)) * 0.02
     source = (folder / "stage.py").read_text(encoding="utf-8")
     run = StageRun(spec, 0, source, state, "sgd", torch.device("cpu"))
-    return run, safetensors.torch.load_file(folder / "inputs.safetensors")
+    return run, safetensors.torch.load_file(folder / inputs)
 
 
 def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +171,7 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     count, seconds = int(payload["count"]), float(payload["seconds"])
     folder = Path(payload["folder"])
     grown = grows(folder) if rank < _WEIGHING else Growth(0, 0.0)
-    run, inputs = _read(folder)
+    run, inputs = _read(folder, _INPUTS)
     _round(run, inputs)  # warm
     turns = [
         [
@@ -214,7 +224,7 @@ def grows(folder: Path) -> Growth:
     """
     importlib.import_module("fxpart.running")
     overhead(torch.device("cpu"))
-    return growth(lambda: _trained(*_read(folder)))
+    return growth(lambda: _trained(*_read(folder, _LARGE)))
 
 
 def _trained(run: StageRun, inputs: Values) -> None:

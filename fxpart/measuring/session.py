@@ -40,6 +40,7 @@ from fxpart.measuring.run import Progress, Run
 from fxpart.measuring.runtime import overhead
 from fxpart.measuring.setting import on_device, setting
 from fxpart.measuring.stage_bench import TURNS, StageBench, microbatch
+from fxpart.measuring.stages import Values
 from fxpart.optimizers import choose
 from fxpart.pricing.parts import StageParts
 from fxpart.pricing.variants import Sizes, Split
@@ -227,14 +228,14 @@ class _Session(Run):
         )  # fmt: skip
 
     def _stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
-        """The stages of the model's best few plans, and the whole as one stage at their size."""
+        """The stages of the model's best few plans, and the whole as one stage at each size."""
         problem, choices = self.choices(model)
         known = self.profile.get("stages", self.setting, StageTiming)
         name = choose(self.front.request.optimizer).name
         parts = StageParts(
             self.graph, self.captured, alone(model), self.first, self.front.request.optimizer
         )
-        wanted = [c for c in with_wholes(problem, choices)[:_PLANS] if self._fits(problem, c)]
+        wanted = [c for c in with_wholes(problem, choices, _PLANS) if self._fits(problem, c)]
         works = [self.work(problem, choice) for choice in wanted or choices[:1]]
         made, reached = self._in_turns(works, parts, known, name)
         self.profile.put("stages", self.setting, made, self.date)
@@ -313,16 +314,27 @@ class _Session(Run):
         work = self.work(problem, short_enough(problem, choices[0].variant, each))
         values, _, _ = microbatch(self.captured, work.stages.spec, work.stages.microbatches)
         stage = (work.stages.spec, work.stages.sources[0], self.captured.state, values)
+        large = self._half(problem, work, each)
         timeout = max(60.0, 10 * self.budget)
         if self.setting.quota:  # all ranks would have to share it here
-            grown = crowds.weighed(*stage, timeout=timeout)
+            grown = crowds.weighed(*stage[:3], large, timeout=timeout)
             made = Crowding(baseline=grown.baseline, overhead=grown.overhead)
         else:
             stretch = min(_STRETCH, max(0.2, left / (3 * wanted)))
-            made = crowds.crowding(*stage, ranks, seconds=stretch, timeout=timeout)
+            made = crowds.crowding(*stage, ranks, seconds=stretch, timeout=timeout, large=large)
         self.profile.put("crowding", self.setting, {key: made}, self.date)
         self.progress("crowding", 1, 1)
         return made
+
+    def _half(self, problem: PartitionProblem, work: Work, seconds: float) -> Values:
+        """Half of the batch, or the most of it below that takes about as long; what work takes."""
+        count = work.stages.microbatches
+        halves = [v for v, one in enumerate(problem.variants) if one.microbatches == 2]
+        if halves:
+            choice = short_enough(problem, halves[0], 2 * seconds)
+            if len(choice.starts) == len(work.blocks):
+                count = min(count, problem.variants[choice.variant].microbatches)
+        return microbatch(self.captured, work.stages.spec, count)[0]
 
     def _rehearsed(self, left_out: list[str]) -> Rehearsed | None:
         """The plans that may be the best, run here; None where the devices are not this host's."""

@@ -54,7 +54,6 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
 
     from fxpart.errors import FxpartError
     from fxpart.measuring.session import profile
-    from fxpart.profile import Crowding
 
     work = cpu_models.build(name)
     rows: list[dict[str, Any]] = []
@@ -75,7 +74,6 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
                 say(f"{name} {words(constraints, count)}: {fault.problems[0].why}")
                 continue
             programs.append((words(constraints, count), program))
-        crowding = found.crowding or Crowding()
         runs: dict[str, list[Rehearsal]] = {label: [] for label, _ in programs}
         paced: dict[str, list[float]] = {label: [] for label, _ in programs}
         for _ in range(options.turns):
@@ -86,7 +84,7 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
                 taken = runs[label][-1].seconds.seconds
                 paced[label].append(at(base[beside], taken, (before, pace.sample(beside))))
         for label, program in programs:
-            rows.append(row(name, label, program.plan, crowding, runs[label]))
+            rows.append(row(name, label, program.plan, runs[label]))
             rows[-1] |= at_equal_pace(rows[-1]["predicted"], paced[label])
             told = [f"{rows[-1][key]:.4f} s" for key in ("predicted", "measured", "paced")]
             say(f"{name} {label}: {', '.join(told)}")
@@ -118,12 +116,12 @@ def run(program: Any, options: argparse.Namespace) -> Rehearsal:
         return bench.run(program.plan, program.parts, steps=options.steps)
 
 
-def row(model: str, label: str, plan: Any, crowding: Any, runs: list[Rehearsal]) -> dict[str, Any]:
+def row(model: str, label: str, plan: Any, runs: list[Rehearsal]) -> dict[str, Any]:
     """A plan's figures: seconds of a step, and bytes of its largest process in the first run."""
     measured = runs[0]
     taken = [one.seconds.seconds for one in runs]
     middle = statistics.median(taken)
-    needs = {rank: process(e.memory, crowding) for e in plan.prediction.ranks for rank in e.ranks}
+    needs = {rank: each.resident for each in plan.prediction.ranks for rank in each.ranks}
     thought = [needs[rank] for rank in range(plan.world)]
     fullest = max(range(plan.world), key=lambda rank: measured.peaks[rank])
     return {
@@ -148,14 +146,6 @@ def at_equal_pace(predicted: float, paced: list[float]) -> dict[str, Any]:
     """The same of runs as long as they would have been at the pace of the profile."""
     middle = statistics.median(paced)
     return {"paced": middle, "paced_runs": paced, "paced_error": predicted / middle - 1}
-
-
-def process(memory: Any, crowding: Any) -> float:
-    """Bytes of a rank's process at its peak: what it has anyway, its tensors, and the allocator's.
-
-    The last as it was measured on the whole model in one process.
-    """
-    return float(crowding.baseline + memory.total * (1 + crowding.overhead))
 
 
 def words(constraints: dict[str, int | float | str | bool], microbatches: int) -> str:

@@ -17,13 +17,18 @@ def problem(*rows: int) -> Any:
 
 
 @pytest.mark.parametrize(("best", "other"), [(0, 3), (1, 3), (2, 0), (3, 0)])
-def test_the_whole_model_at_two_unlike_sizes(best: int, other: int) -> None:
+def test_the_whole_model_at_two_unlike_sizes_first(best: int, other: int) -> None:
+    """And last where ops are measured too: at the sizes of the choices, the largest, the least."""
+    sizes = dict.fromkeys([best, 1, 0, 3])
+    rest = [(size, (0,)) for size in sizes if size not in (best, other)]
     choices = [Choice(variant=best, schedule="1f1b", starts=(0, 4)),
                Choice(variant=1, schedule="gpipe", starts=(0, 2, 5))]  # fmt: skip
     found = with_wholes(problem(8, 4, 2, 1), choices)
     assert [(c.variant, c.starts) for c in found] == [
-        (best, (0, 4)), (best, (0,)), (other, (0,)), (1, (0, 2, 5)),
+        (best, (0, 4)), (best, (0,)), (other, (0,)), (1, (0, 2, 5)), *rest,
     ]  # fmt: skip
+    few = with_wholes(problem(8, 4, 2, 1), choices, 3)
+    assert few == [one for one in found if one.starts != (0, 2, 5)]
 
 
 def test_nothing_twice() -> None:
