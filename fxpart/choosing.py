@@ -19,6 +19,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.modes import ASYNC, QUEUE, drained
 from fxpart.optimizers import choose
 from fxpart.plan import Alternative, Certificate, Plan, PlanModel
+from fxpart.planned.process import with_process
 from fxpart.planned.rejected import Comparison
 from fxpart.planning_joint import make_joint_plan
 from fxpart.pricing.joint import joint_problem
@@ -352,7 +353,7 @@ def best_of_all(
     elements = [0] * len(problem.blocks)
     for weight in weights(graph.graph, captured, trained_names(captured), optimizer):
         elements[weight.blocks[0]] += captured.state[weight.name].numel()
-    return make_joint_plan(
+    plan = make_joint_plan(
         info,
         request.cluster,
         wished,
@@ -366,3 +367,4 @@ def best_of_all(
         parameters=elements,
         crowding=costs.crowding if isinstance(costs, Stages) else None,
     )
+    return with_process(plan, costs)

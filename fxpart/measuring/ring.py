@@ -2,7 +2,7 @@
 
 As many ranks compute as there are tokens, at most; where they take unequal time, fewer now and
 then, as in a pipeline. What is measured with it: :mod:`fxpart.measuring.waking`,
-:mod:`fxpart.measuring.settling`.
+:mod:`fxpart.measuring.unevenness`.
 """
 
 from __future__ import annotations

@@ -111,20 +111,22 @@ class StageBench:
             if left() <= 0:
                 break
             runs = [self._run(work, index) for index in group]
-            new = {keys[k]: k - group.start for k in group if k in wanted and keys[k] not in timed}
+            new = {keys[k]: k for k in group if k in wanted and keys[k] not in timed}
             if new:
-                least = 1 if all(self._samples.get(key) for key in new) else LEAST_STEPS
-                found = Rotation(runs, values).samples(seconds * len(new), least)
-                for key, place in new.items():
-                    self._samples.setdefault(key, []).append(found[place])
-                    index = group[place]
-                    self._told.setdefault(key, _said(work.labels[index], rows, index, parts))
+                found = Rotation(runs, values).samples(seconds * len(new), self._least(new))
+                for key, k in new.items():
+                    self._samples.setdefault(key, []).append(found[k - group.start])
+                    self._told.setdefault(key, _said(work.labels[k], rows, k, parts))
                 timed += new
-            for run in runs:
+            for run in runs if group.stop < len(keys) else ():
                 run.pass_on(run.forward(values, train=False), values)
-            del runs, run
+            del runs
             gc.collect()
         return timed
+
+    def _least(self, keys: Iterable[str]) -> int:
+        """Steps: one where all of these were timed in turns before."""
+        return 1 if all(self._samples.get(key) for key in keys) else LEAST_STEPS
 
     def _groups(self, wanted: Sequence[int], count: int) -> list[range]:
         """Of so many stages those that are timed together."""

@@ -194,6 +194,38 @@ def test_a_run_updates_tables_as_the_runtime_does() -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_stages_in_rotation_compute_on_what_those_before_made(together: bool) -> None:
+    """The last stage's parameters after two equal microbatches are the trainer's, bit for bit."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    model, x = nn.Sequential(*layers), torch.randn(4, 8)
+    program = fxpart.compile(
+        model, "local:3", example_inputs=(torch.cat([x, x]), torch.cat([x, x])),
+        loss=nn.functional.mse_loss, microbatches=2, optimizer="sgd",
+        constraints={"mesh": "none", "stages": 3},
+    )  # fmt: skip
+    captured, spec, sources = program.captured, program.spec, program.sources
+    values, _, _ = microbatch(captured, spec, 2)
+    runs = [StageRun(spec, k, sources[k], captured.state, "sgd", CPU) for k in range(3)]
+    if together:
+        took = Rotation(runs, values).step()
+        assert [(len(one.forward), len(one.backward)) for one in took] == [(2, 2)] * 3
+        assert all(min(*one.forward, *one.backward, one.update) > 0 for one in took)
+    else:
+        for run in runs[:2]:
+            run.pass_on(run.forward(values, train=False), values)
+        Rotation(runs[2:], values).step()
+    trainer = program.trainer("sgd")
+    trainer.step((torch.cat([x, x]), torch.cat([x, x])))
+    expected = trainer.state_dict()
+    names = {state.attribute: state.name for state in spec.stages[2].state}
+    for attribute, parameter in runs[2].module.named_parameters():
+        assert torch.equal(parameter.detach(), expected[names[attribute]])
+        assert not torch.equal(parameter.detach(), captured.state[names[attribute]])
+    trainer.close()
+
+
 def test_outliers_are_dropped() -> None:
     samples = [1.0, 1.01, 0.99, 1.02, 0.98, 30.0]
     found = timing(samples)

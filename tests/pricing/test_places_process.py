@@ -69,6 +69,19 @@ def test_other_devices_have_no_process_in_their_memory() -> None:
     assert usable(device, model) == int(GIB * (1 - RESERVE))
 
 
+def test_plans_of_all_that_is_known_say_what_processes_take() -> None:
+    """Those of stages that recompute, too, which are only proposed."""
+    built, model = ZOO["mlp"].build(), Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    plan = fxpart.propose(
+        built.model, _cluster(GIB), example_inputs=built.batch, loss=built.loss, microbatches=2,
+        cost_model=model, constraints={"dp": 1, "tp": 1, "stages": 2, "recompute": "full"},
+    ).plan  # fmt: skip
+    assert len(plan.prediction.ranks) == 2
+    for row in plan.prediction.ranks:
+        lost = row.allocator - VARIES / 2 * (row.process + 1.25 * row.tensors)
+        assert row.process == 300 << 20 and lost == pytest.approx(0.25 * row.tensors, rel=1e-6)
+
+
 def _compiled(memory: int, model: Any) -> Any:
     """One stage, which has one cut only."""
     built = ZOO["mlp"].build()
