@@ -138,7 +138,7 @@ def row(model: str, label: str, plan: Any, runs: list[Rehearsal]) -> dict[str, A
         "stages": plan.provenance.get("choice", ""),
         "predicted_bytes": thought[fullest],
         "measured_bytes": measured.peaks[fullest],
-        "bytes_error": thought[fullest] / measured.peaks[fullest] - 1,
+        "bytes_error": thought[fullest] / measured.peaks[fullest] - 1 if thought[fullest] else None,
     }
 
 
@@ -160,7 +160,7 @@ def words(constraints: dict[str, int | float | str | bool], microbatches: int) -
 
 def summary(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
     """The median and the worst absolute error, and the most that is too low."""
-    errors = [row[name] for row in rows]
+    errors = [row[name] for row in rows if row[name] is not None]
     return {
         "median": statistics.median(map(abs, errors)),
         "worst": max(map(abs, errors)),

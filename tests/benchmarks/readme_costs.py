@@ -52,7 +52,8 @@ def accuracy(note: str) -> str:
             row["model"], row["plan"], f"{1e3 * row['predicted']:.0f} ms",
             f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %",
             f"{100 * row['paced_error']:+.1f} %",
-            f"{row['measured_bytes'] / 2**20:.0f} MiB", f"{100 * row['bytes_error']:+.1f} %",
+            f"{row['measured_bytes'] / 2**20:.0f} MiB",
+            "-" if row["bytes_error"] is None else f"{100 * row['bytes_error']:+.1f} %",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     time, paced, memory = (_errors(found[kind]) for kind in ("time", "paced", "memory"))
