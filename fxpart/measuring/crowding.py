@@ -44,6 +44,7 @@ _INPUTS, _LARGE = "inputs.safetensors", "large.safetensors"
 _EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
 _WEIGHING = 2  # processes of which each says what it takes beside its tensors
 _SETTLED = 4  # steps until a heap grows no more
+_FULL = 2  # steps until there is all that there will be: the optimizer's state beside activations
 _LEAST = 2  # rounds of each process in each stretch
 _TURNS = 3  # stretches of each number of processes
 ROUNDS = 40  # of the model's microbatch that all of it takes at least, about, and as slow as alone
@@ -224,14 +225,17 @@ def grows(folder: Path) -> Growth:
     """
     importlib.import_module("fxpart.running")
     overhead(torch.device("cpu"))
-    return growth(lambda: _trained(*_read(folder, _LARGE)))
+    return growth(
+        lambda: _trained(*_read(folder, _LARGE), _SETTLED),
+        lambda: _trained(*_read(folder, _LARGE), _FULL),
+    )
 
 
-def _trained(run: StageRun, inputs: Values) -> None:
-    """Some steps of two microbatches each, from gradients that are made anew."""
+def _trained(run: StageRun, inputs: Values, steps: int) -> None:
+    """Steps of two microbatches each, from gradients that are made anew."""
     trained = [p for p in run.module.parameters() if p.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
-    for _ in range(_SETTLED):
+    for _ in range(steps):
         for parameter in trained:
             parameter.grad = None
         for _ in range(2):

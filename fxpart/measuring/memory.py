@@ -76,11 +76,12 @@ class Growth:
     overhead: float
 
 
-def growth(train: Callable[[], object]) -> Growth:
+def growth(train: Callable[[], object], counted: Callable[[], object] | None = None) -> Growth:
     """Measured on this process. train: makes a model, trains it, and leaves nothing of it behind.
 
-    On Linux by the resident set. It is called twice; before, the process must not have had more
-    tensors than the model's own.
+    On Linux by the resident set; before, the process must not have had more tensors than the
+    model's own. counted: a shorter training of which tensors take as much at once, whose
+    allocations are followed; by default the same again.
     """
     give_back()
     footprint = Footprint()
@@ -89,7 +90,8 @@ def growth(train: Callable[[], object]) -> Growth:
     peak = footprint.peaks().peak
     give_back()
     left = resident()
-    needed = allocations(train).peak  # last: the profiler itself leaves much behind
+    # Last: the profiler itself leaves much behind.
+    needed = allocations(counted or train).peak
     return Growth(left, max(0.0, (peak - left) / needed - 1) if needed else 0.0)
 
 
