@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _PLANS = 5  # plans of which the stages are measured whole
 _STRETCH = 1.0  # seconds at most in which so many ranks compute together
-_CROWDING = 0.3  # of what is left of the budget, about
+_CROWDING = 0.25  # of what is left of the budget, about
 _CAPTURING = 0.1  # of the budget, at most
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 
