@@ -257,7 +257,6 @@ def main() -> None:
     made.add_argument("--keep", default="", help="folder for links and profiles")
     made.add_argument("--go-on", action="store_true")
     options = made.parse_args()
-    keep = vars(options).pop("keep")  # where it is says nothing of the results
 
     import torch
 
@@ -266,7 +265,7 @@ def main() -> None:
     had = {(row["model"], row["ranks"]) for row in figures}
     counts = sorted(map(int, options.ranks.split(",")), reverse=True)
     with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh:
-        folder = Path(keep or fresh)
+        folder = Path(options.keep or fresh)
         folder.mkdir(exist_ok=True)
         clusters = {ranks: links(ranks, folder) for ranks in counts}
         for name in options.models.split(","):

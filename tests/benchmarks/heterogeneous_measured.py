@@ -326,7 +326,6 @@ def main() -> None:
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links, profiles and rows")
     options = made.parse_args()
-    keep = vars(options).pop("keep")
 
     lacks = next(filter(None, (quotas.missing(kinds.quotas) for kinds in CLUSTERS.values())), "")
     lacks = lacks or namespaces.missing()
@@ -339,7 +338,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fxpart-") as fresh, namespaces.interruptible():
-        folder = Path(keep or fresh)
+        folder = Path(options.keep or fresh)
         folder.mkdir(exist_ok=True)
         rows = [
             found for name in options.models.split(",") for found in of_model(name, folder, options)

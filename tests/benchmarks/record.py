@@ -22,6 +22,10 @@ RESULTS = HERE / "results"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
+# Options of the run that say nothing of its results; where it keeps what it has is one.
+_UNSAID = ("date", "dry", "keep")
+
+
 def parser(documentation: str | None) -> argparse.ArgumentParser:
     """Options of every benchmark: the date to write, and whether to write the results at all."""
     made = argparse.ArgumentParser(
@@ -38,7 +42,7 @@ def write(name: str, figures: Any, options: argparse.Namespace) -> None:
         "command": f"python tests/benchmarks/{name}.py",
         "date": options.date,
         "machine": machine(),
-        "options": {k: v for k, v in vars(options).items() if k not in ("date", "dry")},
+        "options": {k: v for k, v in vars(options).items() if k not in _UNSAID},
         "figures": figures,
     }
     sys.stdout.write(json.dumps(result) + "\n")
