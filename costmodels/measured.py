@@ -24,7 +24,7 @@ from fxpart.profile import (
     StageTiming,
     Timing,
 )
-from fxpart.schedule.crowd import factor
+from fxpart.schedule.crowd import beside, factor, held, wanted
 
 from .alphabeta import machines
 from .classes import CALL, CALLS, op_class
@@ -137,13 +137,14 @@ class Measured:
     def full(self, device: Device) -> float:
         """How many times longer the device computes while all ranks of its host do.
 
-        Times are a processor's, so that a quota lengthens them; a rank under one counts for so
-        much less where ranks slow each other down.
+        Times are a processor's, so that a quota lengthens them; others see a rank under one as
+        often as it computes.
         """
         if self.alone:
             return 1.0
-        busy = sum(d.share for d in self._devices() if d.host == device.host)
-        return factor(self.crowding(device.host).slowdown, max(1.0, busy)) / device.share
+        shares = [d.share for d in self._devices() if d.host == device.host]
+        curve = held(self.crowding(device.host).slowdown, shares)
+        return factor(curve, beside(sum(shares), device.share)) / device.share
 
     def stage(self, key: str, device: Device) -> StageTiming | None:
         """A stage that was measured whole, alone on such a device; None where it was not."""
@@ -213,11 +214,19 @@ class Measured:
         return replace(cost, seconds=cost.seconds + self._meeting(len(links)))
 
     def _meeting(self, ranks: int) -> float:
-        """Seconds that ranks of a host take longer to come together than in a row."""
+        """Seconds that ranks of a host take longer to come together than in a row.
+
+        Ranks that quotas hold have a core each while they compute, so that more of them than cores
+        wait for nobody.
+        """
         if ranks not in self._meetings:
-            every = (self.crowding(host).meet for host in {d.host for d in self._devices()})
-            known = [meet[min(ranks, len(meet) + 1) - 2] for meet in every if meet]
-            self._meetings[ranks] = max(known, default=0.0)
+            found = 0.0
+            for host in {d.host for d in self._devices()}:
+                shares = [d.share for d in self._devices() if d.host == host]
+                most = ranks if min(shares) >= 1 else max(2, wanted(shares))
+                if meet := self.crowding(host).meet:
+                    found = max(found, meet[min(ranks, most, len(meet) + 1) - 2])
+            self._meetings[ranks] = found
         return self._meetings[ranks]
 
     def transfer(self, size: float, link: Link) -> Cost:

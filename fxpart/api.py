@@ -13,6 +13,7 @@ from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
+from fxpart.constraints import captured_so, check_trainable, with_numbers
 from fxpart.errors import error
 from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
@@ -22,14 +23,7 @@ from fxpart.plan_io.runnable import require
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
-from fxpart.requests import (
-    Request,
-    captured_so,
-    check_trainable,
-    find_cluster,
-    make_request,
-    with_numbers,
-)
+from fxpart.requests import Request, find_cluster, make_request
 from fxpart.runtime.one_plan import plan_of_all
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
@@ -116,7 +110,7 @@ def compile(
         require(chosen, f"plan for {chosen.model.name}")
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
-    check_trainable(front.request)
+    check_trainable(front.request.constraints)
     return _solve(front, microbatches, progress)
 
 
@@ -248,7 +242,7 @@ class Program:
             checked["granularity"] = self.plan.constraints["granularity"]
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
-        check_trainable(request)
+        check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
         request = of_model(request, self.plan.model)
         front = Front(request, self.captured, self.prepared, self.plan.model, said)

@@ -15,6 +15,7 @@ import msgspec
 from torch import fx
 
 from fxpart.arranging import priced_as
+from fxpart.constraints import CUTS
 from fxpart.errors import FxpartError, error
 from fxpart.modes import ASYNC, QUEUE, drained
 from fxpart.optimizers import choose
@@ -25,7 +26,6 @@ from fxpart.planning_joint import make_joint_plan
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import Space
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.requests import CUTS
 from fxpart.reranking import Stages
 from fxpart.schedule.crowd import computing
 from fxpart.seating import Seats, order_of, seat

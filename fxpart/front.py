@@ -17,6 +17,7 @@ from fxpart.cluster import Cluster
 from fxpart.costmodels import Measured
 from fxpart.costs import CostModel
 from fxpart.errors import error
+from fxpart.modes import Constraints
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
@@ -25,7 +26,6 @@ from fxpart.plan import Plan, PlanModel
 from fxpart.planning import model_info
 from fxpart.requests import (
     DATA_AXIS,
-    Constraints,
     Request,
     check_counts,
     find_cluster,

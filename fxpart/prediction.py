@@ -145,14 +145,17 @@ class HostLoad(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     of the host counts as. wake: by how many seconds a transfer to one of the ranks ends later while
     1, 2, ... of them compute, its receiver included. uneven: how long its cores are not all
     used, where it has more ranks than cores; none where they always are, or where it is not known.
+    shares: by rank, of the time in which it computes, what its quota leaves it, where quotas hold
+    the host's ranks; ``full`` is then the sum of all shares, of ranks that the plan has not too.
     """
 
     ranks: tuple[int, ...]
     slowdown: tuple[float, ...]
     transfer: float = 0.0
-    full: int = 0
+    full: float = 0
     wake: tuple[float, ...] = ()
     uneven: Unevenness | None = None
+    shares: tuple[float, ...] = ()
 
 
 class Prediction(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

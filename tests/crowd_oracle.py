@@ -38,6 +38,7 @@ class Case:
     # part of a core that others see of it
     talk: Sequence[Sequence[tuple[float, float]]] = ()
     uneven: Sequence[Uneven] = ()  # by host
+    shares: Sequence[float] = ()  # by rank: how often others see it, where a quota holds it
 
 
 class Machine:
@@ -91,7 +92,7 @@ class Machine:
         case = self.case
         busy = [0.0] * len(case.curves)
         for rank, (action, _) in self.computing.items():
-            busy[case.host[rank]] += self.talk(action)[1]
+            busy[case.host[rank]] += self.talk(action)[1] * self.share(rank)
         for host, uneven in enumerate(case.uneven):
             if case.host.count(host) > uneven.cores:
                 self.even(host, busy[host], uneven)
@@ -107,10 +108,15 @@ class Machine:
                     shares[name] = shares.get(name, 0) + 1
         for rank, left in self.computing.items():
             part, seen = self.talk(left[0])
-            slow = curve_at(case.curves[case.host[rank]], busy[case.host[rank]] + 1 - seen)
+            others = busy[case.host[rank]] - seen * self.share(rank)
+            slow = curve_at(case.curves[case.host[rank]], 1 + others)
             yield left, part + (1 - part) * slow
         for left in self.moving.values():
             yield left, shares.get(case.segments.get((left[0].stage, left[0].peer)), 1)
+
+    def share(self, rank: int) -> float:
+        """How often a rank that computes is seen."""
+        return self.case.shares[rank] if self.case.shares else 1.0
 
     def even(self, host: int, busy: float, uneven: Uneven) -> None:
         """Whether all of a host's cores are used that could be."""

@@ -147,16 +147,23 @@ def asynchrony(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
 
 
 def crowded(load: dict[str, Any]) -> dict[str, Any]:
-    """A host's curve at as many ranks as the plan has there, and at what its seconds are for."""
-    curve, ranks = load["slowdown"], len(ranks_of(load["ranks"]))
+    """A host's curve at as many ranks as the plan has there, and at what its seconds are for.
 
-    def at(count: int) -> float:
-        last = len(curve)
-        return curve[count - 1] if count <= last else curve[-1] * count / last
+    A rank sees itself, and of each other one the part of the time that a quota leaves it.
+    """
+    curve, ranks = load["slowdown"], len(ranks_of(load["ranks"]))
+    shares = load["shares"] or [1.0] * ranks
+    mean = sum(shares) / ranks
+
+    def at(count: float) -> float:
+        last, below = len(curve), int(count)
+        if count >= last:
+            return curve[-1] * count / last
+        return curve[below - 1] + (count - below) * (curve[below] - curve[below - 1])
 
     return {
-        "ranks": load["ranks"], "slowdown": [at(k + 1) for k in range(ranks)],
-        "transfer": load["transfer"], "assumed": at(load["full"] or ranks),
+        "ranks": load["ranks"], "slowdown": [at(1 + k * mean) for k in range(ranks)],
+        "transfer": load["transfer"], "assumed": at(1 + (load["full"] or sum(shares)) - mean),
     }  # fmt: skip
 
 

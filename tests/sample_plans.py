@@ -198,6 +198,10 @@ def plans(draw: st.DrawFn) -> Plan:
                         slowdown=st.lists(st.floats(0.5, 9), min_size=1, max_size=6).map(tuple),
                         transfer=st.floats(0, 2),
                         full=st.sampled_from((0, count, count + 3)),
+                        shares=st.one_of(
+                            st.just(()),
+                            st.lists(st.floats(0.01, 1), min_size=count, max_size=count).map(tuple),
+                        ),
                     ).map(lambda load: (load,)),
                 )
             ),

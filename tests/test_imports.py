@@ -34,6 +34,7 @@ LAYERS = (
     ("planning", "price", "seating"),
     ("planning_joint",),
     ("requests",),
+    ("constraints",),
     ("modes",),
     ("capture", "codegen", "runtime", "pricing", "reference", "target"),
     ("temporaries",),

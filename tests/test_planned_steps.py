@@ -18,7 +18,7 @@ from fxpart.cli import run
 from fxpart.cluster import Cluster, Device, Host, Link, Unevenness
 from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
-from fxpart.planned.hosts import completed, hosts_of, is_crowded, paced
+from fxpart.planned.hosts import completed, hosts_of, is_crowded, pace, paced
 from fxpart.planned.steps import step_in_time, steps_in_time
 from fxpart.prediction import RankPrediction, idle_share
 from fxpart.profile import Crowding
@@ -194,12 +194,40 @@ def test_hosts_of_a_plan() -> None:
     assert hosts_of(cluster(2, cores=1), [0, 1], lambda _: Crowding()) == ()
 
 
-def test_ranks_under_quotas_keep_to_their_pace() -> None:
-    given = cluster(2, cores=1)
-    devices = tuple(msgspec.structs.replace(d, quota=0.5) for d in given.devices)
-    given = msgspec.structs.replace(given, devices=devices)
-    assert hosts_of(given, [0, 1]) == ()
-    assert hosts_of(given, [0, 1], lambda _: Crowding(slowdown=(1.0, 2.0))) == ()
+def held(*quotas: float) -> Cluster:
+    """Devices of one host of two cores under quotas."""
+    given = cluster(len(quotas), cores=2)
+    devices = (
+        msgspec.structs.replace(d, quota=quota)
+        for d, quota in zip(given.devices, quotas, strict=True)
+    )
+    return msgspec.structs.replace(given, devices=tuple(devices))
+
+
+def test_ranks_under_quotas_see_each_other_as_often_as_they_compute() -> None:
+    """And none of them waits for a core: past the cores that quotas want, nothing grows."""
+    curve = Crowding(slowdown=(1.0, 1.25, 2.0, 3.0), transfer=0.5, wake=(0.0, 0.001))
+    one_core = held(0.5, 0.5)
+    assert hosts_of(one_core, [0, 1]) == ()
+    assert hosts_of(one_core, [0, 1], lambda _: curve) == (), "they want one core together"
+    (load,) = hosts_of(held(0.75, 0.5, 0.25), [0, 2], lambda _: curve)
+    flat = (1.0, 1.25, 1.25, 1.25)
+    assert load == HostLoad(ranks=(0, 1), slowdown=flat, full=1.5, shares=(0.75, 0.25))
+    # Rank 0 is slowed down a quarter of the time by rank 1, and by the third a half if it computes.
+    assert pace([load], 0) == pytest.approx((1 + 0.25 * 0.25) / (1 + 0.75 * 0.25))
+    assert pace([load], 1) == pytest.approx((1 + 0.75 * 0.25) / 1.25)
+    assert paced([load], 1) == pytest.approx(1 / 1.25)  # of a mean share of 0.5 beside one more
+
+
+def test_a_plan_that_leaves_devices_under_quotas_idle_is_as_fast_as_without_them() -> None:
+    """One rank of two: the other one does not compute, whatever its seconds are for."""
+    cluster_of_two, curve = held(0.75, 0.5), Crowding(slowdown=(1.0, 1.5))
+    (load,) = hosts_of(cluster_of_two, [0], lambda _: curve)
+    given = row(0, random.Random(0))
+    seconds = step_in_time("1f1b", 3, [], [given], [load], 1e9).seconds
+    alone = step_in_time("1f1b", 3, [], [given], (), 1e9).seconds
+    talk = 3 * 2 * _talk(given) + given.sync_seconds + given.tie_seconds
+    assert seconds == pytest.approx((alone - talk) / 1.25 + talk)
 
 
 def test_hosts_that_do_not_say_what_seconds_are_for() -> None:
@@ -282,6 +310,11 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"transfer": 1e300}, "too many"),
         ({"full": 1}, "below the number of ranks"),
         ({"full": -1}, "negative"),
+        ({"full": 1e300}, "too many"),
+        ({"shares": (0.5,)}, "there are 1 for 2 ranks"),
+        ({"shares": (0.5, 1.5)}, "1.5 is no part of the time"),
+        ({"shares": (0.5, 0.0)}, "0.0 is no part of the time"),
+        ({"shares": (0.75, 0.5), "full": 1.0}, "below the number of ranks, 1.25"),
         ({"uneven": Unevenness(cores=1, seconds=0.01, fallen=0.5)}, "of 1 none is idle"),
         ({"uneven": Unevenness(cores=2, seconds=-0.01, fallen=0.5)}, "negative"),
         ({"uneven": Unevenness(cores=2, seconds=1e9, fallen=0.5)}, "no time to wait"),

@@ -195,9 +195,9 @@ def plan_ahead(request: Request, bounds: Bounds, run: RunDir) -> dict[int, str]:
 
     Those next to the present number first. The model is captured once.
     """
+    from fxpart.constraints import with_numbers
     from fxpart.elastic.advance import advance
     from fxpart.modes import with_mode
-    from fxpart.requests import with_numbers
 
     before = newest(run)
     world = before.world if before is not None else bounds.most + 1

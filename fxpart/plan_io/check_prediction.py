@@ -10,6 +10,7 @@ from fxpart.plan_io.check_stages import Faults
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement
+_SLIGHTLY = 1e-6  # by which sums of shares may differ
 
 
 def prediction(plan: Plan) -> Faults:
@@ -60,8 +61,16 @@ def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:
                 yield f"{where}.slowdown[{place}]", f"{factor} is not above 0 and reasonable"
         if load.transfer > _MOST_SLOWDOWN:
             yield f"{where}.transfer", f"{load.transfer} ranks are too many"
-        if load.full and load.full < len(load.ranks):
-            yield f"{where}.full", f"it is below the number of ranks, {len(load.ranks)}"
+        for place, share in enumerate(load.shares):
+            if not 0 < share <= 1:
+                yield f"{where}.shares[{place}]", f"{share} is no part of the time"
+        if load.shares and len(load.shares) != len(load.ranks):
+            yield f"{where}.shares", f"there are {len(load.shares)} for {len(load.ranks)} ranks"
+        here = sum(load.shares) if load.shares else len(load.ranks)
+        if load.full and load.full < here - _SLIGHTLY:
+            yield f"{where}.full", f"it is below the number of ranks, {here:g}"
+        if load.full > _MOST_SLOWDOWN:
+            yield f"{where}.full", f"{load.full} ranks are too many"
 
 
 def _uneven(given: Unevenness, where: str) -> Faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from fxpart.cluster import Cluster, Device, Host, Unevenness
 from fxpart.prediction import HostLoad
-from fxpart.schedule.crowd import by_cores, factor
+from fxpart.schedule.crowd import beside, by_cores, factor, held, loaded
 
 
 class Measured(Protocol):
@@ -40,8 +41,9 @@ def hosts_of(
 
     crowding: by host, what was measured (``Measured.crowding``), where the seconds of the plan come
     from measurements; nothing else is then assumed. Without it the cluster's hosts say it: their
-    measured curve, or else max(1, k threads / cores) for k ranks. A host of ranks under quotas is
-    none of these.
+    measured curve, or else max(1, k threads / cores) for k ranks. Ranks under quotas slow each
+    other down as far as that was measured, each as often as its quota lets it compute; nobody waits
+    for a core.
     """
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
     if crowding is None and not known:
@@ -55,10 +57,15 @@ def hosts_of(
     found = []
     for name, mine in ranks.items():
         all_of = there[name]
-        if any(device.share < 1 for device in all_of):
-            continue  # quotas hold each to its pace, whatever the others do
         load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(all_of))
-        if crowding is None:
+        if any(device.share < 1 for device in all_of):
+            if crowding is None:
+                continue
+            shares = tuple(cluster.devices[devices[rank]].share for rank in mine)
+            every = [device.share for device in all_of]
+            curve = held(crowding(name).slowdown, every)
+            load = replace(load, slowdown=curve, full=sum(every), shares=shares)
+        elif crowding is None:
             load = replace(load, slowdown=_curve(known.get(name), all_of))
         else:
             seen = crowding(name)
@@ -91,7 +98,10 @@ def pace(hosts: Sequence[HostLoad], rank: int) -> float:
     """What a rank's seconds are worth while the plan's ranks of its host compute, and no others."""
     for load in hosts:
         if rank in load.ranks and load.full:
-            return factor(load.slowdown, len(load.ranks)) / factor(load.slowdown, load.full)
+            share = load.shares[load.ranks.index(rank)] if load.shares else 1.0
+            mine = sum(load.shares) if load.shares else len(load.ranks)
+            curve = load.slowdown
+            return factor(curve, beside(mine, share)) / factor(curve, beside(load.full, share))
     return 1.0
 
 
@@ -102,15 +112,29 @@ def paced(hosts: Sequence[HostLoad], busy: float) -> float:
     """
     if len(hosts) != 1 or not hosts[0].full:
         return 1.0
-    curve = hosts[0].slowdown
-    return factor(curve, max(1.0, busy)) / factor(curve, hosts[0].full)
+    return among(hosts[0], busy) / assumed(hosts[0])
+
+
+def among(load: HostLoad, busy: float) -> float:
+    """How many times longer computations take while so many of the ranks compute, on average."""
+    share = _mean(load)
+    return factor(load.slowdown, beside(max(1.0, busy) * share, share))
+
+
+def assumed(load: HostLoad) -> float:
+    """The same while all compute for which the plan's seconds are."""
+    return factor(load.slowdown, beside(loaded(load), _mean(load)))
+
+
+def _mean(load: HostLoad) -> float:
+    return sum(load.shares) / len(load.shares) if load.shares else 1.0
 
 
 def is_crowded(load: HostLoad) -> bool:
     """Whether anything about the host's ranks depends on what else runs there."""
     if not load.slowdown or not load.ranks:
         return False
-    most = max(load.full, len(load.ranks))
+    most = math.ceil(max(load.full + bool(load.shares), len(load.ranks)))
     busy = any(factor(load.slowdown, k) != 1 for k in range(1, most + 1))
     return busy or ((load.transfer > 0 or any(load.wake)) and len(load.ranks) > 1)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from fxpart.plan import Alternative, Plan, RankPrediction
 from fxpart.plan_io.runs import text_of
+from fxpart.planned.hosts import among, assumed
 from fxpart.planned.queued import MOST, in_turns, queued
 from fxpart.prediction import HostLoad, bottleneck, pace, step_parts
 from fxpart.report.explained import (
@@ -20,7 +21,6 @@ from fxpart.report.explained import (
     StageStream,
     StepFigures,
 )
-from fxpart.schedule.crowd import factor
 from fxpart.solver.joint.schedules import fill
 
 _TRIED = (0, 1, 2)  # updates that all stages may miss, beside what the plan says
@@ -235,12 +235,11 @@ def _asynchrony(plan: Plan) -> Asynchrony | None:
 
 def _crowd(load: HostLoad) -> Crowded:
     """A host that the plan's ranks share."""
-    given = load.full or len(load.ranks)
     return Crowded(
         ranks=text_of(load.ranks),
-        slowdown=tuple(factor(load.slowdown, k) for k in range(1, len(load.ranks) + 1)),
+        slowdown=tuple(among(load, k) for k in range(1, len(load.ranks) + 1)),
         transfer=load.transfer,
-        assumed=factor(load.slowdown, given),
+        assumed=assumed(load),
     )
 
 

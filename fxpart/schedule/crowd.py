@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from fxpart.schedule.uneven import Uneven
+
+_SLIGHTLY = 1e-6  # cores: shares that add up to a whole number want no more than that
 
 
 class Load(Protocol):
@@ -33,8 +36,12 @@ class Load(Protocol):
         """How long cores are not all used; None: they always are."""
 
     @property
-    def full(self) -> int:
+    def full(self) -> float:
         """How many computing ranks the given seconds are for; 0: all of ``ranks``."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """By rank, of the time in which it computes, what its quota leaves; empty: all of it."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +56,17 @@ class Crowd:
     come for has to wait for one; the last holds past the end; empty: never. loaded: by host, how
     many computing ranks the seconds that are given are for; 0, or where it is empty, all of the
     host's ranks. uneven: by host, how long its cores are not all used where it has more ranks than
-    cores; None, or where it is empty: they always are.
+    cores; None, or where it is empty: they always are. share: by rank, the part of the time in
+    which it computes that a quota leaves it: others see it so often; empty: all of it.
     """
 
     host: tuple[int, ...]
     slowdown: tuple[tuple[float, ...], ...]
     transfer: tuple[float, ...] = ()
-    loaded: tuple[int, ...] = ()
+    loaded: tuple[float, ...] = ()
     wake: tuple[tuple[float, ...], ...] = ()
     uneven: tuple[Uneven | None, ...] = ()
+    share: tuple[float, ...] = ()
 
     def factor(self, host: int, busy: float) -> float:
         """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
@@ -72,7 +81,42 @@ class Crowd:
         """The factor of a rank's host while all compute for which its seconds are given."""
         host = self.host[rank]
         loaded = self.loaded[host] if self.loaded else 0
-        return self.factor(host, loaded or self.host.count(host))
+        mine = [self.share_of(r) for r, h in enumerate(self.host) if h == host]
+        return self.factor(host, beside(loaded or sum(mine), self.share_of(rank)))
+
+    def share_of(self, rank: int) -> float:
+        """Of the time in which the rank computes, what its quota leaves it."""
+        return self.share[rank] if self.share else 1.0
+
+
+def beside(busy: float, share: float) -> float:
+    """How many ranks compute while one of them does, which is busy a ``share`` of the time.
+
+    busy: the sum of all shares, of its own as well.
+    """
+    return busy - share + 1
+
+
+def loaded(host: Load) -> float:
+    """How many computing ranks the seconds given for a host's ranks are for."""
+    return host.full or sum(host.shares) or len(host.ranks)
+
+
+def wanted(shares: Sequence[float]) -> int:
+    """How many cores ranks want together, each so much of one; at least 1."""
+    return max(1, math.ceil(sum(shares) - _SLIGHTLY))
+
+
+def held(slowdown: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    """The curve of a host's ranks under quotas, which fit its cores together.
+
+    More ranks than cores never compute at once for long, so that past the cores, of which there are
+    as many as the sum of the shares wants, it does not grow. shares: of all ranks of the host.
+    """
+    if not slowdown or min(shares, default=1.0) >= 1:
+        return tuple(slowdown)
+    most = factor(slowdown, wanted(shares))
+    return tuple(min(most, factor(slowdown, k)) for k in range(1, len(shares) + 2))
 
 
 def factor(slowdown: Sequence[float], busy: float) -> float:
@@ -108,13 +152,16 @@ def by_cores(ranks: int, threads: int, cores: int) -> tuple[float, ...]:
 def crowd_of(hosts: Sequence[Load], ranks: int) -> Crowd:
     """The crowd of ``ranks`` ranks; one that stands on none of the hosts is never slowed down."""
     of = dict.fromkeys(range(ranks), len(hosts))
+    share: dict[int, float] = {}
     for index, host in enumerate(hosts):
         of |= {rank: index for rank in host.ranks if rank in of}
+        share |= dict(zip(host.ranks, host.shares, strict=False))
     return Crowd(
         tuple(of.values()),
         (*(tuple(host.slowdown) for host in hosts), ()),
         (*(host.transfer for host in hosts), 0.0),
-        (*(host.full or len(host.ranks) for host in hosts), 0),
+        (*(loaded(host) for host in hosts), 0),
         (*(host.wake for host in hosts), ()),
         (*(host.uneven for host in hosts), None),
+        tuple(share.get(rank, 1.0) for rank in of) if share else (),
     )

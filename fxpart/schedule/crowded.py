@@ -15,7 +15,10 @@ Segment = Callable[[int, int, Kind], str | None]
 Seconds = Callable[[Event], float]
 
 
-_PARTS = 64  # a rank counts on its host in so many parts: sums of them are exact
+# Sums of what ranks count as on their hosts are exact: it is rounded to parts of a power of two,
+# coarsely what depends on a computation, finely what a rank's quota leaves it.
+_PARTS = 64
+_FINE = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,13 @@ class Work:
             if uneven and self._crowd.host.count(host) > uneven.cores
         }
         self._pools: dict[tuple[tuple[tuple[int, float], ...], float], int] = {}
-        self._compute = [self._pool(mine) for mine in self._hosts]
+        # Lanes of a stage under unlike quotas wait for each other: the least holds for all.
+        least = [min(map(self._crowd.share_of, ranks), default=1.0) for ranks in places]
+        self._share = [max(1, round(_FINE * share)) / _FINE for share in least]
+        self._compute = [
+            self._pool(mine, own=1 - share)
+            for mine, share in zip(self._hosts, self._share, strict=True)
+        ]
         self._segments: dict[str, int] = {}
         if segment is not None:
             for action in (a.plain for actions in schedule.ranks for a in actions):
@@ -107,7 +116,8 @@ class Work:
         if self._copies:
             rank = self._schedule.stage_rank[event.stage]
             busy = tuple(2 * host for host in self._hosts[rank])
-            return Task(seconds, self._compute[rank], busy, worker=rank)
+            share = self._share[rank]
+            return Task(seconds, self._compute[rank], busy, weight=share, worker=rank)
         assert event.peer is not None
         loads = self._touched(self._schedule.stage_rank[event.stage],
                               self._schedule.stage_rank[event.peer])  # fmt: skip
@@ -125,11 +135,13 @@ class Work:
         """
         busy = tuple(2 * host for host in self._hosts[rank])
         talk = 0.0 if self._talk is None else min(self._talk.of(event), seconds)
+        share = self._share[rank]
         if not talk:
-            return Task(seconds / self._full[rank], self._compute[rank], busy, worker=rank)
+            alone = seconds / self._full[rank]
+            return Task(alone, self._compute[rank], busy, weight=share, worker=rank)
         alone = (seconds - talk) / self._full[rank] + talk
-        weight = round(_PARTS * (1 - talk / seconds)) / _PARTS
-        pool = self._pool(self._hosts[rank], talk / alone, 1 - weight)
+        weight = share * round(_PARTS * (1 - talk / seconds)) / _PARTS
+        pool = self._pool(self._hosts[rank], talk / alone, share - weight, 1 - share)
         return Task(alone, pool, busy, weight=weight, worker=rank)
 
     def _waking(self, target: int) -> Callable[[Sequence[float]], float] | None:
@@ -157,16 +169,19 @@ class Work:
             found += [2 * host + 1 for host in both if weights and weights[host]]
         return tuple(found)
 
-    def _pool(self, hosts: Sequence[int], talk: float = 0.0, unseen: float = 0.0) -> int:
+    def _pool(
+        self, hosts: Sequence[int], talk: float = 0.0, unseen: float = 0.0, own: float = 0.0
+    ) -> int:
         """The pool of work that goes on these hosts together, as fast as the slowest.
 
         hosts: of each rank that does it. talk: the part of its seconds alone that nothing
         lengthens; unseen: of each rank, the part by which it is not counted on its host, where it
-        is whole while it computes itself.
+        is whole while it computes itself. own: the part of the time in which a quota holds a rank,
+        which does not compute then and sees nobody.
         """
         if not hosts:
             return 0
-        mine = {host: unseen * hosts.count(host) for host in sorted(hosts)}
+        mine = {host: unseen * hosts.count(host) + own for host in sorted(hosts)}
         key = tuple(mine.items()), talk
         if key not in self._pools:
             self._pools[key] = len(self.paces)

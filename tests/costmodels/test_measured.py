@@ -123,8 +123,7 @@ def test_a_quota_lengthens_what_a_processor_takes() -> None:
     known = {ahead(linear(8)): 1e-3}
     on = held(0.75, 0.5, 0.25)
     model = measured(known, on)
-    slowed = 1.25  # half between one rank and two
-    for device in on.devices:
+    for device, slowed in zip(on.devices, (1.375, 1.5, 1.5), strict=True):
         assert model.full(device) == pytest.approx(slowed / device.share)
         seconds = model.op(linear(8), device, False).seconds
         assert seconds == pytest.approx(1e-3 * slowed / device.share)
@@ -278,6 +277,11 @@ def test_ranks_that_meet_in_a_collective() -> None:
         assert model.reshard(*total, ring).seconds == pytest.approx(free + later)
     assert model.reshard("replicate", "shard(0)", 1e6, links[:1] * 2).seconds == 0.0
     assert model.transfer(1e6, links[0]) == Roofline().transfer(1e6, links[0])
+    for quotas, later in (((0.5,) * 4, 1e-3), ((0.9, 0.5, 0.5, 0.5), 2e-3), ((0.2,) * 4, 1e-3)):
+        under = measured({}, held(*quotas), None, meets)  # of two cores, of three, of one
+        assert under.reshard(*total, links[:1] * 4).seconds == pytest.approx(
+            Roofline().reshard(*total, links[:1] * 4).seconds + later
+        )
     far = tuple(msgspec.structs.replace(link, kind="net") for link in links[:1] * 2)
     assert model.reshard(*total, far) == Roofline().reshard(*total, far)
 

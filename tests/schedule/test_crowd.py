@@ -42,7 +42,7 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     pairs = [(e.source, e.target) for e in case.edges]
     names = st.sampled_from([None, None, "card"])
     sends = draw(st.sampled_from(["overlapped", "runtime", "shared"]))
-    parts = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+    parts, part = st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([0.25, 0.5, 0.75, 1.0])
     uneven = st.builds(
         Unevenness, cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
         risen=parts,
@@ -56,6 +56,7 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
         windows=sends != "overlapped", shared=sends == "shared",
         segments={pair: n for a, b in pairs for pair in ((a, b), (b, a)) if (n := draw(names))},
         uneven=draw(st.sampled_from([[], draw(st.lists(uneven, min_size=hosts, max_size=hosts))])),
+        shares=draw(st.sampled_from([[], [draw(part) for _ in schedule.ranks]])),
     )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def crowd_for(case: crowd_oracle.Case) -> Crowd:
     """The package's words for it."""
     return Crowd(
         tuple(case.host), tuple(map(tuple, case.curves)), tuple(case.weights),
-        uneven=tuple(case.uneven),
+        uneven=tuple(case.uneven), share=tuple(case.shares),
     )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def test_against_a_machine_at_length(case: crowd_oracle.Case) -> None:
 def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
     """The integral of a computation's pace over its span is its seconds alone."""
     case.uneven = []
+    share = case.shares or [1.0] * len(case.schedule.ranks)
     timeline = found_by_simulation(case)
     works = ("compute", "send") if case.shared else ("compute",)
     computes = [s for s in timeline.spans if s.lane in works]
@@ -120,7 +122,7 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
         middle = (begin + end) / 2
         busy = [0.0] * len(case.curves)
         for span in computes:
-            busy[case.host[span.rank]] += span.start < middle < span.end
+            busy[case.host[span.rank]] += share[span.rank] * (span.start < middle < span.end)
         for span in moves:
             assert span.action.peer is not None
             ends = (span.rank, case.schedule.stage_rank[span.action.peer])
@@ -129,7 +131,8 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
         for index, span in enumerate(computes):
             if span.start < middle < span.end:
                 host = case.host[span.rank]
-                done[index] += (end - begin) / crowd_oracle.curve_at(case.curves[host], busy[host])
+                seen = busy[host] + 1 - share[span.rank]
+                done[index] += (end - begin) / crowd_oracle.curve_at(case.curves[host], seen)
     for span, work in zip(computes, done, strict=True):
         if span.action.peer is not None:
             given = case.transfer[span.action.stage, span.action.peer]
