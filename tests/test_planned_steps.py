@@ -20,6 +20,7 @@ from fxpart.plan import HostLoad, Plan
 from fxpart.planned import steps
 from fxpart.planned.hosts import completed, hosts_of, is_crowded, pace, paced
 from fxpart.planned.steps import step_in_time, steps_in_time
+from fxpart.planned.tied import at_the_end
 from fxpart.prediction import RankPrediction, idle_share
 from fxpart.profile import Crowding
 from fxpart.report.timeline import plan_steps, plan_timeline
@@ -106,9 +107,11 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     )  # fmt: skip
     spans = crowd_oracle.Machine(case).run()
     last = max(end for action, (_, end) in spans.items() if action.kind in (Kind.F, Kind.B))
-    sums = [r.sync_seconds + r.tie_seconds for r in rows]
-    left = [_apart(r.step_only_seconds, s, full) for r, s in zip(rows, sums, strict=True)]
-    parts = [_parts(r.step_only_seconds, s, full) for r, s in zip(rows, sums, strict=True)]
+    ties = at_the_end([r.tie_seconds for r in rows], passes[1], edges, m)
+    sums = [r.sync_seconds + tie for r, tie in zip(rows, ties, strict=True)]
+    after = [r.step_only_seconds - r.tie_seconds + t for r, t in zip(rows, ties, strict=True)]
+    left = [_apart(a, s, full) for a, s in zip(after, sums, strict=True)]
+    parts = [_parts(a, s, full) for a, s in zip(after, sums, strict=True)]
     assert max(end for _, end in spans.values()) == last, "nothing is sent behind the last"
     once = 0.0
     while any(left):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fxpart.planned.hosts import is_crowded
+from fxpart.planned.tied import at_the_end
 from fxpart.prediction import HostLoad, RankPrediction, idle_share
 from fxpart.schedule import quick
 from fxpart.schedule.action import Kind, Schedule, StageEdge
@@ -33,9 +34,9 @@ class StageTimes:
 
     forward, backward: for a microbatch, half of ZeRO 3's gathering with each; once: once a step
     (of a stage of several pieces with its first). talking: the part of forward, and as much of
-    backward, in which ranks of a stage exchange something; summing: the part of once. transfer: of
-    each edge, in one direction. ranks: by stage of the plan. stage_of: by stage of the program the
-    plan's stage that it is a piece of.
+    backward, in which ranks of a stage exchange something; summing: the part of once; tying: the
+    part of that which is about tied parameters. transfer: of each edge, in one direction. ranks: by
+    stage of the plan. stage_of: by stage of the program the plan's stage that it is a piece of.
     """
 
     forward: tuple[float, ...]
@@ -43,6 +44,7 @@ class StageTimes:
     once: tuple[float, ...]
     talking: tuple[float, ...]
     summing: tuple[float, ...]
+    tying: tuple[float, ...]
     transfer: dict[tuple[int, int], float]
     ranks: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -85,6 +87,7 @@ class StageTimes:
             tuple(max(map(piece.once, piece.rows)) for piece in pieces),
             tuple(max(map(piece.talking, piece.rows)) for piece in pieces),
             tuple(max(map(piece.summing, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.tying, piece.rows)) for piece in pieces),
             {
                 (e.source, e.target): 0.0
                 if of[e.source] == of[e.target]
@@ -93,6 +96,19 @@ class StageTimes:
             },
             tuple(tuple(rank for row in mine for rank in row.ranks) for mine in by_stage),
             of,
+        )
+
+    def drained(self, edges: Sequence[StageEdge], microbatches: int) -> StageTimes:
+        """For a step that drains: ``once`` without the sums of ties that nobody waits for."""
+        if not any(self.tying) or len(set(self.stage_of)) < len(self.stage_of):
+            return self
+        left = at_the_end(self.tying, self.backward, edges, microbatches)
+        beside = [whole - part for whole, part in zip(self.tying, left, strict=True)]
+        return replace(
+            self,
+            once=tuple(s - x for s, x in zip(self.once, beside, strict=True)),
+            summing=tuple(s - x for s, x in zip(self.summing, beside, strict=True)),
+            tying=tuple(left),
         )
 
 
@@ -120,6 +136,9 @@ class _Piece:
 
     def summing(self, row: RankPrediction) -> float:
         return 0.0 if self.place else row.sync_seconds + row.tie_seconds
+
+    def tying(self, row: RankPrediction) -> float:
+        return 0.0 if self.place else row.tie_seconds
 
 
 def _places(stage_of: Sequence[int]) -> list[tuple[int, int]]:
@@ -150,6 +169,8 @@ def steps_in_time(
     takes each rank's seconds as if it were alone on its host.
     """
     times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
+    if flush and not schedule.replicas and not _splits(schedule):
+        times = times.drained(edges, schedule.microbatches)
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
@@ -181,6 +202,11 @@ def steps_in_time(
         once=scaled(times.once, talk.once), join=flush, sends=_sends(crowd), crowd=crowd,
         places=None if crowd is None else times.ranks, talk=talk,
     )  # fmt: skip
+
+
+def _splits(schedule: Schedule) -> bool:
+    """Whether its backward passes fall into two parts."""
+    return any(action.kind is Kind.W for actions in schedule.ranks for action in actions)
 
 
 def _sends(crowd: Crowd | None) -> Sends:
@@ -222,7 +248,7 @@ def step_in_time(
         if schedule not in quick.NAMES or actions > MOST_ACTIONS:
             return StepFound(closed, idle_share(rows, microbatches, closed), "closed form")
         name = schedule
-        times = StageTimes.of(rows, edges)
+        times = StageTimes.of(rows, edges).drained(edges, microbatches)
         if not crowded or actions > MOST_CROWDED:
             ends = quick.last_ends(
                 name, microbatches, edges, times.forward, times.backward, times.transfer

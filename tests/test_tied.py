@@ -1,0 +1,82 @@
+"""Sums of tied parameters beside a step's passes: nobody waits for those that are left out."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from test_planned_steps import row
+
+from fxpart.planned.steps import step_in_time, steps_in_time
+from fxpart.planned.tied import at_the_end
+from fxpart.schedule.action import Kind, StageEdge
+from fxpart.schedule.make import make
+from fxpart.schedule.simulate import simulate
+
+seconds = st.integers(0, 8).map(float)
+
+
+def chain(stages: int) -> list[StageEdge]:
+    """Each stage to the next, with gradients."""
+    return [StageEdge(k, k + 1, True) for k in range(stages - 1)]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_nobody_waits_for_the_messages_that_are_left_out(data: st.DataObject) -> None:
+    """Sent one after the other as backward passes end, each is there when it is wanted."""
+    stages, count = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))
+    one = st.lists(seconds, min_size=stages, max_size=stages)
+    forward, backward, moved = data.draw(one), data.draw(one), data.draw(seconds)
+    message = data.draw(st.integers(1, 12).map(float))
+    holders = sorted(data.draw(st.sets(st.integers(0, stages - 1), min_size=2)))
+    tying = [message * (count + 1) * (stage in holders) for stage in range(stages)]
+    found = at_the_end(tying, backward, chain(stages), count)
+    assert all(x in (0, message, whole) for x, whole in zip(found, tying, strict=True))
+    schedule = make(
+        data.draw(st.sampled_from(["gpipe", "1f1b"])), range(stages), count, chain(stages)
+    )
+    timeline = simulate(schedule, chain(stages), forward, backward, lambda *_: moved)
+    spans = {(s.action.stage, s.action.microbatch): s
+             for s in timeline.spans if s.action.kind is Kind.B}  # fmt: skip
+    for before, stage in pairwise(holders):
+        if found[stage] == tying[stage]:
+            continue
+        ends = [spans[stage, m].end for m in range(count)]
+        there = accumulate(ends, lambda last, end: max(last, end) + message, initial=0.0)
+        for m, at in enumerate(list(there)[1:]):
+            assert at <= spans[before, m].start + 1e-9
+
+
+def test_by_hand() -> None:
+    """Four stages, the first and the last hold a table; 3 microbatches, so four messages."""
+    tying, backward = [4.0, 0.0, 0.0, 40.0], [4.0, 5.0, 6.0, 1.0]
+    assert at_the_end(tying, backward, chain(4), 3) == [4.0, 0.0, 0.0, 40.0], "10 s are above 6"
+    tying[3] = 24.0
+    assert at_the_end(tying, backward, chain(4), 3) == [1.0, 0.0, 0.0, 6.0], "the slowest, below 11"
+    assert at_the_end(tying, backward, chain(4)[:2], 3) == tying, "no chain"
+    assert at_the_end([2.0, 2.0], [1.0, 1.0], chain(2), 1) == [2.0, 2.0], "nothing is between"
+    assert at_the_end([0.0, 2.0], [1.0, 1.0], chain(2), 1) == [0.0, 2.0], "one holder alone"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_step_takes_one_message_less_each(name: str) -> None:
+    """Both simulations leave the same out."""
+    rng, edges = random.Random(1), chain(4)
+    rows = [
+        replace(
+            row(k, rng), forward_seconds=1.0, backward_seconds=2.0, tie_seconds=4.0 * (k in (0, 3)),
+            gather_seconds=0.0, sync_seconds=0.0, optimizer_seconds=0.0, overhead_seconds=0.0,
+            collective_seconds=0.0, predict_seconds=0.0,
+        )
+        for k in range(4)
+    ]  # fmt: skip
+    free = [replace(r, tie_seconds=0.0) for r in rows]
+    quick = step_in_time(name, 3, edges, rows, (), 1e9).seconds
+    assert quick == pytest.approx(step_in_time(name, 3, edges, free, (), 1e9).seconds + 1.0)
+    slow = steps_in_time(make(name, range(4), 3, edges), edges, rows).timeline.step_seconds
+    assert slow == pytest.approx(quick)
