@@ -55,14 +55,21 @@ def nearest(settings: Mapping[str, tuple[Setting, ...]], device: Device) -> list
 
 
 def fits(setting: Setting, device: Device) -> bool:
-    """Same model, same threads where the device says them, and this host's chip if it is here."""
+    """Same model, same threads where the device says them, and this host's chip if it is here.
+
+    With as many cores, except under a quota: how ranks slow each other down is not measured there,
+    and what one of them computes alone does not depend on the cores that it was pinned to.
+    """
     if setting.device != device.model:
         return False
     threads = device.threads
     if setting.threads and not isinstance(threads, msgspec.UnsetType):
         if setting.threads != threads:
             return False
-    return device.kind != "cpu" or device.host != HERE or setting.chip == chip()
+    if device.kind != "cpu" or device.host != HERE:
+        return True
+    mine, same = chip(), setting.chip.rpartition(" x ")[0]
+    return setting.chip == mine or (setting.quota > 0 and same == mine.rpartition(" x ")[0])
 
 
 def elsewhere(path: Path, device: Device, found: Iterable[Setting]) -> FxpartError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpart.plan import Plan
 from fxpart.planned.decided import decisions
-from fxpart.report.timeline import plan_timeline
+from fxpart.report.timeline import plan_timeline, tie_seconds
 from fxpart.schedule.recording import (
     AGREE,
     END,
@@ -71,9 +71,12 @@ def _rank(
     (update,) = (u for u in timeline.updates if u.stage == stage)
     add("step", END, last, update.start)
     at = add("step", SUMS, update.start, update.start + entry.sync_seconds)
-    at = add("step", TIES, at, at + entry.tie_seconds)
-    at = add("step", OPTIMIZER, at, at + entry.optimizer_seconds)
-    at = add("step", READ, at, at + entry.overhead_seconds)
+    at = add("step", TIES, at, at + tie_seconds(plan)[stage])
+    rest = update.end - at
+    alone = entry.optimizer_seconds + entry.overhead_seconds
+    share = rest / alone if alone else 0.0
+    at = add("step", OPTIMIZER, at, at + share * entry.optimizer_seconds)
+    at = add("step", READ, at, at + share * entry.overhead_seconds)
     add("step", AGREE, at, timeline.step_seconds)
     add("whole", "", 0.0, timeline.step_seconds)
     return found

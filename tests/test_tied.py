@@ -55,9 +55,9 @@ def test_nobody_waits_for_the_messages_that_are_left_out(data: st.DataObject) ->
 def test_by_hand() -> None:
     """Four stages, the first and the last hold a table; 3 microbatches, so four messages."""
     tying, backward = [4.0, 0.0, 0.0, 40.0], [4.0, 5.0, 6.0, 1.0]
-    assert at_the_end(tying, backward, chain(4), 3) == [4.0, 0.0, 0.0, 40.0], "10 s are above 6"
-    tying[3] = 24.0
-    assert at_the_end(tying, backward, chain(4), 3) == [1.0, 0.0, 0.0, 6.0], "the slowest, below 11"
+    assert at_the_end(tying, backward, chain(4), 3) == [4.0, 0.0, 0.0, 40.0], "30 s are above 23"
+    tying[3] = 28.0
+    assert at_the_end(tying, backward, chain(4), 3) == [1.0, 0.0, 0.0, 7.0], "21 are below 11 + 12"
     assert at_the_end(tying, backward, chain(4)[:2], 3) == tying, "no chain"
     assert at_the_end([2.0, 2.0], [1.0, 1.0], chain(2), 1) == [2.0, 2.0], "nothing is between"
     assert at_the_end([0.0, 2.0], [1.0, 1.0], chain(2), 1) == [0.0, 2.0], "one holder alone"

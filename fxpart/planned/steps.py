@@ -168,9 +168,7 @@ def steps_in_time(
     crowded its ranks share it, and transfers keep to the runtime's windows. contention: False
     takes each rank's seconds as if it were alone on its host.
     """
-    times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
-    if flush and not schedule.replicas and not _splits(schedule):
-        times = times.drained(edges, schedule.microbatches)
+    times = stage_times(schedule, edges, rows, flush=flush)
     crowded = [load for load in hosts if is_crowded(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
     crowd = crowd_of(crowded, ranks) if crowded else None
@@ -202,6 +200,16 @@ def steps_in_time(
         once=scaled(times.once, talk.once), join=flush, sends=_sends(crowd), crowd=crowd,
         places=None if crowd is None else times.ranks, talk=talk,
     )  # fmt: skip
+
+
+def stage_times(
+    schedule: Schedule, edges: Sequence[StageEdge], rows: Sequence[RankPrediction], *, flush: bool
+) -> StageTimes:
+    """What a schedule's simulation takes; where it drains without messages nobody waits for."""
+    times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
+    if not flush or schedule.replicas or _splits(schedule):
+        return times
+    return times.drained(edges, schedule.microbatches)
 
 
 def _splits(schedule: Schedule) -> bool:

@@ -24,12 +24,12 @@ def at_the_end(
 
     tying, backward: by stage, of a step and of a microbatch. edges: of a schedule that drains.
 
-    Nobody waits for the other messages if each takes no longer than the backward passes between
-    the two holders do together, and no longer than the slowest backward from one to the other: the
-    holder before begins with microbatch i + d no sooner than ``between + d * slowest`` after the
-    later one has gone back through i, and by then d + 1 messages have come one after the other.
-    Otherwise, and where the stages between are not a chain, all of them are taken to follow the
-    passes, which is too long rather than too short.
+    The holder before begins with microbatch i + d no sooner than ``between + d * slowest`` after
+    the later one has gone back through i: the backward passes between the two, and d times the
+    slowest from one to the other. Nobody waits for the other messages if d + 1 of them, one after
+    the other, have come by then, for d = 0 and for d = m - 1, and so for all between. Otherwise,
+    and where the stages between are not a chain, all of them are taken to follow the passes, which
+    is too long rather than too short.
     """
     pairs = {(edge.source, edge.target) for edge in edges if edge.backward}
     holders = [stage for stage, seconds in enumerate(tying) if seconds > 0]
@@ -38,7 +38,9 @@ def at_the_end(
         hops = [(k, k + 1) for k in range(before, stage)]
         message = tying[stage] / tie_messages(microbatches)
         between, slowest = sum(backward[before + 1 : stage]), max(backward[before : stage + 1])
-        if pairs.issuperset(hops) and message <= min(between, slowest):
+        last = microbatches - 1
+        in_time = message <= between and (last + 1) * message <= between + last * slowest
+        if pairs.issuperset(hops) and in_time:
             found[stage] = message
             if before == holders[0]:  # the owner, whose seconds are those of the same messages
                 found[before] = min(found[before], tying[before] / tie_messages(microbatches))

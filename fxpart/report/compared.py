@@ -11,9 +11,9 @@ from math import fsum
 from statistics import median, quantiles
 
 from fxpart.errors import error
-from fxpart.plan import Plan, Prediction, RankPrediction
+from fxpart.plan import Plan, RankPrediction
 from fxpart.plan_io.runs import text_of
-from fxpart.planned.hosts import pace
+from fxpart.planned.scheduled import stage_of
 from fxpart.report.comparison import (
     BACKWARD,
     COLLECTIVE,
@@ -27,7 +27,7 @@ from fxpart.report.comparison import (
     MemoryCompared,
     StageCompared,
 )
-from fxpart.report.timeline import plan_timeline
+from fxpart.report.timeline import plan_timeline, tie_seconds
 from fxpart.schedule.action import Kind
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.recording import (
@@ -138,7 +138,7 @@ def _stage(
     made = {rank: _spent(recording, rank) for rank in ranks}
     slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
     entry = max(entries, key=lambda e: slowest in e.ranks)
-    predicted = _predicted(entry, m, plan.prediction, timeline)
+    predicted = _predicted(entry, plan, timeline)
     each = {
         name: Compared(predicted[name] / m, median(made[rank][name] for rank in ranks) / m)
         for name in (FORWARD, BACKWARD)
@@ -157,15 +157,17 @@ def _stage(
     )
 
 
-def _predicted(
-    entry: RankPrediction, microbatches: int, whole: Prediction, timeline: Timeline | None
-) -> dict[str, float]:
+def _predicted(entry: RankPrediction, plan: Plan, timeline: Timeline | None) -> dict[str, float]:
     """Seconds of a rank's step by part; waiting is the rest."""
     half = entry.gather_seconds / 2
     parts = {
-        FORWARD: microbatches * (entry.forward_seconds + half),
-        BACKWARD: microbatches * (entry.backward_seconds + half),
+        FORWARD: plan.microbatches * (entry.forward_seconds + half),
+        BACKWARD: plan.microbatches * (entry.backward_seconds + half),
     }
+    once = {
+        SUMS: entry.sync_seconds, TIES: entry.tie_seconds,
+        OPTIMIZER: entry.optimizer_seconds, RUNTIME: entry.overhead_seconds,
+    }  # fmt: skip
     if timeline is not None:  # ranks that wait leave the others their share of the host
         spans = [
             span for span in timeline.spans if span.lane == "compute" and span.rank == entry.stage
@@ -173,12 +175,23 @@ def _predicted(
         forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
         parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
-    share = 1.0 if timeline is None else pace(whole.hosts, entry.ranks[0])
-    parts |= {
-        SUMS: entry.sync_seconds, TIES: entry.tie_seconds,
-        OPTIMIZER: entry.optimizer_seconds * share, RUNTIME: entry.overhead_seconds * share,
+        once |= _after(entry, plan, timeline)
+    parts |= once
+    return {**parts, WAITING: plan.prediction.simulated_seconds - fsum(parts.values())}
+
+
+def _after(entry: RankPrediction, plan: Plan, timeline: Timeline) -> dict[str, float]:
+    """What is done once a step, at the pace of the moment; what is sent takes what it takes."""
+    whole = fsum(u.end - u.start for u in timeline.updates if u.rank == entry.stage)
+    places = stage_of(plan)
+    ties = tie_seconds(plan)[places.index(entry.stage)]
+    computed = max(0.0, whole - entry.sync_seconds - ties)
+    alone = entry.optimizer_seconds + entry.overhead_seconds
+    share = computed / alone if alone else 0.0
+    return {
+        TIES: ties, OPTIMIZER: entry.optimizer_seconds * share,
+        RUNTIME: entry.overhead_seconds * share,
     }  # fmt: skip
-    return {**parts, WAITING: whole.simulated_seconds - fsum(parts.values())}
 
 
 def _spent(recording: Recording, rank: int) -> dict[str, float]:

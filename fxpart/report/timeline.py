@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpart.plan import Plan
 from fxpart.planned.scheduled import edges_of, plan_schedule, stage_of
-from fxpart.planned.steps import StageTimes, steps_in_time
+from fxpart.planned.steps import StageTimes, stage_times, steps_in_time
 from fxpart.planned.streams import NAME as STREAM
 from fxpart.planned.streams import window
 from fxpart.schedule.steps import Steps
@@ -52,6 +52,12 @@ def plan_steps(
 def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int, int]:
     """Minibatches to simulate of the plan as a stream; see :func:`.planned.streams.window`."""
     return window(len(plan.stages), microbatches or plan.microbatches)
+
+
+def tie_seconds(plan: Plan) -> tuple[float, ...]:
+    """By stage of a plan that drains, what sums of tied weights take after its passes."""
+    schedule, rows = plan_schedule(plan), plan.prediction.ranks
+    return stage_times(schedule, edges_of(plan), rows, flush=True).tying
 
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:
