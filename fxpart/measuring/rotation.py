@@ -48,8 +48,8 @@ class _Step:
 class Rotation:
     """Consecutive stages of a program on this device, that train together."""
 
-    def __init__(self, runs: Sequence[StageRun], inputs: Values) -> None:
-        """inputs: of a microbatch, and what stages before these make of it."""
+    def __init__(self, runs: Sequence[StageRun], inputs: Sequence[Values]) -> None:
+        """inputs: of each of TIMED microbatches, with what stages before these make of it."""
         self._runs, self._inputs = list(runs), inputs
         self._gradients: list[list[torch.Tensor] | None] = [None] * len(self._runs)
 
@@ -68,16 +68,16 @@ class Rotation:
         found = [_Step() for _ in self._runs]
         for run in self._runs:
             run.forget()
-        for _ in range(TIMED):
-            self._microbatch(found)
+        for inputs in self._inputs:
+            self._microbatch(inputs, found)
         for run, mine in zip(self._runs, found, strict=True):
             start = run.now()
             run.update()
             mine.update = run.now() - start
         return found
 
-    def _microbatch(self, found: Sequence[_Step]) -> None:
-        values, cells = dict(self._inputs), []
+    def _microbatch(self, inputs: Values, found: Sequence[_Step]) -> None:
+        values, cells = dict(inputs), []
         for run, mine in zip(self._runs, found, strict=True):
             start = run.now()
             cells.append(run.forward(values, train=True))

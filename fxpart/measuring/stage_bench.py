@@ -18,7 +18,7 @@ from fxpart.codegen.alike import FIRST, stage_key
 from fxpart.measuring.outliers import timing
 from fxpart.measuring.rotation import LEAST_STEPS, Rotation, Samples
 from fxpart.measuring.stages import StageRun, Values
-from fxpart.profile import StageTiming
+from fxpart.profile import TIMED, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.runtime.batch import Reader
 from fxpart.runtime.shapes import Sizes
@@ -44,6 +44,17 @@ def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Value
     assert captured.example is not None, "a captured model has an example"
     cut = Reader(spec).read(captured.example(), count)
     return dict(cut.inputs[0]), cut.sizes[0], cut.rows[0]
+
+
+def microbatches(captured: Captured, spec: ProgramSpec, count: int) -> list[Values]:
+    """The first TIMED of ``count`` microbatches; the first again where there is no equal second.
+
+    Tables are asked for other rows by each, which an update then has to go through.
+    """
+    assert captured.example is not None, "a captured model has an example"
+    cut = Reader(spec).read(captured.example(), count)
+    equal = [k for k in range(count) if cut.sizes[k] == cut.sizes[0]]
+    return [dict(cut.inputs[equal[k % len(equal)]]) for k in range(TIMED)]
 
 
 def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:
@@ -102,8 +113,11 @@ class StageBench:
         each stage. left: seconds that are left for all. parts(stage, rows, later): what
         :class:`StageTiming` keeps of predictions.
         """
-        values, sizes, rows = microbatch(self.captured, work.spec, work.microbatches)
-        values = {n: t.to(self.device) for n, t in values.items()}
+        _, sizes, rows = microbatch(self.captured, work.spec, work.microbatches)
+        timed_on = [
+            {n: t.to(self.device) for n, t in values.items()}
+            for values in microbatches(self.captured, work.spec, work.microbatches)
+        ]
         keys = keys_of(work, sizes, self.name)
         wanted = [k for k, key in enumerate(keys) if key not in known]
         timed: list[str] = []
@@ -113,13 +127,14 @@ class StageBench:
             runs = [self._run(work, index) for index in group]
             new = {keys[k]: k for k in group if k in wanted and keys[k] not in timed}
             if new:
-                found = Rotation(runs, values).samples(seconds * len(new), self._least(new))
+                found = Rotation(runs, timed_on).samples(seconds * len(new), self._least(new))
                 for key, k in new.items():
                     self._samples.setdefault(key, []).append(found[k - group.start])
                     self._told.setdefault(key, _said(work.labels[k], rows, k, parts))
                 timed += new
             for run in runs if group.stop < len(keys) else ():
-                run.pass_on(run.forward(values, train=False), values)
+                for values in timed_on:
+                    run.pass_on(run.forward(values, train=False), values)
             del runs
             gc.collect()
         return timed
