@@ -35,6 +35,7 @@ from fxpart.profile import (
     Setting,
     StageTiming,
     Timing,
+    chip,
 )
 
 changed = msgspec.structs.replace
@@ -239,6 +240,20 @@ def test_a_quota_is_priced_by_what_was_measured_under_the_nearest() -> None:
     assert "held to 0.4 cores" in found.origin and "held to 0.8 cores" in found.origin
     whole = changed(cluster(), devices=devices[:1])
     assert "held" not in of_settings(taken, whole).origin
+
+
+def test_a_process_that_was_pinned_under_a_quota_had_the_same_chip() -> None:
+    """With fewer cores; without a quota they say how ranks slow each other down, and have to be."""
+    name = chip().rpartition(" x ")[0]
+    on = changed(cluster(), devices=(changed(Cluster.local(1).devices[0], threads=1, quota=0.5),))
+    pinned = changed(HERE, chip=f"{name} x 0", quota=0.5)
+    for setting, found in (
+        (pinned, pinned),
+        (changed(pinned, quota=0.0), HERE),
+        (changed(pinned, chip="another x 0"), HERE),
+    ):
+        known = of_settings({HERE: 1.0, setting: 1.3}, on)
+        assert known.setting_of(on.devices[0]) == found
 
 
 def test_what_was_not_measured_under_a_quota_is_taken_from_beside() -> None:
