@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.profile import Setting, chip
+from fxpart.profile import Setting, chip, processor
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster, Device
@@ -68,8 +68,7 @@ def fits(setting: Setting, device: Device) -> bool:
             return False
     if device.kind != "cpu" or device.host != HERE:
         return True
-    mine, same = chip(), setting.chip.rpartition(" x ")[0]
-    return setting.chip == mine or (setting.quota > 0 and same == mine.rpartition(" x ")[0])
+    return setting.processor == processor() if setting.quota else setting.chip == chip()
 
 
 def elsewhere(path: Path, device: Device, found: Iterable[Setting]) -> FxpartError:

@@ -47,6 +47,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True, omit_defaul
         """Of the time of its threads what the quota left, at most 1."""
         return min(1.0, self.quota / self.threads) if self.quota > 0 and self.threads > 0 else 1.0
 
+    @property
+    def processor(self) -> str:
+        """The chip without the number of cores."""
+        return self.chip.rpartition(_CORES)[0] or self.chip
+
     def words(self) -> str:
         """The setting for people: ``cpu (AMD EPYC x 2, threads: 1, torch 2.13.0)``."""
         threads = f", threads: {self.threads}" if self.threads else ""
@@ -54,16 +59,23 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True, omit_defaul
         return f"{self.device} ({self.chip}{threads}{quota}, torch {self.torch})"
 
 
+_CORES = " x "  # between a processor's name and its cores
+
+
 def chip() -> str:
-    """This host's processor as Linux names it, with the cores that this process may use."""
+    """This host's processor, with the cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return f"{processor()}{_CORES}{len(affinity(0)) if affinity else os.cpu_count() or 1}"
+
+
+def processor() -> str:
+    """This host's processor as Linux names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return f"{name} x {len(affinity(0)) if affinity else os.cpu_count() or 1}"
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 class Timing(msgspec.Struct, frozen=True):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_planned_steps import row
 
-from fxpart.planned.steps import step_in_time, steps_in_time
+from fxpart.planned.steps import stage_times, step_in_time, steps_in_time
 from fxpart.planned.tied import at_the_end
+from fxpart.prediction import HostLoad
 from fxpart.schedule.action import Kind, StageEdge
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
@@ -78,5 +79,15 @@ def test_a_step_takes_one_message_less_each(name: str) -> None:
     free = [replace(r, tie_seconds=0.0) for r in rows]
     quick = step_in_time(name, 3, edges, rows, (), 1e9).seconds
     assert quick == pytest.approx(step_in_time(name, 3, edges, free, (), 1e9).seconds + 1.0)
-    slow = steps_in_time(make(name, range(4), 3, edges), edges, rows).timeline.step_seconds
+    schedule = make(name, range(4), 3, edges)
+    slow = steps_in_time(schedule, edges, rows).timeline.step_seconds
     assert slow == pytest.approx(quick)
+    # On one host whoever sends copies: none of its messages is for nothing.
+    host = HostLoad(ranks=(0, 1, 2, 3), slowdown=(1.0, 1.0, 1.0, 1.5), full=1)
+    copied = [step_in_time(name, 3, edges, r, [host], 1e9).seconds for r in (rows, free)]
+    assert copied[0] == pytest.approx(copied[1] + 4.0)
+    two = [HostLoad(ranks=r, slowdown=(1.0, 1.5), full=1) for r in ((0, 1), (2, 3))]
+    sent = [step_in_time(name, 3, edges, r, two, 1e9).seconds for r in (rows, free)]
+    assert sent[0] == pytest.approx(sent[1] + 1.0)
+    assert stage_times(schedule, edges, rows, [host]).tying == (4.0, 0.0, 0.0, 4.0)
+    assert stage_times(schedule, edges, rows).tying == (1.0, 0.0, 0.0, 1.0)

@@ -41,20 +41,23 @@ class StageWork:
 
 def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Values, Sizes, int]:
     """The first (largest) of ``count`` microbatches of the example batch: tensors, sizes, rows."""
-    assert captured.example is not None, "a captured model has an example"
-    cut = Reader(spec).read(captured.example(), count)
-    return dict(cut.inputs[0]), cut.sizes[0], cut.rows[0]
+    (values, *_), sizes, rows = microbatches(captured, spec, count)
+    return values, sizes, rows
 
 
-def microbatches(captured: Captured, spec: ProgramSpec, count: int) -> list[Values]:
-    """The first TIMED of ``count`` microbatches; the first again where there is no equal second.
+def microbatches(
+    captured: Captured, spec: ProgramSpec, count: int
+) -> tuple[list[Values], Sizes, int]:
+    """TIMED of ``count`` microbatches of one size: the tensors of each, that size, its rows.
 
-    Tables are asked for other rows by each, which an update then has to go through.
+    The first ones; the first again where there is no equal second. Tables are asked for other rows
+    by each, which an update then has to go through.
     """
     assert captured.example is not None, "a captured model has an example"
     cut = Reader(spec).read(captured.example(), count)
     equal = [k for k in range(count) if cut.sizes[k] == cut.sizes[0]]
-    return [dict(cut.inputs[equal[k % len(equal)]]) for k in range(TIMED)]
+    values = [dict(cut.inputs[equal[k % len(equal)]]) for k in range(TIMED)]
+    return values, cut.sizes[0], cut.rows[0]
 
 
 def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:
@@ -113,11 +116,8 @@ class StageBench:
         each stage. left: seconds that are left for all. parts(stage, rows, later): what
         :class:`StageTiming` keeps of predictions.
         """
-        _, sizes, rows = microbatch(self.captured, work.spec, work.microbatches)
-        timed_on = [
-            {n: t.to(self.device) for n, t in values.items()}
-            for values in microbatches(self.captured, work.spec, work.microbatches)
-        ]
+        every, sizes, rows = microbatches(self.captured, work.spec, work.microbatches)
+        timed_on = [{n: t.to(self.device) for n, t in values.items()} for values in every]
         keys = keys_of(work, sizes, self.name)
         wanted = [k for k, key in enumerate(keys) if key not in known]
         timed: list[str] = []

@@ -168,10 +168,8 @@ def steps_in_time(
     crowded its ranks share it, and transfers keep to the runtime's windows. contention: False
     takes each rank's seconds as if it were alone on its host.
     """
-    times = stage_times(schedule, edges, rows, flush=flush)
-    crowded = [load for load in hosts if is_crowded(load)]
-    ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
-    crowd = crowd_of(crowded, ranks) if crowded else None
+    times = stage_times(schedule, edges, rows, hosts if contention else (), flush=flush)
+    crowd = _crowd(hosts, times)
     talk = Talk(
         tuple(map(min, times.talking, times.forward)),
         tuple(map(min, times.talking, times.backward)),
@@ -203,13 +201,29 @@ def steps_in_time(
 
 
 def stage_times(
-    schedule: Schedule, edges: Sequence[StageEdge], rows: Sequence[RankPrediction], *, flush: bool
+    schedule: Schedule,
+    edges: Sequence[StageEdge],
+    rows: Sequence[RankPrediction],
+    hosts: Sequence[HostLoad] = (),
+    *,
+    flush: bool = True,
 ) -> StageTimes:
-    """What a schedule's simulation takes; where it drains without messages nobody waits for."""
+    """What a schedule's simulation takes; where it drains without messages nobody waits for.
+
+    All of them count where senders copy: they compute nothing meanwhile.
+    """
     times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
-    if not flush or schedule.replicas or _splits(schedule):
+    apart = not schedule.replicas and not _splits(schedule)
+    if not flush or not apart or _sends(_crowd(hosts, times)) == "shared":
         return times
     return times.drained(edges, schedule.microbatches)
+
+
+def _crowd(hosts: Sequence[HostLoad], times: StageTimes) -> Crowd | None:
+    """How the ranks of all stages slow each other down; None where they do not."""
+    crowded = [load for load in hosts if is_crowded(load)]
+    ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
+    return crowd_of(crowded, ranks) if crowded else None
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -256,7 +270,8 @@ def step_in_time(
         if schedule not in quick.NAMES or actions > MOST_ACTIONS:
             return StepFound(closed, idle_share(rows, microbatches, closed), "closed form")
         name = schedule
-        times = StageTimes.of(rows, edges).drained(edges, microbatches)
+        times = StageTimes.of(rows, edges)
+        times = times if crowded else times.drained(edges, microbatches)
         if not crowded or actions > MOST_CROWDED:
             ends = quick.last_ends(
                 name, microbatches, edges, times.forward, times.backward, times.transfer

@@ -22,7 +22,8 @@ def at_the_end(
 ) -> list[float]:
     """Of each stage's seconds of ties those after the last backward, at least one message's.
 
-    tying, backward: by stage, of a step and of a microbatch. edges: of a schedule that drains.
+    tying, backward: by stage, of a step and of a microbatch. edges: of a schedule that drains. The
+    messages are taken to move by themselves, over links that they share with nothing else.
 
     The holder before begins with microbatch i + d no sooner than ``between + d * slowest`` after
     the later one has gone back through i: the backward passes between the two, and d times the

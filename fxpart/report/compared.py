@@ -66,11 +66,12 @@ def compare(plan: Plan, recording: Recording) -> Comparison:
         )
     kept = _full(recording, plan.microbatches)
     timeline = played(plan)
+    ties = () if timeline is None else tie_seconds(plan)
     whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))
     times = sorted(whole.values())
     low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]
     step = Compared(plan.prediction.simulated_seconds, median(times))
-    stages = tuple(_stage(plan, kept, stage.index, timeline) for stage in plan.stages)
+    stages = tuple(_stage(plan, kept, stage.index, timeline, ties) for stage in plan.stages)
     slowest = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
     busy = [
         fsum((*kept.each(rank, "compute"), *_phases(kept, rank, (SUMS, TIES, CLIP, OPTIMIZER))))
@@ -129,7 +130,11 @@ def _full(recording: Recording, microbatches: int) -> Recording:
 
 
 def _stage(
-    plan: Plan, recording: Recording, stage: int, timeline: Timeline | None
+    plan: Plan,
+    recording: Recording,
+    stage: int,
+    timeline: Timeline | None,
+    ties: Sequence[float],
 ) -> StageCompared:
     """The stage's figures: of each microbatch over all its ranks, of the step on the slowest."""
     entries = [entry for entry in plan.prediction.ranks if entry.stage == stage]
@@ -138,7 +143,7 @@ def _stage(
     made = {rank: _spent(recording, rank) for rank in ranks}
     slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
     entry = max(entries, key=lambda e: slowest in e.ranks)
-    predicted = _predicted(entry, plan, timeline)
+    predicted = _predicted(entry, plan, timeline, ties)
     each = {
         name: Compared(predicted[name] / m, median(made[rank][name] for rank in ranks) / m)
         for name in (FORWARD, BACKWARD)
@@ -157,8 +162,10 @@ def _stage(
     )
 
 
-def _predicted(entry: RankPrediction, plan: Plan, timeline: Timeline | None) -> dict[str, float]:
-    """Seconds of a rank's step by part; waiting is the rest."""
+def _predicted(
+    entry: RankPrediction, plan: Plan, timeline: Timeline | None, ties: Sequence[float]
+) -> dict[str, float]:
+    """Seconds of a rank's step by part; waiting is the rest. ties: by stage of the program."""
     half = entry.gather_seconds / 2
     parts = {
         FORWARD: plan.microbatches * (entry.forward_seconds + half),
@@ -175,16 +182,14 @@ def _predicted(entry: RankPrediction, plan: Plan, timeline: Timeline | None) -> 
         forward = [s.end - s.start for s in spans if s.action.kind is Kind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not Kind.F]
         parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
-        once |= _after(entry, plan, timeline)
+        once |= _after(entry, timeline, ties[stage_of(plan).index(entry.stage)])
     parts |= once
     return {**parts, WAITING: plan.prediction.simulated_seconds - fsum(parts.values())}
 
 
-def _after(entry: RankPrediction, plan: Plan, timeline: Timeline) -> dict[str, float]:
+def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, float]:
     """What is done once a step, at the pace of the moment; what is sent takes what it takes."""
     whole = fsum(u.end - u.start for u in timeline.updates if u.rank == entry.stage)
-    places = stage_of(plan)
-    ties = tie_seconds(plan)[places.index(entry.stage)]
     computed = max(0.0, whole - entry.sync_seconds - ties)
     alone = entry.optimizer_seconds + entry.overhead_seconds
     share = computed / alone if alone else 0.0

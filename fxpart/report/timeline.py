@@ -56,8 +56,8 @@ def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int,
 
 def tie_seconds(plan: Plan) -> tuple[float, ...]:
     """By stage of a plan that drains, what sums of tied weights take after its passes."""
-    schedule, rows = plan_schedule(plan), plan.prediction.ranks
-    return stage_times(schedule, edges_of(plan), rows, flush=True).tying
+    found, schedule = plan.prediction, plan_schedule(plan)
+    return stage_times(schedule, edges_of(plan), found.ranks, found.hosts).tying
 
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:

@@ -80,9 +80,10 @@ class Crowd:
     def full(self, rank: int) -> float:
         """The factor of a rank's host while all compute for which its seconds are given."""
         host = self.host[rank]
-        loaded = self.loaded[host] if self.loaded else 0
-        mine = [self.share_of(r) for r, h in enumerate(self.host) if h == host]
-        return self.factor(host, beside(loaded or sum(mine), self.share_of(rank)))
+        busy = self.loaded[host] if self.loaded else 0
+        if not busy:
+            busy = sum(self.share_of(r) for r, h in enumerate(self.host) if h == host)
+        return self.factor(host, beside(busy, self.share_of(rank)))
 
     def share_of(self, rank: int) -> float:
         """Of the time in which the rank computes, what its quota leaves it."""

@@ -35,7 +35,7 @@ from fxpart.profile import (
     Setting,
     StageTiming,
     Timing,
-    chip,
+    processor,
 )
 
 changed = msgspec.structs.replace
@@ -244,9 +244,8 @@ def test_a_quota_is_priced_by_what_was_measured_under_the_nearest() -> None:
 
 def test_a_process_that_was_pinned_under_a_quota_had_the_same_chip() -> None:
     """With fewer cores; without a quota they say how ranks slow each other down, and have to be."""
-    name = chip().rpartition(" x ")[0]
     on = changed(cluster(), devices=(changed(Cluster.local(1).devices[0], threads=1, quota=0.5),))
-    pinned = changed(HERE, chip=f"{name} x 0", quota=0.5)
+    pinned = changed(HERE, chip=f"{processor()} x 0", quota=0.5)
     for setting, found in (
         (pinned, pinned),
         (changed(pinned, quota=0.0), HERE),

@@ -181,7 +181,7 @@ def test_a_run_updates_tables_as_the_runtime_does() -> None:
         clicks(), "local:1", example_inputs=whole, loss=nn.functional.cross_entropy,
         microbatches=2, optimizer=adagrad, constraints={"mesh": "none"},
     )  # fmt: skip
-    values = microbatches(program.captured, program.spec, 2)
+    values, _, _ = microbatches(program.captured, program.spec, 2)
     run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
     trainer = program.trainer(adagrad)
     trainer.step(whole)
@@ -206,7 +206,7 @@ def test_stages_in_rotation_compute_on_what_those_before_made(together: bool) ->
         constraints={"mesh": "none", "stages": 3},
     )  # fmt: skip
     captured, spec, sources = program.captured, program.spec, program.sources
-    values = microbatches(captured, spec, 2)
+    values, _, _ = microbatches(captured, spec, 2)
     runs = [StageRun(spec, k, sources[k], captured.state, "sgd", CPU) for k in range(3)]
     if together:
         took = Rotation(runs, values).step()

@@ -17,7 +17,7 @@ from recordings import recorded
 import fxpart
 from fxpart import cli
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
+from fxpart.plan import HostLoad, Plan
 from fxpart.planned.decided import decisions
 from fxpart.report.compared import compare
 from fxpart.report.comparing import told
@@ -50,6 +50,23 @@ def stepped(plan: Plan, ranks: Any) -> Plan:
 def sample(stages: int = 4, microbatches: int = 8) -> Plan:
     plan = sample_plans.plan(stages, microbatches)
     return stepped(plan, plan.prediction.ranks)
+
+
+def test_on_a_shared_host_nobody_waits_for_less_than_nothing() -> None:
+    """Seconds of a plan are those while all compute; its parts are those of the simulation."""
+    plan = sample(4, 3)
+    load = HostLoad(ranks=(0, 1, 2, 3), slowdown=(1.0, 1.5, 2.5, 4.0), transfer=0.5)
+    crowded = msgspec.structs.replace(plan.prediction, hosts=(load,))
+    plan = msgspec.structs.replace(plan, prediction=crowded)
+    plan = stepped(plan, plan.prediction.ranks)
+    found = compare(plan, recorded(plan))
+    for stage in found.stages:
+        assert stage.step[WAITING].predicted >= -1e-12
+        assert sum(part.predicted for part in stage.step.values()) == pytest.approx(
+            plan.prediction.simulated_seconds
+        )
+        for name, part in stage.step.items():
+            assert part.measured == pytest.approx(part.predicted, abs=1e-12), name
 
 
 def trace(recording: Recording) -> bytes:
