@@ -14,7 +14,7 @@ TRUSTED = {
     "compat.gloo_threads": "the kernel's",
     "launching.proc": "the kernel's",
     "measuring": "files of its own child processes, in a temporary folder",
-    "profile.chip": "the kernel's",
+    "profile.processor": "the kernel's",
     "runtime.callbacks.JsonLines._open": "writes",
     "runtime.checkpoint.copies": "a run's own, in memory that only its user may look into",
     "runtime.checkpoint.couriers.send": "the same",
