@@ -19,6 +19,7 @@ OpClass = Literal[
     "attention",
     "normalisation",
     "pointwise",
+    "random",
     "reduction",
     "embedding",
     "copy",
@@ -37,21 +38,23 @@ _NAMES: dict[OpClass, str] = {
         cudnn_batch_norm local_response_norm _fused_rms_norm _native_batch_norm_legit_functional
         softmax _softmax _safe_softmax log_softmax _log_softmax normalize renorm weight_norm
         _weight_norm batch_norm_rows""",
-    "pointwise": """abs absolute acos acosh add addcdiv addcmul alpha_dropout angle asin asinh atan
-        atan2 atanh bernoulli bitwise_and bitwise_left_shift bitwise_not bitwise_or
-        bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip complex
-        conj_physical copysign cos cosh deg2rad digamma div divide dropout elu eq erf erfc erfinv
-        exp exp2 expm1 feature_alpha_dropout feature_dropout fix float_power floor floor_divide
-        fmax fmin fmod frac ge gelu glu greater greater_equal gt hardshrink hardsigmoid hardswish
-        hardtanh heaviside hypot i0 isclose isfinite isinf isnan ldexp le leaky_relu lerp less
-        less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
-        logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul multiply
-        nan_to_num native_dropout ne neg negative not_equal polar positive pow prelu rad2deg
-        reciprocal relu relu6 remainder round rrelu rsqrt rsub selu sgn sigmoid sign signbit silu
-        sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh threshold true_divide
-        trunc where xlogy __and__ __or__ __xor__ __invert__ special_erf special_expit rand_like
-        randn_like randint_like rand randn randint normal uniform fill zero random_shard
-        special_xlog1py special_log1p softmin tanhshrink softsign __rsub__ __rpow__""",
+    "pointwise": """abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh
+        bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
+        ceil celu clamp clamp_max clamp_min clip complex conj_physical copysign cos cosh deg2rad
+        digamma div divide elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor
+        floor_divide fmax fmin fmod frac ge gelu glu greater greater_equal gt hardshrink
+        hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan ldexp le
+        leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp
+        logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum
+        minimum mish mul multiply nan_to_num ne neg negative not_equal polar positive pow prelu
+        rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit
+        silu sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh threshold
+        true_divide trunc where xlogy __and__ __or__ __xor__ __invert__ special_erf
+        special_expit fill zero special_xlog1py special_log1p softmin tanhshrink softsign
+        __rsub__ __rpow__""",
+    "random": """dropout native_dropout alpha_dropout feature_dropout feature_alpha_dropout
+        bernoulli rand randn randint rand_like randn_like randint_like randperm normal uniform
+        multinomial random_shard rrelu""",
     "reduction": """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
         adaptive_max_pool2d adaptive_max_pool3d all amax amin aminmax any argmax argmin argsort
         avg_pool1d avg_pool2d avg_pool3d bincount count_nonzero cummax cummin cumprod cumsum dist
@@ -59,7 +62,7 @@ _NAMES: dict[OpClass, str] = {
         max_pool1d max_pool2d max_pool2d_with_indices max_pool3d max_pool1d_with_indices
         max_pool3d_with_indices mean median min mode msort nanmean nansum norm prod quantile
         segment_reduce sort std std_mean sum sum_to_size topk trace unique_consecutive unique_dim
-        _unique2 var var_mean multinomial searchsorted bucketize _adaptive_avg_pool2d linalg_vecdot
+        _unique2 var var_mean searchsorted bucketize _adaptive_avg_pool2d linalg_vecdot
         fractional_max_pool2d cosine_similarity pairwise_distance""",
     "embedding": """embedding embedding_bag _embedding_bag embedding_renorm gather index
         index_select take take_along_dim scatter scatter_add scatter_reduce index_put index_add

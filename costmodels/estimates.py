@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from .classes import op_class
+from .draws import DRAWING, drawn, dropped, is_part, plain
 from .opkeys import Family, family, parse_key, scale
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Estimates:
             self._families[kind, back].append((sizes, timing.seconds))
             self._ops.append((spec, back, timing.seconds))
         self._rates: dict[tuple[str, str, bool], float | None] = {}
+        self._draws: dict[str, float | None] = {}
 
     def __call__(
         self, op: OpSpec, backward: bool, base: CostModel, device: Device
@@ -49,8 +51,11 @@ class Estimates:
         Between and beyond measured sizes that differ from the op's by one factor: along a line.
         From a single one: as the formula of ``base`` grows, by no more than ops of its class take
         for it, so that what a call costs whatever its size is not multiplied. A form on the same
-        local tensors that more or fewer ranks share takes as long.
+        local tensors that more or fewer ranks share takes as long. What keeps a part of random
+        numbers: as it takes on its part alone, and what the others' numbers take to draw.
         """
+        if is_part(op):
+            return self._part(op, backward, base, device)
         kind, sizes = family(op)
         same = [s for known, s in self._families.get((kind, backward), ()) if known == sizes]
         if same:
@@ -87,6 +92,41 @@ class Estimates:
             below = fsum(formula for _, formula in pairs)
             self._rates[key] = fsum(took for took, _ in pairs) / below if below else None
         return self._rates[key]
+
+    def _part(
+        self, op: OpSpec, backward: bool, base: CostModel, device: Device
+    ) -> tuple[float, str] | None:
+        """An op that draws more random numbers than it gives; backward it is as any other."""
+        found = self(plain(op), backward, base, device)
+        if found is None or backward:
+            return found
+        each = self._draw(op.key, base, device)
+        if each is None:
+            return None
+        return found[0] + each * int(dropped(op)), BEYOND
+
+    def _draw(self, key: str, base: CostModel, device: Device) -> float | None:
+        """Seconds for each number that is drawn and not kept; None where nothing tells.
+
+        By measured parts, those of the same op if there are any; else by ops that do little else
+        than draw.
+        """
+        if key not in self._draws:
+            ahead = [(spec, seconds) for spec, back, seconds in self._ops if not back]
+            parts = [(spec, seconds) for spec, seconds in ahead if is_part(spec) and dropped(spec)]
+            own = [pair for pair in parts if pair[0].key == key] or parts
+            found = []
+            for spec, seconds in own:
+                alone = self(plain(spec), False, base, device)
+                if alone is not None:
+                    found.append(max(0.0, seconds - alone[0]) / int(dropped(spec)))
+            found = found or [
+                seconds / int(drawn(spec))
+                for spec, seconds in ahead
+                if spec.key in DRAWING and not is_part(spec) and drawn(spec)
+            ]
+            self._draws[key] = median(found) if found else None
+        return self._draws[key]
 
     def _points(
         self, op: OpSpec, backward: bool

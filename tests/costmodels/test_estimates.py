@@ -9,6 +9,7 @@ import pytest
 from fxpart.costmodels.estimates import BETWEEN, BEYOND, along
 from fxpart.costmodels.opkeys import scale
 from fxpart.costmodels.roofline import Roofline
+from fxpart.costmodels.traffic import traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_profiles import ahead, cluster, linear, measured
@@ -111,3 +112,61 @@ def test_what_a_call_costs_whatever_its_size_is_not_multiplied() -> None:
         found = model.op(linear(rows), device, False)
         assert found.source == BEYOND and found.seconds == pytest.approx(1.5 * wanted)
         assert found.seconds < 1.1 * 1.5 * small
+
+
+def dropout(rows: int, of: int = 0) -> OpSpec:
+    """On so many rows, of as many or more that are drawn."""
+    part = TensorSpec((rows, 16), "float32")
+    whole: tuple[tuple[str, object], ...] = (("random_shard", (of, 16)),) if of else ()
+    return OpSpec("aten.dropout.default", (part,), (part,), (("1", 0.1), ("2", True), *whole), 1)
+
+
+def attention(rows: int, of: int = 0, keys: int = 32) -> OpSpec:
+    """With dropout of its weights: 8 queries, values of width 4."""
+    query, key = (TensorSpec((rows, 2, n, 4), "float32") for n in (8, keys))
+    whole: tuple[tuple[str, object], ...] = (("random_shard", (of, 2, 8, 4)),) if of else ()
+    name = "aten.scaled_dot_product_attention.default"
+    return OpSpec(name, (query, key, key), (query,), (("4", 0.1), *whole), 3)
+
+
+@given(
+    start=st.floats(0, 1e-4), own=st.floats(1e-9, 1e-7), draw=st.floats(1e-9, 1e-7),
+    rows=st.integers(1, 64), ranks=st.integers(2, 8), seen=st.tuples(numbers, st.integers(2, 4)),
+)  # fmt: skip
+@laws
+def test_numbers_of_other_ranks_are_drawn_too(
+    start: float, own: float, draw: float, rows: int, ranks: int, seen: tuple[int, int]
+) -> None:
+    """Truth: a call, each number of the part, each number that is drawn; one part was measured."""
+
+    def took(part: int, whole: int) -> float:
+        return start + own * 16 * part + draw * 16 * whole
+
+    known = {ahead(dropout(n)): took(n, n) for n in (8, 32)}
+    known[ahead(dropout(seen[0], seen[0] * seen[1]))] = took(seen[0], seen[0] * seen[1])
+    model, device = measured(known, cluster(1), None, {"x": Crowding()}), cluster(1).devices[0]
+    found = model.op(dropout(rows, rows * ranks), device, False)
+    assert found.seconds == pytest.approx(took(rows, rows * ranks))
+    assert found.source in (BEYOND, "measured")
+
+
+def test_draws_that_were_never_measured_in_parts() -> None:
+    """By ops that do little else than draw; an attention draws a number for each weight."""
+    known = {ahead(dropout(8)): 8 * 16 * 2e-8, ahead(dropout(16)): 16 * 16 * 2e-8}
+    known |= {ahead(attention(n)): n * 1e-4 for n in (2, 4)}
+    model, device = measured(known, cluster(1), None, {"x": Crowding()}), cluster(1).devices[0]
+    assert model.op(dropout(4, 12), device, False).seconds == pytest.approx(12 * 16 * 2e-8)
+    more = 8 * (2 * 8 * 32) * 2e-8  # rows of others, of heads x queries x keys
+    found = model.op(attention(4, 12), device, False)
+    assert found.seconds == pytest.approx(4e-4 + more)
+    bare = measured({ahead(attention(2)): 1e-4}, cluster(1), None, {"x": Crowding()})
+    assert bare.op(attention(2, 4), device, False).source == Roofline().op(
+        attention(2, 4), device, False
+    ).source  # fmt: skip
+
+
+def test_the_formula_counts_what_is_drawn_for_others() -> None:
+    """Written whole, and read to be cut; the backward knows nothing of it."""
+    more = 2 * 4 * (12 - 4) * 16
+    assert traffic(dropout(4, 12)) == traffic(dropout(4)) + more
+    assert traffic(dropout(4, 12), backward=True) == traffic(dropout(4), backward=True)

@@ -364,6 +364,8 @@ def test_little_time_is_of_no_class(name: str) -> None:
         ("aten.conv_transpose2d.input", "convolution"),
         ("aten.scaled_dot_product_attention.default", "attention"),
         ("aten.relu_.default", "pointwise"),
+        ("aten.dropout.default", "random"),
+        ("aten.rand_like.default", "random"),
         ("aten.softmax.int", "normalisation"),
         ("aten.sum.dim_IntList", "reduction"),
         ("aten.embedding_bag.padding_idx", "embedding"),
