@@ -87,15 +87,15 @@ class Timing(msgspec.Struct, frozen=True):
     runs: int
 
 
-TIMED = 2  # microbatches before each update of a stage that is measured whole
+TIMED = 2  # microbatches before each update of a stage that is measured whole, if there are two
 
 
 class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
     """One stage measured whole, alone on its device, per microbatch (optimizer: an update).
 
-    An update is after TIMED microbatches. rows: of the microbatch. parts: predicted seconds of the
-    stage by op class and direction ("matmul forward"), without calibration, so that factors can be
-    fitted to the timings.
+    An update is after so many ``microbatches``, each with rows of its own. rows: of a microbatch.
+    parts: predicted seconds of the stage by op class and direction ("matmul forward"), without
+    calibration, so that factors can be fitted to the timings.
     """
 
     forward: Timing
@@ -104,6 +104,7 @@ class StageTiming(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     label: str = ""
     parts: dict[str, float] = {}
+    microbatches: int = TIMED
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from fxpart.plan import Certificate, Plan
 from fxpart.planned.corrected import correction, kind_of
 from fxpart.planned.decided import plan_key
 from fxpart.pricing.own import Calibrated, Own
-from fxpart.profile import TIMED, Crowding, Rehearsal, StageTiming
+from fxpart.profile import Crowding, Rehearsal, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.schedule.crowd import computing
 from fxpart.solver.objective import Evaluation, StageCost, evaluate
@@ -136,7 +136,8 @@ def refined(
         share = 1 / count
         blocks = range(stage.first, stage.last + 1)
         held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
-        update = own.of_rows(held, TIMED * share) * later.optimizer.seconds
+        timed = later.microbatches
+        update = own.of_timed(held, timed * share, timed) * later.optimizer.seconds
         back = share * first.backward.seconds + (1 - share) * later.backward.seconds
         merged = own.merging(held, count)
         stages.append(

@@ -23,12 +23,14 @@ class Work:
     stages: StageWork
     blocks: tuple[tuple[int, int], ...]
 
-    def parts(self, of: StageParts) -> Callable[[int, int, bool], dict[str, float]]:
-        """By stage, rows, and whether gradients are there: predicted seconds by class."""
+    def parts(self, of: StageParts) -> Callable[[int, int, int, bool], dict[str, float]]:
+        """Predicted seconds by class: by stage, rows of a microbatch, how many of them an update is
+        after, and whether gradients are there.
+        """
 
-        def found(stage: int, rows: int, later: bool) -> dict[str, float]:
+        def found(stage: int, rows: int, microbatches: int, later: bool) -> dict[str, float]:
             first, last = self.blocks[stage]
-            return of(first, last, rows, later=later)
+            return of(first, last, rows, later=later, microbatches=microbatches)
 
         return found
 

@@ -49,12 +49,12 @@ class Rotation:
     """Consecutive stages of a program on this device, that train together."""
 
     def __init__(self, runs: Sequence[StageRun], inputs: Sequence[Values]) -> None:
-        """inputs: of each of TIMED microbatches, with what stages before these make of it."""
+        """inputs: of each microbatch of a step, with what stages before these make of it."""
         self._runs, self._inputs = list(runs), inputs
         self._gradients: list[list[torch.Tensor] | None] = [None] * len(self._runs)
 
     def samples(self, seconds: float, least: int = LEAST_STEPS) -> list[Samples]:
-        """By stage: steps of two microbatches until ``seconds`` are over, ``least`` at least."""
+        """By stage: steps until ``seconds`` are over, ``least`` at least."""
         end = time.perf_counter() + seconds
         kept: list[list[_Step]] = []
         for number in range(_WARM + _MOST):
@@ -64,7 +64,10 @@ class Rotation:
         return [_samples(steps) for steps in zip(*kept[_WARM:], strict=True)]
 
     def step(self) -> list[_Step]:
-        """Two microbatches and the updates, from gradients of zero; what each stage took."""
+        """The microbatches and the updates, from gradients of zero; what each stage took.
+
+        After a single one it comes once more, so that there is one that adds to gradients.
+        """
         found = [_Step() for _ in self._runs]
         for run in self._runs:
             run.forget()
@@ -74,6 +77,8 @@ class Rotation:
             start = run.now()
             run.update()
             mine.update = run.now() - start
+        if len(self._inputs) == 1:
+            self._microbatch(self._inputs[0], found)
         return found
 
     def _microbatch(self, inputs: Values, found: Sequence[_Step]) -> None:
@@ -92,14 +97,14 @@ class Rotation:
             start = run.now()
             cell = cells.pop()
             if run.table.trains:
-                run.backward(cell, gradients, 1 / TIMED)
+                run.backward(cell, gradients, 1 / len(self._inputs))
             del cell  # what it still holds is freed here
             found[place].backward.append(run.now() - start)
 
 
 def _samples(steps: Sequence[_Step]) -> Samples:
     return Samples(
-        tuple(sum(step.forward) / TIMED for step in steps),
+        tuple(sum(step.forward) / len(step.forward) for step in steps),
         tuple(step.backward[0] for step in steps),
         tuple(step.backward[-1] for step in steps),
         tuple(step.update for step in steps),

@@ -48,15 +48,14 @@ def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Value
 def microbatches(
     captured: Captured, spec: ProgramSpec, count: int
 ) -> tuple[list[Values], Sizes, int]:
-    """TIMED of ``count`` microbatches of one size: the tensors of each, that size, its rows.
+    """TIMED of ``count`` microbatches of one size, or the only one: tensors, that size, its rows.
 
-    The first ones; the first again where there is no equal second. Tables are asked for other rows
-    by each, which an update then has to go through.
+    Tables are asked for other rows by each, which an update then has to go through.
     """
     assert captured.example is not None, "a captured model has an example"
     cut = Reader(spec).read(captured.example(), count)
     equal = [k for k in range(count) if cut.sizes[k] == cut.sizes[0]]
-    values = [dict(cut.inputs[equal[k % len(equal)]]) for k in range(TIMED)]
+    values = [dict(cut.inputs[k]) for k in equal[:TIMED]]
     return values, cut.sizes[0], cut.rows[0]
 
 
@@ -70,19 +69,18 @@ def keys_of(work: StageWork, sizes: Sizes, optimizer: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is said of a timed stage beside its times. parts: by whether gradients are there."""
+    """What is said of a timed stage beside its times.
+
+    microbatches: before an update. parts: by whether gradients are there.
+    """
 
     rows: int
+    microbatches: int
     label: str
     parts: dict[bool, dict[str, float]]
 
 
-Thought = Callable[[int, int, bool], dict[str, float]]
-
-
-def _said(label: str, rows: int, stage: int, parts: Thought | None) -> _Known:
-    thought = {later: {} if parts is None else parts(stage, rows, later) for later in (False, True)}
-    return _Known(rows, label, thought)
+Thought = Callable[[int, int, int, bool], dict[str, float]]
 
 
 @dataclass
@@ -113,14 +111,23 @@ class StageBench:
         """Time a program's stages once more; the keys of those that it timed, in order.
 
         Of those whose key is in ``known`` or was timed just before nothing is kept. seconds: for
-        each stage. left: seconds that are left for all. parts(stage, rows, later): what
-        :class:`StageTiming` keeps of predictions.
+        each stage. left: seconds that are left for all. parts(stage, rows, microbatches, later):
+        what :class:`StageTiming` keeps of predictions.
         """
         every, sizes, rows = microbatches(self.captured, work.spec, work.microbatches)
         timed_on = [{n: t.to(self.device) for n, t in values.items()} for values in every]
         keys = keys_of(work, sizes, self.name)
         wanted = [k for k, key in enumerate(keys) if key not in known]
         timed: list[str] = []
+
+        def told(k: int) -> _Known:
+            count = len(every)
+            thought = {
+                later: {} if parts is None else parts(k, rows, count, later)
+                for later in (False, True)
+            }
+            return _Known(rows, count, work.labels[k], thought)
+
         for group in self._groups(wanted, len(keys)):
             if left() <= 0:
                 break
@@ -130,7 +137,7 @@ class StageBench:
                 found = Rotation(runs, timed_on).samples(seconds * len(new), self._least(new))
                 for key, k in new.items():
                     self._samples.setdefault(key, []).append(found[k - group.start])
-                    self._told.setdefault(key, _said(work.labels[k], rows, k, parts))
+                    self._told.setdefault(key, told(k))
                 timed += new
             for run in runs if group.stop < len(keys) else ():
                 for values in timed_on:
@@ -163,6 +170,7 @@ class StageBench:
                     backward=timing(back),
                     optimizer=optimizer,
                     rows=said.rows,
+                    microbatches=said.microbatches,
                     label=said.label,
                     parts=said.parts[later],
                 )

@@ -64,6 +64,7 @@ class StageRun:
         """No parameter has a gradient any more."""
         for parameter in self._trained:
             parameter.grad = None
+        self._taken.reset()
 
     def update(self) -> None:
         """What the runtime does after the last backward of a step."""

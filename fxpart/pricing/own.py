@@ -13,24 +13,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.pricing.weights import step_seconds, updated
-from fxpart.solver.problem import SPARSE_COPIES
+from fxpart.pricing.updates import RATE, ROWS, UPDATE, merge_seconds, update_parts
+from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
     from fxpart.cluster import Device
     from fxpart.profile import Calibration, Setting
     from fxpart.solver.problem import Weight
 
-RATE = 15e9  # bytes/s, and
-CALL = 3e-6  # seconds: of memory and of one tensor, before any factor
-# Classes of work beside ops, as calibrations name them: per microbatch, and per step.
+# Classes of work beside ops, as calibrations name them, of a microbatch's gradients.
 FRESH, ADDED = "fresh backward", "accumulate backward"
-UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"
-ROWS, TABLES = "rows optimizer", "tables optimizer"  # of tables with sparse gradients
-# Rows that came in any order are sorted and summed, by some twenty small calls for each table,
-# after those of one microbatch were merged with those before it (read, read, written). A dense
-# tensor is updated by some eight calls (AdamW has those).
-_SORTED, _MERGED, _CALLS, _DENSE_CALLS = 8, 3, 20, 8
 
 
 @runtime_checkable
@@ -55,24 +47,6 @@ def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
     """
     dense = sum(weight.gradient for weight in weights if not weight.sparse)
     return {ADDED: 3 * dense / RATE} if later else {FRESH: dense / RATE}
-
-
-def update_parts(weights: Sequence[Weight], share: float = 1.0) -> dict[str, float]:
-    """Seconds of the optimizer's step, by class, before factors.
-
-    Weight, gradient and state are read, weight and state written; of a table with a sparse gradient
-    the rows that a step asks for, of two microbatches. share: of a batch's rows the part that the
-    step has.
-    """
-    held = [w for w in weights if w.gradient]
-    tables = [w for w in held if w.sparse]
-    moved = sum(updated(w) * (share if w.sparse else 1.0) for w in held)
-    found = {UPDATE: moved / RATE, TENSORS: _DENSE_CALLS * (len(held) - len(tables)) * CALL}
-    if tables:
-        rows = share * sum(w.gradient for w in tables)
-        passes = _SORTED + _MERGED / SPARSE_COPIES
-        found |= {ROWS: passes * rows / RATE, TABLES: _CALLS * len(tables) * CALL}
-    return found
 
 
 @dataclass(frozen=True)
@@ -107,26 +81,24 @@ class Own:
             seconds[weight.blocks[0]] += self._taken(update_parts([weight]))
         return tuple(seconds)
 
-    def of_rows(self, weights: Sequence[Weight], share: float) -> float:
-        """How many times longer an update takes than one with a part of a batch's rows.
+    def of_timed(self, weights: Sequence[Weight], share: float, microbatches: int) -> float:
+        """How many times longer an update takes than one that was timed, without what merges take.
 
-        1 where no gradient is sparse: dense ones do not depend on rows.
+        That had ``share`` of a batch's rows in so many microbatches. 1 where no gradient is sparse:
+        dense ones do not depend on rows.
         """
         if not any(weight.sparse and weight.gradient for weight in weights):
             return 1.0
-        return self._taken(update_parts(weights)) / self._taken(update_parts(weights, share))
+        timed = self._taken(update_parts(weights, share, microbatches))
+        return self._taken(update_parts(weights)) / timed
 
     def merging(self, weights: Sequence[Weight], microbatches: int) -> float:
-        """Seconds that more than two microbatches add to an update of tables, by microbatch.
-
-        The rows of the i-th are merged with those of i - 1: i/m of a batch's, i = 2 to m. Those of
-        two are part of :func:`update_parts`.
-        """
-        passes = max(0.0, (microbatches + 1) / 2 - 1 / microbatches - 1) / microbatches
+        """Seconds for each microbatch that putting rows of tables together adds to an update."""
         rows = sum(weight.rows for weight in weights)
+        seconds = merge_seconds(rows, microbatches)
         if ROWS not in self.factors:
-            return passes * rows * self.gradient(later=True)
-        return passes * self._taken({ROWS: _MERGED * rows / RATE})
+            return seconds * RATE / self.device.bandwidth
+        return self._taken({ROWS: seconds})
 
     @property
     def copying(self) -> float:

@@ -12,11 +12,11 @@ from fxpart.costmodels.classes import CALL, CALLS, op_class
 from fxpart.optimizers import choose
 from fxpart.pipeline import BLOCKS_KEY
 from fxpart.pipeline.collective import is_collective
-from fxpart.pricing.own import gradient_parts, update_parts
+from fxpart.pricing.own import gradient_parts
 from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.updates import update_parts
 from fxpart.pricing.variants import Sizes, Split
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.profile import TIMED
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -61,11 +61,13 @@ class StageParts:
         self.blocks = len(graph.meta[BLOCKS_KEY])
         self._tables: dict[int, list[dict[str, float]]] = {}
 
-    def __call__(self, first: int, last: int, rows: int, *, later: bool) -> dict[str, float]:
+    def __call__(
+        self, first: int, last: int, rows: int, *, later: bool, microbatches: int
+    ) -> dict[str, float]:
         """Of blocks first to last for a microbatch of ``rows`` rows.
 
-        later: the microbatch adds to the gradients of earlier ones. The optimizer's step is that of
-        TIMED such microbatches, which is what is timed (:mod:`fxpart.measuring.stages`).
+        later: the microbatch adds to the gradients of earlier ones. The optimizer's step is after
+        so many ``microbatches`` of these rows.
         """
         total: defaultdict[str, float] = defaultdict(float)
         for row in self._by_block(rows)[first : last + 1]:
@@ -73,7 +75,8 @@ class StageParts:
                 total[name] += seconds
         held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
         share = rows / max(1, self._captured.batch_size)
-        return {**total, **gradient_parts(held, later), **update_parts(held, TIMED * share)}
+        update = update_parts(held, microbatches * share, microbatches)
+        return {**total, **gradient_parts(held, later), **update}
 
     def _by_block(self, rows: int) -> list[dict[str, float]]:
         if rows not in self._tables:

@@ -136,12 +136,17 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def moves(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-    """What a collective node moves in its forward and in its backward.
+    """What a collective node moves in its forward and, where it takes a gradient, in its backward.
 
     A local form of an op (an embedding whose rows are cut) that makes results without a cut dim
     leaves sums to explicit nodes; where it sums inside, that is small (a loss, statistics) and
     counted as the sum of its results over its axes.
     """
+    forward, back = _both(node, specs, mesh)
+    return forward, back if specs.requires_grad(node) else ()
+
+
+def _both(node: fx.Node, specs: Specs, mesh: Mesh) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     name = getattr(node.target, "__name__", "")
     if name not in _KINDS and name not in _SILENT:
         return _form(node, specs, mesh)

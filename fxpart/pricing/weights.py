@@ -10,6 +10,7 @@ from torch import fx
 from fxpart.optimizers import OptimizerChoice, state_bytes
 from fxpart.pricing.specs import annotation
 from fxpart.pricing.touched import touched_bytes
+from fxpart.pricing.updates import updated
 from fxpart.solver.problem import Weight
 from fxpart.temporaries import UNKNOWN, temporaries
 
@@ -107,12 +108,3 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
         if weight.gradient:
             seconds[weight.blocks[0]] += updated(weight) / device.bandwidth + device.launch
     return tuple(seconds)
-
-
-def updated(weight: Weight) -> float:
-    """Bytes that the optimizer reads and writes of a parameter that has a gradient.
-
-    Of a table with a sparse gradient those of the rows that a step asks for alone.
-    """
-    part = min(1.0, weight.gradient / max(1, weight.weight)) if weight.sparse else 1.0
-    return part * (2 * weight.weight + 2 * weight.optimizer) + weight.gradient

@@ -194,6 +194,31 @@ def test_a_run_updates_tables_as_the_runtime_does() -> None:
     trainer.close()
 
 
+def test_an_update_after_the_only_microbatch() -> None:
+    """It comes once more for a backward that adds; of that the next update knows nothing."""
+    whole = batch(12)
+    program = fxpart.compile(
+        clicks(), "local:1", example_inputs=whole, loss=nn.functional.cross_entropy,
+        microbatches=1, optimizer=adagrad, constraints={"mesh": "none"},
+    )  # fmt: skip
+    values, _, rows = microbatches(program.captured, program.spec, 1)
+    assert len(values) == 1 and rows == 12
+    run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
+    trainer, rotation = program.trainer(adagrad), Rotation([run], values)
+    for _ in range(3):
+        trainer.step(whole)
+        (took,) = rotation.step()
+        assert len(took.forward) == len(took.backward) == 2
+    expected = trainer.state_dict()
+    names = {state.attribute: state.name for state in program.spec.stages[0].state}
+    for attribute, parameter in run.module.named_parameters():
+        assert torch.equal(parameter.detach(), expected[names[attribute]])
+    trainer.close()
+    assert len(microbatches(program.captured, program.spec, 4)[0]) == 2
+    assert len(microbatches(program.captured, program.spec, 5)[0]) == 2  # 3, 3, 2, 2, 2
+    assert len(microbatches(program.captured, program.spec, 11)[0]) == 1  # 2, 1, 1, ...
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_stages_in_rotation_compute_on_what_those_before_made(together: bool) -> None:
     """The last stage's parameters after two microbatches are the trainer's, bit for bit."""
