@@ -4,7 +4,8 @@
 
 Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
-(``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas.
+(``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas, again where
+the machine did not keep its pace meanwhile (steady.py).
 Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
@@ -34,6 +35,7 @@ from choice import links
 from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
 from pace import compared
 from record import ROOT, parser, write
+from steady import profile_held
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -269,9 +271,8 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
         return rows
     base, path, work = links(RANKS, folder), folder / f"{name}.profile", workload(name)
     profile(work, base, path, budget=options.budget, rehearse=False)
-    for quota in sorted({q for words in left for q in CLUSTERS[words].quotas}, reverse=True):
-        say(f"{name}: profiled under {quota:g} cores")
-        profile_held(name, quota, base, path, options.budget)
+    wanted = sorted({q for words in left for q in CLUSTERS[words].quotas}, reverse=True)
+    tries = profile_held(name, wanted, base, path, options.budget, say)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     example: Any = {given: work.example}
     program = fxpart.compile(
@@ -280,40 +281,9 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
     )  # fmt: skip
     for words in left:
         say(f"{name}, {words}")
-        rows.append(row(name, words, program, base, folder, options))
+        rows.append(row(name, words, program, base, folder, options) | {"profiles": tries})
         kept.write_text(json.dumps(rows))
     return rows
-
-
-def profile_held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> None:
-    """Profile a model in a process under a quota, into the same file."""
-    from fxpart.measuring.processes import together
-
-    with quotas.Groups([quota]) as groups:
-        payload = {
-            "groups": [str(folder) for folder in groups.folders], "cores": groups.cores,
-            "name": name, "quota": quota, "ranks": len(base.devices), "path": str(path),
-            "budget": budget,
-        }  # fmt: skip
-        together(1, "heterogeneous_measured:measure_held", payload, 1800.0)
-
-
-def measure_held(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """The process that profiles."""
-    from msgspec.structs import replace
-
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.session import profile
-
-    del world
-    work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
-    devices = tuple(replace(d, quota=payload["quota"], threads=1) for d in base.devices)
-    quotas.enter(rank, payload)
-    profile(
-        work, replace(base, devices=devices), payload["path"], budget=payload["budget"],
-        rehearse=False,
-    )  # fmt: skip
-    return {}
 
 
 def main() -> None:
