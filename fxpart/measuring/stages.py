@@ -73,6 +73,8 @@ class StageRun:
             self._taken.drop(table)
             table.grad = None if parts is None else parts.gradient(table)
         self._optimizer.step()
+        for table in self._tables:
+            table.grad = None  # a later backward's is kept apart again
 
     def forward(self, inputs: Values, *, train: bool) -> Cell:
         """One microbatch: what the runtime does for an F, once its values have arrived."""

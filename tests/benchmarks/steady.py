@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxpart.cluster import Cluster
 
 _APART = 2.0  # seconds between pieces of work
-_WITHIN = 1.12  # of the best moment's seconds, for the slower quarter of pieces
+_WITHIN = 1.25  # of the best moment's seconds, for the slower quarter of pieces
 _TRIES = 3
 
 
@@ -79,6 +79,7 @@ def profile_held(
             answer = _held(name, quota, base, made, budget)
             tries.append((answer["slow"], made))
             least = min(least or answer["least"], answer["least"])
+            say(f"  slow moments took {answer['slow'] / least:.2f} times what the best did")
             if min(tries)[0] <= _WITHIN * least:
                 break
         told[f"{quota:g}"] = [slow / least for slow, _ in tries]
