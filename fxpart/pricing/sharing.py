@@ -27,6 +27,9 @@ _PACKED = {
     ("partial", "shard(0)"): 2,  # in; a piece of the bucket is what is wanted
     ("shard(0)", "replicate"): 2,  # out; what goes in is a lane's part
 }
+# Bytes read and written for each byte of a table's rows, where ZeRO cuts the table: every lane sums
+# the rows of all, takes its range of the flat table, and updates that number by number.
+_SETTLED = 38
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Sharing:
         """A parameter's bytes on one rank under ZeRO: state, and from 2 on the gradient, in parts.
 
         The weight's gradient stays whole while a block's backward makes it; with 2 it is kept only
-        until the step's sums, which is what is counted here as divided.
+        until the step's sums, which is what is counted here as divided. Of a table every lane is
+        given the rows of all.
         """
         if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
             return weight
@@ -61,7 +65,7 @@ class Sharing:
             weight,
             temporary=-(-weight.temporary // parts),
             optimizer=-(-weight.optimizer // parts),
-            gradient=weight.gradient if self.zero == 1 else -(-weight.gradient // parts),
+            gradient=-(-weight.gradient // (parts if self.zero == 2 and not weight.sparse else 1)),
         )
 
     def sums(
@@ -80,6 +84,7 @@ class Sharing:
         bucket, and unpacking it, reads or writes.
         """
         bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
+        settled: defaultdict[int, int] = defaultdict(int)
         for weight in weights:
             if not weight.gradient:
                 continue
@@ -91,12 +96,13 @@ class Sharing:
             if self.zero in (1, 2) and weight.name not in self.cut:
                 zero = (self.zero_axis,)
                 bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
+                settled[block] += weight.rows
                 if self.zero_axis in axes:
                     bytes_of[block, "partial", "shard(0)", zero] += weight.gradient
                 axes = tuple(axis for axis in axes if axis != self.zero_axis)
             for axis in axes:
                 bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
-        seconds = [0.0] * blocks
+        seconds = [settled[block] * _SETTLED * copying for block in range(blocks)]
         first: dict[tuple[str, str, tuple[str, ...]], float] = {}
         for (block, source, target, axes), size in bytes_of.items():
             ring = rings(*axes)

@@ -154,3 +154,24 @@ def test_every_fault_of_a_request_is_told_at_once() -> None:
         make_request(cluster(), None, "auto", {"mesh": "tp=16"}, 0)
     fine = make_request(cluster(), None, "auto", {"mesh": "dp=2,tp=2", "zero": 1}, 0)
     assert (fine.stages, fine.zero_axis, fine.sharded) == ((1, 2), "dp", True)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_table_that_zero_cuts_is_updated_by_the_rows_of_all(zero: int) -> None:
+    """Its gradient is not divided, and settling whose rows are whose is paid by the byte."""
+    model, mesh = find("auto"), Mesh.parse("dp=2")
+    rings = Rings(cluster(), mesh)
+    table = Weight(
+        name="t", blocks=(1,), weight=9000, gradient=800, optimizer=9000, sparse=True
+    )  # fmt: skip
+    sharing = Sharing(mesh, partial={"t": ("dp",)}, zero=zero, zero_axis="dp")
+    held = sharing.divided(table)
+    assert (held.gradient, held.optimizer) == (800, 4500)
+    plain = Sharing(mesh, partial={"t": ("dp",)})
+
+    def more(one: Sharing) -> float:
+        paid, free = (one.sums((table,), 3, model, rings, rate) for rate in (1e-3, 0.0))
+        return paid.by_block[1] - free.by_block[1]
+
+    packed = 2 * 9000  # the table's parts come back
+    assert more(sharing) - more(plain) == pytest.approx(1e-3 * (38 * 400 + packed))
