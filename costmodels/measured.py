@@ -30,6 +30,7 @@ from .alphabeta import machines
 from .classes import CALL, CALLS, op_class
 from .estimates import Estimates
 from .opkeys import op_key
+from .paces import longer, ops_pace, scaled, stages_pace
 from .settings import HERE, elsewhere, matching, nearest
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class Measured:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stage_paces: dict[tuple[Setting, Setting], tuple[float, float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _op_paces: dict[tuple[Setting, Setting, str], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _estimates: dict[Setting, Estimates] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -148,8 +155,18 @@ class Measured:
 
     def stage(self, key: str, device: Device) -> StageTiming | None:
         """A stage that was measured whole, alone on such a device; None where it was not."""
-        tables = (self.measurements[setting].stages for setting in self._nearest(device))
-        return next((table[key] for table in tables if key in table), None)
+        first, *others = self._nearest(device)
+        mine = self.measurements[first].stages
+        if key in mine:
+            return mine[key]
+        for setting in others:
+            other = self.measurements[setting].stages
+            if key in other:
+                pair = first, setting
+                if pair not in self._stage_paces:
+                    self._stage_paces[pair] = stages_pace(mine, other)
+                return longer(other[key], self._stage_paces[pair])
+        return None
 
     def rehearsal(self, key: str) -> Rehearsal | None:
         """A plan that was run whole, by its decisions; None where it was not.
@@ -234,9 +251,20 @@ class Measured:
         return self.base.transfer(size, link)
 
     def _timing(self, key: str, device: Device) -> Timing | None:
-        """An op that was measured on such a device."""
-        tables = (self.measurements[setting].ops for setting in self._nearest(device))
-        return next((table[key] for table in tables if key in table), None)
+        """An op that was measured on such a device. key: with its direction."""
+        first, *others = self._nearest(device)
+        mine = self.measurements[first].ops
+        if key in mine:
+            return mine[key]
+        direction = key.rpartition(" ")[2]
+        for setting in others:
+            other = self.measurements[setting].ops
+            if key in other:
+                way = first, setting, direction
+                if way not in self._op_paces:
+                    self._op_paces[way] = ops_pace(mine, other, direction)
+                return scaled(other[key], self._op_paces[way])
+        return None
 
     def _estimate(self, setting: Setting) -> Estimates:
         if setting not in self._estimates:

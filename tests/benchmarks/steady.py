@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fxpart.cluster import Cluster
 
 _APART = 2.0  # seconds between pieces of work
-_WITHIN = 1.25  # of the best moment's seconds, for the slower quarter of pieces
-_TRIES = 3
+_WITHIN = 1.3  # of the best moment's seconds, for the slower quarter of pieces
+_TRIES = 2
 
 
 @dataclass

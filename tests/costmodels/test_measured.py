@@ -273,6 +273,44 @@ def test_what_was_not_measured_under_a_quota_is_taken_from_beside() -> None:
     assert found.crowding(device.host) == Crowding(slowdown=(1.0, 1.5), baseline=1)
 
 
+@pytest.mark.parametrize("common", [1, 3, 4])
+def test_what_another_quota_took_is_lengthened_as_what_both_took(common: int) -> None:
+    """By the median ratio of three entries that both have, or more; each direction by its own."""
+    device = changed(cluster().devices[0], quota=0.5)
+    under, slow = changed(HERE, quota=0.5), (1.1, 1.3, 2.0)
+
+    def stage(*seconds: float) -> StageTiming:
+        made = (Timing(s, s, s, 3) for s in seconds)
+        return StageTiming(**dict(zip(("forward", "backward", "optimizer"), made, strict=True)),
+                           rows=2)  # fmt: skip
+
+    def ops(rows: list[int], times: float) -> dict[str, Timing]:
+        return {ahead(linear(n)): Timing(n * times, n * times, n * times, 3) for n in rows}
+
+    both = list(range(1, common + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.db"
+        with Profile(path, create=True) as profile:
+            profile.put("ops", HERE, ops([*both, 8], 1.0))
+            profile.put("ops", under, ops(both, 1.2))
+            known = {str(n): stage(n, n, n) for n in both}
+            profile.put("stages", HERE, known | {"s": stage(5.0, 6.0, 7.0)})
+            profile.put("stages", under, {
+                key: stage(*(int(key) * t * (9.0 if key == "3" else 1.0) for t in slow))
+                for key in known
+            })  # fmt: skip
+            profile.put("crowding", HERE, {"x": Crowding()})
+        found = find(path, changed(cluster(), devices=(device,)))
+    assert isinstance(found, Measured) and found.setting_of(device) == under
+    taken = found.stage("s", device)
+    wanted = zip((5.0, 6.0, 7.0), slow if common > 1 else (1.0,) * 3, strict=True)
+    assert taken is not None
+    parts = (taken.forward.seconds, taken.backward.seconds, taken.optimizer.seconds)
+    assert parts == pytest.approx(tuple(s * times for s, times in wanted))
+    cost = found.op(linear(8), device, False)
+    assert cost.seconds == pytest.approx(8 * (1.2 if common > 1 else 1.0) / 0.5)
+
+
 def test_stages_of_one_kind_say_nothing_of_another() -> None:
     one, other = (changed(cluster().devices[k], model=m) for k, m in enumerate(("a", "b")))
     on = changed(cluster(), devices=(one, other))
