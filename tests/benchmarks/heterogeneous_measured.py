@@ -180,14 +180,16 @@ def measured(
 
 
 def words_of(plan: Any) -> str:
-    """Blocks of each stage, whose copies take how many microbatches."""
+    """How ranks of a stage share it, blocks of each, whose copies take how many microbatches."""
     taken = {rank: row.microbatches for row in plan.prediction.ranks for rank in row.ranks}
     stages = []
     for stage in plan.stages:
         turns = f", {taken[stage.ranks[0]]} microbatches" if taken[stage.ranks[0]] else ""
         ranks = " ".join(map(str, stage.ranks))
         stages.append(f"{stage.first}-{stage.last} on {ranks}{turns}")
-    return f"{plan.microbatches} microbatches, {plan.schedule}: {'; '.join(stages)}"
+    shared = plan.sharding
+    mesh = f"{shared.mesh}{f', zero {shared.zero}' if shared.zero else ''}, " if shared else ""
+    return f"{mesh}{plan.microbatches} microbatches, {plan.schedule}: {'; '.join(stages)}"
 
 
 def row(name: str, words: str, program: Program, base: Cluster, folder: Path, options: Any) -> Any:
