@@ -37,6 +37,33 @@ def test_what_they_import_is_there(path: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_they_take_from_each_other_is_there(path: Path) -> None:
+    """By what the files define, as importing one may do work."""
+    missing = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (other := HERE / f"{node.module}.py").is_file()
+        for alias in node.names
+        if alias.name not in _defined(other)
+    ]
+    assert not missing
+
+
+def _defined(path: Path) -> set[str]:
+    """The names that a file has at its top."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for part in ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                found.add(part.id)
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                found |= {(alias.asname or alias.name).partition(".")[0] for alias in part.names}
+    return found
+
+
 def _is_module(name: str) -> bool:
     try:
         importlib.import_module(name)

@@ -5,7 +5,7 @@
 Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
 (``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas, again where
-the machine did not keep its pace meanwhile (steady.py).
+the machine did not keep its pace meanwhile (held_profiles.py).
 Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 import namespaces
 import quotas
 from choice import links
+from held_profiles import profile_held
 from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
 from pace import compared
 from record import ROOT, parser, write
-from steady import profile_held
 
 if TYPE_CHECKING:
     from fxpart.api import Program

@@ -1,128 +1,66 @@
-"""Profiles of models under quotas that were made while the machine kept its pace.
+"""Seconds of a step in a steady state, on several processes. Imported by benchmarks, not run.
 
-Imported by heterogeneous_measured.py, not run. On a shared machine the same work takes half as long
-again for a minute or two. Each quota's profile is of another minute, so that such a one would make
-ranks of one quota slow beside those of the others. A fixed piece of work is done every few seconds
-while a model is profiled; where it takes longer than it did in the best of moments, the profile is
-made again, and of some the steadiest is kept.
+A pipeline that never drains has its warm-up behind it after the first steps; what a barrier between
+two measurements makes it wait belongs to no step.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
-
-_APART = 2.0  # seconds between pieces of work
-_WITHIN = 1.3  # of the best moment's seconds, for the slower quarter of pieces
-_TRIES = 2
+from collections.abc import Callable, Mapping
 
 
-@dataclass
-class Pieces:
-    """Processor seconds of a fixed piece of work, done now and then."""
+def steady(step: Callable[[], object], steps: int, before: int = 2) -> float:
+    """Seconds per step of the slowest rank, after ``before`` steps that are not measured."""
+    import torch.distributed as dist
 
-    seconds: list[float] = field(default_factory=list)
-    _last: float = 0.0
-
-    def now_and_then(self, *_: object) -> None:
-        """Another one, if the last is some seconds ago: for whatever tells how far it is."""
-        if time.monotonic() - self._last > _APART:
-            self.seconds.append(self._piece())
-            self._last = time.monotonic()
-
-    def slow(self) -> float:
-        """What the slower quarter took at least."""
-        if len(self.seconds) < 2:
-            return max(self.seconds, default=0.0)
-        return statistics.quantiles(self.seconds, n=4)[2]
-
-    def _piece(self) -> float:
-        """Products of matrices and sums of vectors that do not fit caches; the median of some."""
-        import torch
-
-        a, b = torch.ones(256, 256), torch.ones(4 << 20)
-        taken = []
-        for _ in range(5):
-            start = time.process_time()
-            for _ in range(8):
-                torch.mm(a, a)
-            b.add_(1.0)
-            taken.append(time.process_time() - start)
-        return statistics.median(taken)
+    dist.barrier()
+    for _ in range(before):
+        step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return slowest((time.perf_counter() - start) / steps)
 
 
-def profile_held(
-    name: str, quotas_: list[float], base: Cluster, path: Path, budget: float, say: Any
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' numbers, on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    most = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+def in_turn(
+    steps: Mapping[str, Callable[[], object]],
+    seconds: float,
+    rounds: int,
+    least: int = 1,
+    before: int = 2,
 ) -> dict[str, list[float]]:
-    """Profile a model under each quota into one file; by quota what each try's pieces took.
+    """Seconds per step of each in every round, in turn, the order reversed every other round.
 
-    Relative to the best piece under the same quota. A quota that the file knows is passed over.
+    seconds: that each takes in a round, about; at least ``least`` steps.
     """
-    from fxpart.profile import Profile
-
-    with Profile(path) as kept:
-        known = {setting.quota for setting in kept.settings()}
-    told: dict[str, list[float]] = {}
-    for quota in [q for q in quotas_ if q not in known]:
-        tries: list[tuple[float, Path]] = []
-        least = 0.0
-        while len(tries) < _TRIES:
-            say(f"{name}: profiled under {quota:g} cores")
-            made = path.with_name(f"{path.name}-{quota:g}-{len(tries)}")
-            made.unlink(missing_ok=True)
-            answer = _held(name, quota, base, made, budget)
-            tries.append((answer["slow"], made))
-            least = min(least or answer["least"], answer["least"])
-            say(f"  slow moments took {answer['slow'] / least:.2f} times what the best did")
-            if min(tries)[0] <= _WITHIN * least:
-                break
-        told[f"{quota:g}"] = [slow / least for slow, _ in tries]
-        with Profile(path) as into, Profile(min(tries)[1]) as best:
-            into.merge(best)
-        for _, made in tries:
-            made.unlink(missing_ok=True)
-    return told
+    counts = {}
+    for name, step in steps.items():
+        steady(step, 1, 1)  # what is done once
+        counts[name] = max(least, min(500, round(seconds / steady(step, 1, 1))))
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds):
+        for name in list(steps) if index % 2 == 0 else list(reversed(steps)):
+            taken[name].append(steady(steps[name], counts[name], before))
+    return taken
 
 
-def _held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> dict[str, float]:
-    """In a process under the quota."""
-    import quotas
-
-    from fxpart.measuring.processes import together
-
-    with quotas.Groups([quota]) as groups:
-        payload = {
-            "groups": [str(folder) for folder in groups.folders], "cores": groups.cores,
-            "name": name, "quota": quota, "ranks": len(base.devices), "path": str(path),
-            "budget": budget,
-        }  # fmt: skip
-        (found,) = together(1, "steady:measure", payload, 1800.0)
-    return {key: float(value) for key, value in found.items()}
+def middle(values: list[float]) -> float:
+    """Milliseconds of the median."""
+    return round(1e3 * statistics.median(values), 3)
 
 
-def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """The process that profiles."""
-    import quotas
-    from heterogeneous_measured import workload
-    from msgspec.structs import replace
-
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.session import profile
-
-    del world
-    work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
-    devices = tuple(replace(d, quota=payload["quota"], threads=1) for d in base.devices)
-    quotas.enter(rank, payload)
-    pieces = Pieces()
-    profile(
-        work, replace(base, devices=devices), payload["path"], budget=payload["budget"],
-        rehearse=False, progress=pieces.now_and_then,
-    )  # fmt: skip
-    pieces.now_and_then()
-    return {"slow": pieces.slow(), "least": min(pieces.seconds)}
+def over(these: list[float], those: list[float]) -> float:
+    """The median over the rounds of one's seconds by the other's."""
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
