@@ -10,10 +10,7 @@ from .sizes import product
 if TYPE_CHECKING:
     from fxpart.costs import OpSpec, Size
 
-# The attribute of an op that keeps a part: the shape of the whole result.
-WHOLE = "random_shard"
-# Ops that take about what it takes to draw their results' numbers.
-DRAWING = frozenset({"dropout", "native_dropout", "bernoulli", "rand_like"})
+WHOLE = "random_shard"  # the attribute of an op that keeps a part: the shape of the whole result
 
 
 def is_part(op: OpSpec) -> bool:

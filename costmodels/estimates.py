@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from .classes import op_class
-from .draws import DRAWING, drawn, dropped, is_part, plain
+from .draws import drawn, dropped, is_part, plain
 from .opkeys import Family, family, parse_key, scale
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Estimates:
             self._families[kind, back].append((sizes, timing.seconds))
             self._ops.append((spec, back, timing.seconds))
         self._rates: dict[tuple[str, str, bool], float | None] = {}
-        self._draws: dict[str, float | None] = {}
+        self._draws: dict[tuple[str, str], float | None] = {}
 
     def __call__(
         self, op: OpSpec, backward: bool, base: CostModel, device: Device
@@ -105,16 +105,17 @@ class Estimates:
             return None
         return found[0] + each * int(dropped(op)), BEYOND
 
-    def _draw(self, key: str, base: CostModel, device: Device) -> float | None:
+    def _draw(self, name: str, base: CostModel, device: Device) -> float | None:
         """Seconds for each number that is drawn and not kept; None where nothing tells.
 
-        By measured parts, those of the same op if there are any; else by ops that do little else
-        than draw.
+        By measured parts, those of the same op if there are any; else by random ops, which do
+        little else than draw.
         """
+        key = name, device.name
         if key not in self._draws:
             ahead = [(spec, seconds) for spec, back, seconds in self._ops if not back]
             parts = [(spec, seconds) for spec, seconds in ahead if is_part(spec) and dropped(spec)]
-            own = [pair for pair in parts if pair[0].key == key] or parts
+            own = [pair for pair in parts if pair[0].key == name] or parts
             found = []
             for spec, seconds in own:
                 alone = self(plain(spec), False, base, device)
@@ -123,7 +124,7 @@ class Estimates:
             found = found or [
                 seconds / int(drawn(spec))
                 for spec, seconds in ahead
-                if spec.key in DRAWING and not is_part(spec) and drawn(spec)
+                if op_class(spec) == "random" and not is_part(spec) and drawn(spec)
             ]
             self._draws[key] = median(found) if found else None
         return self._draws[key]

@@ -155,18 +155,14 @@ class Measured:
 
     def stage(self, key: str, device: Device) -> StageTiming | None:
         """A stage that was measured whole, alone on such a device; None where it was not."""
-        first, *others = self._nearest(device)
-        mine = self.measurements[first].stages
-        if key in mine:
-            return mine[key]
-        for setting in others:
-            other = self.measurements[setting].stages
-            if key in other:
-                pair = first, setting
-                if pair not in self._stage_paces:
-                    self._stage_paces[pair] = stages_pace(mine, other)
-                return longer(other[key], self._stage_paces[pair])
-        return None
+        tables = [(s, self.measurements[s].stages) for s in self._nearest(device)]
+        (first, mine), *_ = tables
+        setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
+        if table is mine:
+            return mine.get(key)
+        if (first, setting) not in self._stage_paces:
+            self._stage_paces[first, setting] = stages_pace(mine, table)
+        return longer(table[key], self._stage_paces[first, setting])
 
     def rehearsal(self, key: str) -> Rehearsal | None:
         """A plan that was run whole, by its decisions; None where it was not.
@@ -252,19 +248,15 @@ class Measured:
 
     def _timing(self, key: str, device: Device) -> Timing | None:
         """An op that was measured on such a device. key: with its direction."""
-        first, *others = self._nearest(device)
-        mine = self.measurements[first].ops
-        if key in mine:
-            return mine[key]
-        direction = key.rpartition(" ")[2]
-        for setting in others:
-            other = self.measurements[setting].ops
-            if key in other:
-                way = first, setting, direction
-                if way not in self._op_paces:
-                    self._op_paces[way] = ops_pace(mine, other, direction)
-                return scaled(other[key], self._op_paces[way])
-        return None
+        tables = [(s, self.measurements[s].ops) for s in self._nearest(device)]
+        (first, mine), *_ = tables
+        setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
+        if table is mine:
+            return mine.get(key)
+        way = first, setting, key.rpartition(" ")[2]
+        if way not in self._op_paces:
+            self._op_paces[way] = ops_pace(mine, table, way[2])
+        return scaled(table[key], self._op_paces[way])
 
     def _estimate(self, setting: Setting) -> Estimates:
         if setting not in self._estimates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .draws import dropped
+from .draws import dropped, is_part
 from .sizes import elements, is_floating, item_bytes, product, tensor_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _forward(op: OpSpec) -> Size:
     if is_free(op):
         return 0
     written = _total(op.outputs)
-    if op.outputs:  # numbers that are drawn for others: written, and read to be cut
+    if is_part(op):  # numbers that are drawn for others: written, and read to be cut
         written = written + 2 * dropped(op) * item_bytes(op.outputs[0].dtype)
     if op.key in FILLS:
         return written

@@ -50,7 +50,8 @@ def microbatches(
 ) -> tuple[list[Values], Sizes, int]:
     """TIMED of ``count`` microbatches of one size, or the only one: tensors, that size, its rows.
 
-    Tables are asked for other rows by each, which an update then has to go through.
+    Those of the first one's size. Tables are asked for other rows by each, which an update then has
+    to go through.
     """
     assert captured.example is not None, "a captured model has an example"
     cut = Reader(spec).read(captured.example(), count)
@@ -81,6 +82,13 @@ class _Known:
 
 
 Thought = Callable[[int, int, int, bool], dict[str, float]]
+
+
+def _said(work: StageWork, stage: int, rows: int, count: int, parts: Thought | None) -> _Known:
+    thought = {
+        later: {} if parts is None else parts(stage, rows, count, later) for later in (False, True)
+    }
+    return _Known(rows, count, work.labels[stage], thought)
 
 
 @dataclass
@@ -119,15 +127,6 @@ class StageBench:
         keys = keys_of(work, sizes, self.name)
         wanted = [k for k, key in enumerate(keys) if key not in known]
         timed: list[str] = []
-
-        def told(k: int) -> _Known:
-            count = len(every)
-            thought = {
-                later: {} if parts is None else parts(k, rows, count, later)
-                for later in (False, True)
-            }
-            return _Known(rows, count, work.labels[k], thought)
-
         for group in self._groups(wanted, len(keys)):
             if left() <= 0:
                 break
@@ -137,7 +136,7 @@ class StageBench:
                 found = Rotation(runs, timed_on).samples(seconds * len(new), self._least(new))
                 for key, k in new.items():
                     self._samples.setdefault(key, []).append(found[k - group.start])
-                    self._told.setdefault(key, told(k))
+                    self._told.setdefault(key, _said(work, k, rows, len(every), parts))
                 timed += new
             for run in runs if group.stop < len(keys) else ():
                 for values in timed_on:

@@ -61,11 +61,12 @@ class Sharing:
         if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
             return weight
         parts = self.mesh.shape[self.mesh.index(self.zero_axis)]
+        whole = self.zero == 1 or weight.sparse
         return msgspec.structs.replace(
             weight,
             temporary=-(-weight.temporary // parts),
             optimizer=-(-weight.optimizer // parts),
-            gradient=-(-weight.gradient // (parts if self.zero == 2 and not weight.sparse else 1)),
+            gradient=weight.gradient if whole else -(-weight.gradient // parts),
         )
 
     def sums(
@@ -76,7 +77,7 @@ class Sharing:
         rings: Rings,
         copying: float = 0.0,
     ) -> StepSums:
-        """Seconds a step that sums of gradients and ZeRO's collectives take.
+        """Seconds a step that sums of gradients and ZeRO's collectives take, and what it settles.
 
         A stage's tensors travel together in buckets, so that a block pays for its bytes alone and
         the stage once for what a first bucket takes however small. A tied weight counts for its

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from fxpart.compat import has_unbacked_symbols, size_hint
+from fxpart.costmodels.draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pipeline import KEY, Annotation
-from fxpart.pipeline.collective import RANDOM, is_random_shard, keyed
+from fxpart.pipeline.collective import is_random_shard, keyed
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
@@ -242,7 +243,7 @@ def _drawn(node: fx.Node) -> tuple[tuple[str, object], ...]:
     """For a lane's part of random numbers the shape of the whole, all of which is drawn."""
     if not is_random_shard(node.target):
         return ()
-    return ((RANDOM, _plain(node.args[0])),)
+    return ((WHOLE, _plain(node.args[0])),)
 
 
 _TENSOR = object()

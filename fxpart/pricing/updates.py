@@ -65,5 +65,5 @@ def updated(weight: Weight, share: float = 1.0) -> float:
     whole = 2 * weight.weight + 2 * weight.optimizer
     if not weight.sparse:
         return whole + weight.gradient
-    part = 1 - math.exp(-share * weight.rows / max(1, weight.weight))
+    part = -math.expm1(-share * weight.rows / max(1, weight.weight))
     return part * (whole + weight.weight)

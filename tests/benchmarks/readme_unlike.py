@@ -79,7 +79,9 @@ def unlike(made: str) -> str:
         f"Of {found['ratios']} ratios of throughput over homogeneous plans"
         f" {found['ratios_within_bound']} were predicted within 15 %; the median error of a ratio"
         f" is {100 * found['ratio_median_error']:.0f} %, the worst"
-        f" {100 * found['ratio_worst_error']:.0f} %. Below 1: the planner chose a plan that is"
+        f" {100 * found['ratio_worst_error']:.0f} %. Of steps it is"
+        f" {100 * found['step_median_error']:.0f} %, the worst"
+        f" {100 * found['step_worst_error']:.0f} %. Below 1: the planner chose a plan that is"
         f" slower than one which treats the ranks alike. {made}"
     )
     return "\n".join([*lines, "", words])

@@ -174,51 +174,55 @@ def test_a_run_computes_what_the_runtime_does() -> None:
     trainer.close()
 
 
-def test_a_run_updates_tables_as_the_runtime_does() -> None:
-    """Two microbatches and an update leave the numbers of the trainer, bit for bit."""
-    whole = batch(12)
+def of_tables(count: int) -> tuple[fxpart.Program, StageRun, list[dict[str, torch.Tensor]]]:
+    """A model with tables on one rank in so many microbatches of twelve rows, ready to be timed."""
     program = fxpart.compile(
-        clicks(), "local:1", example_inputs=whole, loss=nn.functional.cross_entropy,
-        microbatches=2, optimizer=adagrad, constraints={"mesh": "none"},
+        clicks(), "local:1", example_inputs=batch(12), loss=nn.functional.cross_entropy,
+        microbatches=count, optimizer=adagrad, constraints={"mesh": "none"},
     )  # fmt: skip
-    values, _, _ = microbatches(program.captured, program.spec, 2)
+    values, _, rows = microbatches(program.captured, program.spec, count)
+    assert rows == 12 // count
     run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
-    trainer = program.trainer(adagrad)
-    trainer.step(whole)
-    Rotation([run], values).step()
-    assert not torch.equal(*(one[next(iter(one))] for one in values))
+    return program, run, values
+
+
+def same_weights(program: fxpart.Program, run: StageRun, steps: int) -> None:
+    """The run's parameters are those of a trainer after so many steps, bit for bit."""
+    trainer, whole = program.trainer(adagrad), batch(12)
+    for _ in range(steps):
+        trainer.step(whole)
     expected = trainer.state_dict()
     names = {state.attribute: state.name for state in program.spec.stages[0].state}
     for attribute, parameter in run.module.named_parameters():
         assert torch.equal(parameter.detach(), expected[names[attribute]])
     trainer.close()
+
+
+def test_a_run_updates_tables_as_the_runtime_does() -> None:
+    """Two microbatches and an update leave the numbers of the trainer, bit for bit."""
+    program, run, values = of_tables(2)
+    Rotation([run], values).step()
+    assert not torch.equal(*(one[next(iter(one))] for one in values))
+    same_weights(program, run, 1)
 
 
 def test_an_update_after_the_only_microbatch() -> None:
     """It comes once more for a backward that adds; of that the next update knows nothing."""
-    whole = batch(12)
-    program = fxpart.compile(
-        clicks(), "local:1", example_inputs=whole, loss=nn.functional.cross_entropy,
-        microbatches=1, optimizer=adagrad, constraints={"mesh": "none"},
-    )  # fmt: skip
-    values, _, rows = microbatches(program.captured, program.spec, 1)
-    assert len(values) == 1 and rows == 12
-    run = StageRun(program.spec, 0, program.sources[0], program.captured.state, adagrad, CPU)
-    trainer, rotation = program.trainer(adagrad), Rotation([run], values)
+    program, run, values = of_tables(1)
+    assert len(values) == 1
+    rotation = Rotation([run], values)
     for _ in range(3):
-        trainer.step(whole)
         (took,) = rotation.step()
         assert len(took.forward) == len(took.backward) == 2
-    expected = trainer.state_dict()
-    names = {state.attribute: state.name for state in program.spec.stages[0].state}
-    for attribute, parameter in run.module.named_parameters():
-        assert torch.equal(parameter.detach(), expected[names[attribute]])
-    trainer.close()
+    same_weights(program, run, 3)
     run.update()  # what it had is gone, or a later backward would be merged with it
     assert run._tables and all(table.grad is None for table in run._tables)
-    assert len(microbatches(program.captured, program.spec, 4)[0]) == 2
-    assert len(microbatches(program.captured, program.spec, 5)[0]) == 2  # 3, 3, 2, 2, 2
-    assert len(microbatches(program.captured, program.spec, 11)[0]) == 1  # 2, 1, 1, ...
+
+
+def test_microbatches_of_one_size_are_timed() -> None:
+    program, _, _ = of_tables(1)
+    for count, timed in ((4, 2), (5, 2), (11, 1)):  # rows of 5: 3 3 2 2 2, of 11: 2 1 1 ...
+        assert len(microbatches(program.captured, program.spec, count)[0]) == timed
 
 
 @pytest.mark.parametrize("together", [True, False])
