@@ -43,7 +43,8 @@ class Running:
         """The rank that failed first, if any has.
 
         Rather one that was not ended by SIGTERM: that is how torch's agent ends the others, and
-        ends that are seen late have lost their order.
+        ends that are seen late have lost their order. Where the agent has asked for a status before
+        it was seen and tells of no failures, that rank is not known to have failed.
         """
         found = [
             Failed(rank, self.ranks[rank], status)
