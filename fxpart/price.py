@@ -19,9 +19,10 @@ from fxpart.pipeline.collective import is_collective
 from fxpart.pricing.buckets import largest_bucket
 from fxpart.pricing.groups import Rings, grouped
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
+from fxpart.pricing.moved import Move, Moved, is_plain, moves, regathers
 from fxpart.pricing.own import Own
 from fxpart.pricing.places import RESERVE, kinds, limits
-from fxpart.pricing.sharing import Move, Sharing, StepSums, is_plain, moves
+from fxpart.pricing.sharing import Sharing, StepSums
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, variants
 from fxpart.pricing.weights import trained_names, weights
@@ -186,11 +187,12 @@ class _Pricer:
         self._node_op: list[int] = []
         self._node_block: list[int] = []
         self._rings = rings
-        self._moves: list[tuple[int, tuple[Move, ...], tuple[Move, ...]]] = []
+        self._moves: list[tuple[int, Moved]] = []
+        again = regathers(graph, specs)
         for node in graph.nodes:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
-                self._moves.append((block, *moves(node, specs, shared.mesh)))
+                self._moves.append((block, moves(node, specs, shared.mesh, again[node])))
                 if is_plain(node):
                     continue
             op = specs.op(node) if block is not None else None
@@ -228,17 +230,19 @@ class _Pricer:
         ]
         self.sources |= {cost.source for row in costs for cost in row}
         forward, backward = (self._by_block([cost.seconds for cost in row]) for row in costs)
-        for block, ahead, back in self._moves:
-            forward[block] += sum(self._move(move, sizes) for move in ahead)
-            backward[block] += sum(self._move(move, sizes) for move in back)
+        for block, moved in self._moves:
+            ahead, back = (own.copying * float(sizes.number(size)) for size in moved.copied)
+            forward[block] += ahead + sum(self._move(move, sizes) for move in moved.forward)
+            backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
         backward = backward + own.sums(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
 
     def _talking(self, sizes: Sizes) -> tuple[float, ...]:
         """Seconds of collectives by block; they are the same on every kind of device."""
         found = [0.0] * self.blocks if self._moves else []
-        for block, ahead, back in self._moves:
-            found[block] += sum(self._move(move, sizes) for move in (*ahead, *back))
+        for block, moved in self._moves:
+            all_ = (*moved.forward, *moved.backward)
+            found[block] += sum(self._move(move, sizes) for move in all_)
         return tuple(found)
 
     def _move(self, move: Move, sizes: Sizes) -> float:

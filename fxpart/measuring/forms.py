@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpart.collectives.communicator import Communicator, Done, Size
 from fxpart.pipeline.collective import is_collective, is_random_shard
-from fxpart.pricing.sharing import is_plain
+from fxpart.pricing.moved import is_plain
 from fxpart.sharding import Mesh
 
 _BEFORE = 3  # parameters of a form before the op's own: communicator, axes, size

@@ -21,7 +21,7 @@ from fxpart.costmodels.symbolic import flops, traffic
 from fxpart.measuring.arguments import Arguments, Call, UnusualError, bytes_of, tensors
 from fxpart.measuring.samples import Sampler
 from fxpart.pipeline.collective import is_collective
-from fxpart.pricing.sharing import is_plain
+from fxpart.pricing.moved import is_plain
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.weights import trained_names
 from fxpart.profile import Profile, Setting, Timing

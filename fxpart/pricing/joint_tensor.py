@@ -22,6 +22,7 @@ from fxpart.pricing.joint_kinds import Storage
 from fxpart.pricing.joint_messages import Messages, port_of
 from fxpart.pricing.joint_samples import AXIS, Samples
 from fxpart.pricing.joint_sheet import Message, Whole
+from fxpart.pricing.own import Own
 from fxpart.pricing.placement_build import Builder
 from fxpart.pricing.placement_built import Built, StateCosts
 from fxpart.pricing.placement_edges import Port, Reshards
@@ -187,7 +188,8 @@ class Cutter:
 
     def _builder(self, tensor: int, at: Situation) -> Builder:
         mesh = Mesh(((AXIS, tensor),))
-        reshards = Reshards(mesh, at.model, lambda _: at.ring)
+        copying = Own.of(at.model, at.device).copying
+        reshards = Reshards(mesh, at.model, lambda _: at.ring, copying)
         families = Families(
             mesh, at.model, at.device, reshards, at.sizes, at.specs, at.microbatches, frozenset(),
             self._families,

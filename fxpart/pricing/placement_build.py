@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.errors import error
 from fxpart.passes.rules import operands
+from fxpart.pipeline.work import is_heavy
 from fxpart.pricing.placement_built import Built, Map, Placed, StateCosts
 from fxpart.pricing.placement_domains import Domains
 from fxpart.pricing.placement_edges import Matrix, Port, Reshards
@@ -118,7 +119,7 @@ class Builder:
         for position, operand in enumerate(operands(op)):
             value = self.flow.value.get(operand)
             if value is not None and value in self.givers:
-                self._edge(value, placed, position, self._flows(op, value))
+                self._edge(value, placed, position, self._flows(op, value), self._kept(op, value))
         for index in range(len(family.options[0].gives)):
             value = Value(op, index)
             if value in self.flow.users:
@@ -190,6 +191,13 @@ class Builder:
         """Whether a gradient comes back from the op to the value."""
         return annotation(op).requires_grad and self.specs.requires_grad(value.node)
 
+    def _kept(self, op: fx.Node, value: Value) -> bool:
+        """Whether the op's backward needs the parameter, a factor of what takes a gradient."""
+        if value.node.op != "get_attr" or not self._flows(op, value) or not is_heavy(op):
+            return False
+        others = [o for o in operands(op) if o.op != "get_attr"]
+        return any(map(self.specs.requires_grad, others))
+
     def _given(self, placed: Placed, index: int) -> list[Port]:
         found: dict[Port, None] = {}
         for option in placed.options:
@@ -210,7 +218,14 @@ class Builder:
         return self._ports[key]
 
     def _matrix(
-        self, value: Value, giver: Placed, index: int, taker: Placed, position: int, flows: bool
+        self,
+        value: Value,
+        giver: Placed,
+        index: int,
+        taker: Placed,
+        position: int,
+        flows: bool,
+        again: bool = False,
     ) -> Matrix:
         """Seconds of a step by the solver's strategies of both."""
         rows, columns = (
@@ -218,9 +233,9 @@ class Builder:
             self._numbered(taker, position, "takes"),
         )
         size = self._domains.bytes(value)
-        key = (rows, columns, size, flows, giver.number, taker.number)
+        key = (rows, columns, size, flows, again, giver.number, taker.number)
         if key not in self._gathered:
-            found = self.microbatches * self.reshards.matrix(rows, columns, size, flows)
+            found = self.microbatches * self.reshards.matrix(rows, columns, size, flows, again)
             if giver.map is not None:
                 found = found[giver.map]
             if taker.map is not None:
@@ -228,9 +243,11 @@ class Builder:
             self._gathered[key] = found
         return self._gathered[key]
 
-    def _edge(self, value: Value, taker: Placed, position: int, flows: bool) -> None:
+    def _edge(
+        self, value: Value, taker: Placed, position: int, flows: bool, again: bool = False
+    ) -> None:
         giver, index = self.givers[value]
-        matrix = self._matrix(value, giver, index, taker, position, flows)
+        matrix = self._matrix(value, giver, index, taker, position, flows, again)
         if giver.root == taker.root:
             node = self.nodes[giver.root]
             node.seconds = node.seconds + matrix.diagonal()

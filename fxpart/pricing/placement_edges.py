@@ -8,13 +8,14 @@ Partial where a sum may wait); a taker's are what its backward leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.passes.lowering.steps import steps
+from fxpart.passes.lowering.steps import Step, steps
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
 
 if TYPE_CHECKING:
@@ -41,23 +42,26 @@ def asked(placements: Placements) -> Placements:
 class Reshards:
     """Seconds of changes of placement on one mesh; every distinct one is asked for once.
 
-    ring: the links around an axis, see :class:`fxpart.pricing.groups.Rings`.
+    ring: the links around an axis, see :class:`fxpart.pricing.groups.Rings`. copying: seconds for
+    each byte that a lane reads or writes to pack pieces or to put them together.
     """
 
     def __init__(
-        self, mesh: Mesh, model: CostModel, ring: Callable[[str], tuple[Link, ...]]
+        self,
+        mesh: Mesh,
+        model: CostModel,
+        ring: Callable[[str], tuple[Link, ...]],
+        copying: float = 0.0,
     ) -> None:
         """Nothing is priced before it is asked for."""
-        self.mesh, self._model = mesh, model
+        self.mesh, self._model, self._copying = mesh, model, copying
         self._rings = [ring(name) for name in mesh.names]
         self._known: dict[tuple[Placements, Placements, float], float] = {}
         self._single: dict[tuple[int, str, str, float], float] = {}
-        self._steps: dict[
-            tuple[Placements, Placements], list[tuple[int, tuple[str, str], int]]
-        ] = {}
+        self._steps: dict[tuple[Placements, Placements], list[_Way]] = {}
         self._ports: dict[tuple[Port, ...], int] = {}
         self._listed: list[tuple[Port, ...]] = []
-        self._matrices: dict[tuple[int, int, float, bool], Matrix] = {}
+        self._matrices: dict[tuple[int, int, float, bool, bool], Matrix] = {}
 
     def seconds(self, source: Placements, target: Placements, size: float) -> float:
         """For a tensor of ``size`` bytes in all."""
@@ -66,8 +70,9 @@ class Reshards:
         key = (source, target, size)
         if key not in self._known:
             self._known[key] = sum(
-                self.single(axis, *words, size / parts)
-                for axis, words, parts in self._way(source, target)
+                self.single(way.axis, *way.words, size / way.parts)
+                + way.copied * size / way.parts * self._copying
+                for way in self._way(source, target)
             )
         return self._known[key]
 
@@ -78,13 +83,8 @@ class Reshards:
             self._single[key] = self._model.reshard(source, target, size, self._rings[axis]).seconds
         return self._single[key]
 
-    def _way(
-        self, source: Placements, target: Placements
-    ) -> list[tuple[int, tuple[str, str], int]]:
-        """Axis, words, and into how many parts the other axes cut the tensor meanwhile.
-
-        The steps are those of the lowering; cuts and zeros move nothing.
-        """
+    def _way(self, source: Placements, target: Placements) -> list[_Way]:
+        """The steps are those of the lowering; cuts and zeros move nothing."""
         key = (source, target)
         if key not in self._steps:
             way = []
@@ -93,7 +93,8 @@ class Reshards:
                     others = zip(step.before, self.mesh.shape, strict=True)
                     cuts = [n if isinstance(p, Shard) else 1 for p, n in others]
                     parts = prod(cuts) // cuts[step.axis]
-                    way.append((step.axis, _WORDS[step.kind], parts))
+                    copied = _copied(step, self.mesh.shape[step.axis])
+                    way.append(_Way(step.axis, _WORDS[step.kind], parts, copied))
             self._steps[key] = way
         return self._steps[key]
 
@@ -107,14 +108,22 @@ class Reshards:
 
     def words(self, source: Placements, target: Placements) -> list[tuple[str, str]]:
         """The collectives between two placements on a mesh of one axis, in the model's words."""
-        return [words for _, words, _ in self._way(source, target)]
+        return [way.words for way in self._way(source, target)]
 
-    def matrix(self, givers: int, takers: int, size: float, gradient: bool) -> Matrix:
-        """Seconds by giver's and taker's port, for a tensor of ``size`` bytes in all."""
-        key = (givers, takers, size, gradient)
+    def matrix(
+        self, givers: int, takers: int, size: float, gradient: bool, again: bool = False
+    ) -> Matrix:
+        """Seconds by giver's and taker's port, for a tensor of ``size`` bytes in all.
+
+        again: where it is gathered alone, it is gathered a second time for the backward.
+        """
+        key = (givers, takers, size, gradient, again)
         if key not in self._matrices:
             rows, columns = self._listed[givers], self._listed[takers]
-            values = self._table([p for p, _ in rows], [p for p, _ in columns], size)
+            places = [p for p, _ in rows], [p for p, _ in columns]
+            values = self._table(*places, size)
+            if again:
+                values = values * (1 + self._gathers(*places))
             if gradient:
                 back = self._table(
                     [g for _, g in columns], [g for _, g in rows], size, gradient=True
@@ -122,6 +131,14 @@ class Reshards:
                 values = values + back.T
             self._matrices[key] = values
         return self._matrices[key]
+
+    def _gathers(self, sources: Sequence[Placements], targets: Sequence[Placements]) -> Matrix:
+        """1 where all that lies between is gathering."""
+        gather = _WORDS["all_gather"]
+        return np.array([
+            [float(all(way.words == gather for way in self._way(a, b))) for b in targets]
+            for a in sources
+        ])  # fmt: skip
 
     def _table(
         self,
@@ -138,6 +155,29 @@ class Reshards:
             for a in first
         ])  # fmt: skip
         return small[np.ix_([first.index(a) for a in sources], [second.index(b) for b in targets])]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A collective on one axis. parts: into how many the other axes cut the tensor meanwhile.
+
+    copied: bytes read and written to pack and put together, for each of those of such a part.
+    """
+
+    axis: int
+    words: tuple[str, str]
+    parts: int
+    copied: float
+
+
+def _copied(step: Step, lanes: int) -> float:
+    """See :mod:`fxpart.pricing.moved`; here a dim behind dims of 1 counts as any other."""
+    share = {"all_gather": 2.0, "reduce_scatter": 2.0, "all_to_all": 2.0 / lanes}
+    ends = {"all_gather": (step.before[step.axis],), "reduce_scatter": (step.after,)}
+    both = (step.before[step.axis], step.after)
+    cuts = [p for p in ends.get(step.kind, both) if isinstance(p, Shard)]
+    apart = sum(p.dim > 0 or p.outer > 1 for p in cuts)
+    return share.get(step.kind, 0.0) * apart
 
 
 def _whole(placements: Placements) -> tuple[Placement, ...]:

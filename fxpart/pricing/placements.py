@@ -19,6 +19,7 @@ from fxpart.errors import error
 from fxpart.optimizers import choose, state_bytes
 from fxpart.pipeline import MESH_KEY
 from fxpart.pricing.groups import Rings, grouped
+from fxpart.pricing.own import Own
 from fxpart.pricing.placement_build import Builder
 from fxpart.pricing.placement_built import Built, StateCosts
 from fxpart.pricing.placement_edges import Reshards
@@ -155,7 +156,7 @@ def build(
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     device = grouped(cluster, mesh_.size).devices[0]
     rings = Rings(cluster, mesh_)
-    reshards = Reshards(mesh_, model, rings)
+    reshards = Reshards(mesh_, model, rings, Own.of(model, device).copying)
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
     rows = batch_size or captured.batch_size

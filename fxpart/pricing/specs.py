@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fxpart.costs import Size
 
 _LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
-_CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
+CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
 _NOTHING = Annotation()
 
 
@@ -121,12 +121,12 @@ class Specs:
     ) -> tuple[tuple[str, object], ...]:
         """Whether an op that may return a view makes a copy, where the fake tensors tell."""
         key = op_name(target).removeprefix("aten.").split(".")[0]
-        if key not in _LAYOUT and key not in _CASTS:
+        if key not in _LAYOUT and key not in CASTS:
             return ()
         source, result = nodes[0].meta.get("val"), node.meta.get("val")
         if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
             return ()
-        if key in _CASTS:
+        if key in CASTS:
             return (("copies", source.dtype != result.dtype or source.device != result.device),)
         return (("copies", not is_contiguous(source) and is_contiguous(result)),)
 

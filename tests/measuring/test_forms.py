@@ -35,7 +35,7 @@ from fxpart.measuring.setting import setting
 from fxpart.pipeline import PassManager
 from fxpart.pipeline.collective import is_collective
 from fxpart.price import price
-from fxpart.pricing.sharing import is_plain
+from fxpart.pricing.moved import is_plain
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes, Split, captured_rows
 from fxpart.pricing.weights import trained_names

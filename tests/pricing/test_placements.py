@@ -94,6 +94,38 @@ def test_a_reshard_costs_what_the_model_says(
     assert found.seconds(at(source, "x=8"), at(target, "x=8"), 1e6) == wanted
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "times"),
+    [
+        ("x:S(0)", "x:R", 0.0),
+        ("x:S(1)", "x:R", 2.0),
+        ("x:S(0,3)", "x:R", 2.0),
+        ("x:P", "x:S(0)", 0.0),
+        ("x:P", "x:S(1)", 2.0),
+        ("x:P", "x:R", 0.0),
+        ("x:S(0)", "x:S(1)", 2.0 / 8),
+        ("x:S(2)", "x:S(1)", 4.0 / 8),
+    ],
+)
+def test_pieces_that_lie_apart_are_copied(source: str, target: str, times: float) -> None:
+    """A second per byte: what was read and written shows."""
+    mesh = Mesh.parse("x=8")
+    slow = Reshards(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh), 1.0)
+    fast = reshards("x=8").seconds(at(source, "x=8"), at(target, "x=8"), 1e6)
+    assert slow.seconds(at(source, "x=8"), at(target, "x=8"), 1e6) - fast == times * 1e6
+
+
+def test_what_is_gathered_is_gathered_again_for_the_backward() -> None:
+    """Parameters alone; what is sent in other ways is kept."""
+    found = reshards("x=8")
+    r, p, s, t = (at(f"x:{text}", "x=8") for text in ("R", "P", "S(0)", "S(1)"))
+    givers, takers = found.ports([(r, r), (s, s)]), found.ports([(r, p), (t, t)])
+    once = found.matrix(givers, takers, 1e6, True)
+    again = found.matrix(givers, takers, 1e6, True, True)
+    gather = found.seconds(s, r, 1e6)
+    assert again.tolist() == [[once[0, 0], once[0, 1]], [once[1, 0] + gather, once[1, 1]]]
+
+
 def test_a_reshard_moves_what_the_other_axis_leaves() -> None:
     found, mesh = reshards("a=2,b=8"), "a=2,b=8"
     whole = found.seconds(at("a:R,b:S(1)", mesh), at("a:R,b:R", mesh), 8e6)
