@@ -26,10 +26,11 @@ from fxpart.price import price
 from fxpart.pricing.mixed import mixed_problem, unlike
 from fxpart.pricing.places import kinds, named
 from fxpart.report import units
+from fxpart.reranking import Stages, keys_of, measured_whole
 from fxpart.runtime.replicas import rounds_of
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.mixed.dp import size_of, solve_mixed
-from fxpart.solver.mixed.objective import GroupCost, MixedEvaluation, evaluate
+from fxpart.solver.mixed.objective import GroupCost, MixedEvaluation, evaluate, evaluation_of
 from fxpart.solver.mixed.problem import MixedChoice, MixedProblem, MixedSolution
 from fxpart.solver.mixed.turns import shortest_round
 from fxpart.solver.portfolio import status_of
@@ -176,10 +177,33 @@ class _Mixing:
             provenance=self.provenance,
             constraints=request.constraints,
         )  # fmt: skip
-        made = with_copies(plan, list(self._groups(choice, found)), self.answer.bound)
-        return self._proven(made, found), copied(parts, rounds_of(made))
+        known = self._whole(choice, found, parts)
+        made = with_copies(plan, list(self._groups(known)), self.answer.bound)
+        return self._proven(made, found, known), copied(parts, rounds_of(made))
 
-    def _groups(self, choice: MixedChoice, found: MixedEvaluation) -> Iterator[Copied]:
+    def _whole(self, choice: MixedChoice, found: MixedEvaluation, parts: Parts) -> MixedEvaluation:
+        """With measured seconds for copies of stages that were measured whole on such devices."""
+        request, base = self.front.request, self.problem.base
+        model = request.cost_model
+        if not isinstance(model, Stages):
+            return found
+        variant = base.variants[choice.variant]
+        keys = keys_of(
+            self.front.captured, parts.spec, parts.sources, variant.microbatch_size,
+            request.optimizer,
+        )  # fmt: skip
+        groups = []
+        for group, key in zip(found.groups, keys, strict=True):
+            costs = []
+            for copy, (kind, cost) in enumerate(zip(group.kinds, group.copies, strict=True)):
+                device = request.cluster.devices[self.places[kind][0]]
+                taken = group.turns.count(copy)
+                known = measured_whole(cost, key, device, model, base, variant.microbatches, taken)
+                costs.append(known or cost)
+            groups.append(group.with_costs(costs))
+        return evaluation_of(groups, found.faults)
+
+    def _groups(self, found: MixedEvaluation) -> Iterator[Copied]:
         """Each group's devices, in the cluster's order within a kind, and what copies cost."""
         left = [list(devices) for devices in self.places]
         for number, group in enumerate(found.groups):
@@ -191,8 +215,11 @@ class _Mixing:
                 rows.append(msgspec.structs.replace(row, sync_seconds=group.sums, update=update))
             yield Copied(devices, shortest_round(group.turns), tuple(rows))
 
-    def _proven(self, plan: Plan, found: MixedEvaluation) -> Plan:
-        """The plan with the objective that was minimised, and what is proven of it."""
+    def _proven(self, plan: Plan, found: MixedEvaluation, known: MixedEvaluation) -> Plan:
+        """The plan with the objective that was minimised, and what is proven of it.
+
+        known: the same with what was measured of stages as a whole.
+        """
         bound = min(self.answer.bound, found.seconds)
         status = status_of(found.seconds, bound)
         assert status in ("optimal", "within gap", "best found"), "there is a choice"
@@ -200,7 +227,7 @@ class _Mixing:
         gap = (found.seconds - bound) / found.seconds if found.seconds > 0 else 0.0
         return msgspec.structs.replace(
             plan,
-            prediction=msgspec.structs.replace(plan.prediction, step_seconds=found.seconds),
+            prediction=msgspec.structs.replace(plan.prediction, step_seconds=known.seconds),
             certificate=Certificate(
                 status=status,
                 objective=found.seconds,
@@ -213,7 +240,7 @@ class _Mixing:
                 f"{', '.join(self.problem.base.schedules)}, costs by "
                 f"{self.provenance.get('compute', 'the cost model')}",
             ),
-            provenance={**plan.provenance, "copies": _terms(self.problem, found.groups)},
+            provenance={**plan.provenance, "copies": _terms(self.problem, known.groups)},
         )
 
 

@@ -128,31 +128,44 @@ def refined(
     for index, (stage, key, device) in enumerate(
         zip(evaluation.stages, keys, devices, strict=True)
     ):
-        later, first = model.stage(key, device), model.stage(key + FIRST, device)
-        if later is None or first is None:
-            stages.append(stage)
-            continue
-        own = Own.of(model, device)
-        share = 1 / count
-        blocks = range(stage.first, stage.last + 1)
-        held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
-        timed = later.microbatches
-        update = own.of_timed(held, timed * share, timed) * later.optimizer.seconds
-        back = share * first.backward.seconds + (1 - share) * later.backward.seconds
-        merged = own.merging(held, count)
-        stages.append(
-            msgspec.structs.replace(
-                stage,
-                forward_seconds=own.full * later.forward.seconds + problem.action,
-                backward_seconds=own.full * back + merged + problem.action,
-                optimizer_seconds=own.full * update + problem.once,
-            )
-        )
-        whole.append(index)
+        known = measured_whole(stage, key, device, model, problem, count)
+        stages.append(stage if known is None else known)
+        if known is not None:
+            whole.append(index)
     longest = max((count - 1) * s.seconds + s.step_only_seconds for s in stages)
     seconds = fsum(s.seconds for s in stages) + longest
     made = msgspec.structs.replace(evaluation, seconds=seconds, stages=tuple(stages))
     return Refined(made, tuple(whole)) if whole else Refined(evaluation)
+
+
+def measured_whole(
+    stage: StageCost,
+    key: str,
+    device: Device,
+    model: Stages,
+    problem: PartitionProblem,
+    microbatches: int,
+    taken: int | None = None,
+) -> StageCost | None:
+    """The stage with what it took as a whole on such a device; None where it was not measured.
+
+    microbatches: of a batch; taken: as many of them come here, by default all.
+    """
+    later, first = model.stage(key, device), model.stage(key + FIRST, device)
+    if later is None or first is None:
+        return None
+    own = Own.of(model, device)
+    here, timed = taken or microbatches, later.microbatches
+    blocks = range(stage.first, stage.last + 1)
+    held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
+    update = own.of_timed(held, timed / microbatches, timed) * later.optimizer.seconds
+    back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
+    return msgspec.structs.replace(
+        stage,
+        forward_seconds=own.full * later.forward.seconds + problem.action,
+        backward_seconds=own.full * back + own.merging(held, here) + problem.action,
+        optimizer_seconds=own.full * update + problem.once,
+    )
 
 
 def keys_of(

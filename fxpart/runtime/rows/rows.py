@@ -9,7 +9,7 @@ import torch
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.rows.gather import gather
-from fxpart.runtime.rows.holders import collect, spread
+from fxpart.runtime.rows.holders import Tables, collect, spread
 from fxpart.runtime.rows.parts import Parts
 from fxpart.runtime.rows.taken import Taken
 from fxpart.runtime.state import Entry, ModelState
@@ -70,13 +70,16 @@ class Rows:
 
     def share(self) -> None:
         """Give all holders of a table the sum of what they have, which the owner puts in order."""
-        for (name, lane), total in self.sums().items():
-            entry = self.entries[name]
-            found = spread(self._state, entry, lane, total)
-            holders = {id(t): t for (_, at), t in entry.copies.items() if at == lane}
-            for place, parameter in enumerate(holders.values()):
-                own = found.copy() if found is not None and place else found
-                self._set(parameter, own)
+        totals = self.sums()
+        for names, tables in self._together():
+            if not all((name, tables.lane) in totals for name in names):
+                continue
+            found = spread(tables, [totals[name, tables.lane] for name in names])
+            for entry, parts in zip(tables.entries, found, strict=True):
+                holders = {id(t): t for (_, at), t in entry.copies.items() if at == tables.lane}
+                for place, parameter in enumerate(holders.values()):
+                    own = parts.copy() if parts is not None and place else parts
+                    self._set(parameter, own)
 
     def sums(self) -> dict[tuple[str, int], Parts | None]:
         """What the holders of each table have together, by name and lane, as the owner has it.
@@ -84,17 +87,31 @@ class Rows:
         None in processes without the owner. Nothing is changed.
         """
         found: dict[tuple[str, int], Parts | None] = {}
-        for name, entry in self.entries.items():
-            for lane in self._state.lanes if len(entry.stages) > 1 else ():
-                holders = {s: t for (s, at), t in entry.copies.items() if at == lane.index}
-                once: dict[int, int] = {}
-                for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
-                    once.setdefault(id(holders[stage]), stage)
-                parts = {s: self.pending(t) if once[id(t)] == s else None
-                         for s, t in holders.items()}  # fmt: skip
-                if parts:
-                    found[name, lane.index] = collect(self._state, entry, lane.index, parts)
+        for names, tables in self._together():
+            here = [self._once(entry, tables.lane) for entry in tables.entries]
+            if here[0]:
+                parts = {stage: [own[stage] for own in here] for stage in here[0]}
+                totals = collect(tables, parts)
+                found.update(((n, tables.lane), t) for n, t in zip(names, totals, strict=True))
         return found
+
+    def _together(self) -> Iterator[tuple[list[str], Tables]]:
+        """Tables that several stages hold: those with the same holders, on each lane."""
+        groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name, entry in self.entries.items():
+            if len(entry.stages) > 1:
+                groups.setdefault((entry.spec.owner, entry.stages), []).append(name)
+        for names in groups.values():
+            for lane in self._state.lanes:
+                yield names, Tables(self._state, [self.entries[n] for n in names], lane.index)
+
+    def _once(self, entry: Entry, lane: int) -> dict[int, Parts | None]:
+        """What holders in this process have, by stage; a tensor that several share counts once."""
+        holders = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+        first: dict[int, int] = {}
+        for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
+            first.setdefault(id(holders[stage]), stage)
+        return {s: self.pending(t) if first[id(t)] == s else None for s, t in holders.items()}
 
     def settle(self, place: Place) -> None:
         """ZeRO: leave of each gradient what is this lane's to update; nothing travels."""

@@ -14,7 +14,8 @@ which for groups of one copy is that of :mod:`fxpart.solver.objective`: M = m t.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import fsum
 
@@ -44,6 +45,17 @@ class GroupCost:
     once: float
     sums: float
     summing: int = 0
+
+    def with_costs(self, copies: Sequence[StageCost]) -> GroupCost:
+        """The same copies, which take the same turns, at other costs."""
+        taken = [self.turns.count(copy) for copy in range(len(copies))]
+        return replace(
+            self,
+            copies=tuple(copies),
+            slowest=max(cost.seconds for cost in copies),
+            longest=max(n * cost.seconds for n, cost in zip(taken, copies, strict=True)),
+            once=max(cost.step_only_seconds for cost in copies) + self.sums,
+        )
 
     @property
     def pace(self) -> float:
@@ -95,9 +107,7 @@ class MixedScorer:
             self._group(choice, span, counts, own, flights)
             for span, counts, own, flights in zip(spans, choice.counts, rounds, flying, strict=True)
         )
-        longest = max(group.longest - group.slowest + group.once for group in groups)
-        seconds = fsum(group.slowest for group in groups) + longest
-        return MixedEvaluation(seconds, groups, tuple(self._faults(choice, groups)))
+        return evaluation_of(groups, tuple(self._faults(choice, groups)))
 
     def _turns(
         self, choice: MixedChoice, first: int, last: int, counts: tuple[int, ...]
@@ -127,19 +137,9 @@ class MixedScorer:
         sent = sum(w.gradient for w in held if not w.sparse) + rows * rows_moved(len(copies))
         line = max(k.latency for k in used) + sent * max(k.inverse_bandwidth for k in used)
         sums = 2 * (len(copies) - 1) * line if sent else 0.0
-        taken = [order.count(copy) for copy in range(len(copies))]
-        return GroupCost(
-            first=span[0],
-            last=span[1],
-            kinds=kinds,
-            copies=copies,
-            turns=order,
-            slowest=max(cost.seconds for cost in copies),
-            longest=max(n * cost.seconds for n, cost in zip(taken, copies, strict=True)),
-            once=max(cost.step_only_seconds for cost in copies) + sums,
-            sums=sums,
-            summing=while_copies_sum([w.gradient for w in held]) if len(copies) > 1 else 0,
-        )
+        summing = while_copies_sum([w.gradient for w in held]) if len(copies) > 1 else 0
+        made = GroupCost(*span, kinds, copies, order, 0.0, 0.0, 0.0, sums, summing)
+        return made.with_costs(copies)
 
     def _faults(self, choice: MixedChoice, groups: tuple[GroupCost, ...]) -> list[str]:
         problem, base = self.problem, self.problem.base
@@ -167,6 +167,13 @@ class MixedScorer:
                         f" ({problem.kinds[place].name})"
                     )
         return faults
+
+
+def evaluation_of(groups: Sequence[GroupCost], faults: tuple[str, ...] = ()) -> MixedEvaluation:
+    """T of these groups."""
+    longest = max(group.longest - group.slowest + group.once for group in groups)
+    seconds = fsum(group.slowest for group in groups) + longest
+    return MixedEvaluation(seconds, tuple(groups), faults)
 
 
 def evaluate(problem: MixedProblem, choice: MixedChoice) -> MixedEvaluation:
