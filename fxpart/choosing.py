@@ -70,7 +70,7 @@ class Proposal:
 class Chosen:
     """The joint problem with the user's wishes, what is proven of it, and meshes to price exactly.
 
-    proposals: the best of each mesh, by rising time at its pace.
+    proposals: the best of each mesh, by rising time at its pace; or of each with ZeRO and without.
     """
 
     problem: JointProblem
@@ -149,6 +149,7 @@ def choose_degrees(
     request: Request,
     *,
     pace: Callable[[float], float] | None = None,
+    levels: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Chosen:
     """Solve it under the request's wishes; FXP204 and others where nothing fits.
@@ -156,7 +157,9 @@ def choose_degrees(
     Where degrees are few each is solved for by itself; where the number of ranks is given
     (torchrun has started them), with the number of stages that makes it. pace: what seconds are
     worth while so many ranks compute, where that is known; each number of stages, of which as many
-    ranks compute, is then solved for by itself as well.
+    ranks compute, is then solved for by itself as well. levels: propose meshes without ZeRO beside
+    those with it, as for tables with sparse gradients, whose rows ZeRO has to settle: costs of
+    blocks do not know that.
     """
     wishes = read_wishes(request.constraints)
     wished = apply_wishes(problem, wishes)
@@ -191,7 +194,7 @@ def choose_degrees(
             solver=solved[0].solver,
             candidates=tuple(one.choice for one in found),
         ),
-        proposals=distinct(found),
+        proposals=distinct(found, levels),
     )
 
 
@@ -263,11 +266,11 @@ def proposal(
     )
 
 
-def distinct(rows: Sequence[Proposal]) -> tuple[Proposal, ...]:
-    """The best of each mesh, by rising time at its pace."""
-    kept: dict[str, Proposal] = {}
+def distinct(rows: Sequence[Proposal], levels: bool = False) -> tuple[Proposal, ...]:
+    """The best of each mesh, or of each with ZeRO and without, by rising time at its pace."""
+    kept: dict[tuple[str, bool], Proposal] = {}
     for one in sorted(rows, key=lambda row: row.paced):
-        kept.setdefault(one.mesh, one)
+        kept.setdefault((one.mesh, levels and one.zero > 0), one)
     return tuple(kept.values())
 
 

@@ -25,6 +25,8 @@ from fxpart.mixing import better, mixes
 from fxpart.parts import Parts
 from fxpart.plan import Plan
 from fxpart.planned.hosts import hosts_of, paced
+from fxpart.pricing.touched import touched_bytes
+from fxpart.pricing.weights import trained_names
 from fxpart.requests import Request, with_mesh
 from fxpart.reranking import Stages, is_measured, plan_seconds
 from fxpart.solver.joint.problem import JointProblem
@@ -93,10 +95,13 @@ def _alike(
         return Decided(plan, parts)
     degrees = replace(request, constraints=priced_as(request.constraints))
     problem, provenance = costed(graph, captured, degrees, microbatches)
-    chosen = choose_degrees(problem, provenance, degrees, pace=_pace(request), progress=progress)
+    levels = _has_tables(front)
+    chosen = choose_degrees(
+        problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
+    )
     found: list[_Tried] = []
     problems: list[Problem] = []
-    tries = _TRIES if info.nodes <= _LARGE else 1
+    tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
     measured = is_measured(request.cost_model)
     taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
     for number, one in enumerate(chosen.proposals):
@@ -115,6 +120,11 @@ def _alike(
         raise FxpartError(problems)
     plan, parts, one = min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
     return Decided(with_proof(plan, chosen, one), parts, problem)
+
+
+def _has_tables(front: Front) -> bool:
+    """Whether the model trains tables with sparse gradients."""
+    return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
 
 
 def _closed(made: _Tried) -> float:
