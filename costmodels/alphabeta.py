@@ -122,11 +122,27 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
     share = (n - 1) / n * size
     if kind == "all_reduce":
         return Cost(ring_all_reduce(n, m, size, beta, alpha), 2 * share, source="alpha-beta")
+    size *= _direct(n, m, links)
     if kind == "reduce_scatter":
         return Cost(reduce_scatter(n, m, size, beta, alpha), share, source="alpha-beta")
     if kind == "all_gather":
         return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
     return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
+
+
+def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
+    """How many times as much crosses between hosts as around a ring, where CPUs share a card.
+
+    Ranks of CPUs send each other their pieces directly (:mod:`fxpart.collectives.group`): from a
+    host with k = n / m of n ranks k (n - k) pieces go out, around a ring n - 1. Where every rank
+    has a card of its own it takes no longer than the ring.
+    """
+    if m == 1 or not any(link.kind == "shm" for link in links):
+        return 1.0
+    if not any(link.kind == "net" and link.shared is True for link in links):
+        return 1.0
+    k = n / m
+    return k * (n - k) / (n - 1)
 
 
 def _latencies(links: tuple[Link, ...]) -> Alpha:

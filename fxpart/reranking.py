@@ -149,7 +149,8 @@ def measured_whole(
 ) -> StageCost | None:
     """The stage with what it took as a whole on such a device; None where it was not measured.
 
-    microbatches: of a batch; taken: as many of them come here, by default all.
+    microbatches: of a batch; taken: as many of them come here, by default all. Rows of tables are
+    put together here of all, once a step.
     """
     later, first = model.stage(key, device), model.stage(key + FIRST, device)
     if later is None or first is None:
@@ -160,10 +161,11 @@ def measured_whole(
     held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
     update = own.of_timed(held, timed / microbatches, timed) * later.optimizer.seconds
     back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
+    merged = own.merging(held, microbatches) * microbatches / here
     return msgspec.structs.replace(
         stage,
         forward_seconds=own.full * later.forward.seconds + problem.action,
-        backward_seconds=own.full * back + own.merging(held, here) + problem.action,
+        backward_seconds=own.full * back + merged + problem.action,
         optimizer_seconds=own.full * update + problem.once,
     )
 

@@ -7,12 +7,16 @@ from functools import cache
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.roofline import Roofline
 from torch import nn
 
 import fxpart
-from fxpart.cluster import Cluster
+from fxpart.cluster import Cluster, Device, Link
+from fxpart.costs import Cost
 from fxpart.plan import Plan
+from fxpart.profile import Calibration, Crowding, StageTiming, Timing
 from fxpart.report.explain import explain
+from fxpart.reranking import FIRST
 from fxpart.whatif import choice_of
 
 
@@ -188,3 +192,52 @@ def test_copies_on_equal_devices_where_that_is_asked() -> None:
     plan = program(given, copies="always", stages=2).plan
     assert plan.replicas == ((1, 2),)
     assert plan.prediction.simulated_seconds < 0.6 * plain.prediction.simulated_seconds
+
+
+class Whole(Roofline):
+    """Knows every stage as a whole: a forward takes 2 s, backwards 3 s and then 5 s, an update 7 s.
+
+    On a slow device twice as long. No ranks share a stage: their collectives take minutes.
+    """
+
+    def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+        return Cost(600.0 if links and source != target else 0.0, source="test")
+
+    def stage(self, key: str, device: Device) -> StageTiming:
+        times = 2.0 if device.model == "cpu" else 1.0
+        back = 3.0 if key.endswith(FIRST) else 5.0
+        seconds = [Timing(times * s, times * s, times * s, 5) for s in (2.0, back, 7.0)]
+        return StageTiming(forward=seconds[0], backward=seconds[1], optimizer=seconds[2], rows=1)
+
+    def crowding(self, host: str) -> Crowding:
+        return Crowding()
+
+    def rehearsal(self, key: str) -> None:
+        return None
+
+    def setting_of(self, device: object) -> None:
+        return None
+
+    def calibration_of(self, setting: object) -> Calibration:
+        return Calibration()
+
+    def full(self, device: object) -> float:
+        return 1.0
+
+
+def test_copies_take_what_stages_took_as_a_whole() -> None:
+    """Each by its own device, its first microbatch apart; what is proven stays of costs of ops."""
+    given = cluster(("cpu", 2, 0.1, 20.0, 60.0), ("gpu", 1, 0.2, 40.0, 60.0))
+    made = fxpart.compile(
+        model(), given, example_inputs=batch(), optimizer="adam", microbatches=8,
+        loss=nn.functional.binary_cross_entropy_with_logits, cost_model=Whole(),
+        constraints={"copies": "always"},
+    )  # fmt: skip
+    plan = made.plan
+    assert plan.replicas and plan.certificate.objective < 1.0 < plan.prediction.step_seconds
+    for row in plan.prediction.ranks:
+        times = 2.0 if plan.device(row.ranks[0]).model == "cpu" else 1.0
+        taken = row.microbatches or plan.microbatches
+        assert row.forward_seconds == pytest.approx(times * 2.0)
+        assert row.backward_seconds == pytest.approx(times * (3.0 + (taken - 1) * 5.0) / taken)
+        assert row.optimizer_seconds == pytest.approx(times * 7.0)

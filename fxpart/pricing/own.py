@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.pricing.updates import RATE, ROWS, UPDATE, merge_seconds, update_parts
+from fxpart.pricing.updates import (
+    RATE,
+    ROWS,
+    TABLES,
+    UPDATE,
+    join_seconds,
+    merge_seconds,
+    update_parts,
+)
 from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
@@ -93,12 +101,15 @@ class Own:
         return self._taken(update_parts(weights)) / timed
 
     def merging(self, weights: Sequence[Weight], microbatches: int) -> float:
-        """Seconds for each microbatch that putting rows of tables together adds to an update."""
-        rows = sum(weight.rows for weight in weights)
-        seconds = merge_seconds(rows, microbatches)
+        """Seconds for each microbatch that putting rows of tables together adds to an update.
+
+        That is once a step: bytes, and for each table the calls that each microbatch takes.
+        """
+        tables = [weight for weight in weights if weight.sparse and weight.gradient]
+        seconds = merge_seconds(sum(weight.rows for weight in tables), microbatches)
         if ROWS not in self.factors:
             return seconds * RATE / self.device.bandwidth
-        return self._taken({ROWS: seconds})
+        return self._taken({ROWS: seconds, TABLES: join_seconds(len(tables))})
 
     @property
     def copying(self) -> float:

@@ -17,6 +17,9 @@ TOUCHED, ROWS, TABLES = "touched optimizer", "rows optimizer", "tables optimizer
 # those before it one row after the other (ATen's sum of sparse tensors). Rows of a table lie apart,
 # so that reading and writing them takes about four times what their bytes take in a row.
 _DENSE_CALLS, _CALLS, _SORTED, _MERGED, _APART = 8, 20, 16, 7, 4
+# To keep what a microbatch adds to a table apart, and to join it to what others added, takes some
+# sixteen small calls.
+_JOINED = 16
 
 
 def update_parts(
@@ -54,6 +57,11 @@ def merge_seconds(rows: float, microbatches: int) -> float:
     """
     times = (microbatches + 1) / 2 - 1 / microbatches
     return _MERGED * times * rows / RATE / microbatches
+
+
+def join_seconds(tables: int) -> float:
+    """Seconds for each microbatch of the calls by which rows of so many tables are joined."""
+    return _JOINED * tables * CALL
 
 
 def updated(weight: Weight, share: float = 1.0) -> float:

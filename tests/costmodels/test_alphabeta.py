@@ -35,6 +35,29 @@ def test_worked_numbers() -> None:
     assert ab.ring_all_reduce(4, 1, 4 * MIB, beta(235)) * 1e6 == pytest.approx(55.57, abs=0.005)
 
 
+@given(st.integers(2, 4), st.integers(1, 4))
+def test_pieces_that_processors_send_directly_share_a_card(hosts: int, each: int) -> None:
+    """Counted message by message: what leaves a host, against what a ring's link carries."""
+    n, size = hosts * each, 1.2e9
+    host_of = [rank // each for rank in range(n)]
+    kinds = ["net" if host_of[r] != host_of[(r + 1) % n] else "shm" for r in range(n)]
+    links = tuple(
+        Link(source=f"d{r}", target=f"d{(r + 1) % n}", latency=0.0, bandwidth=1e9, kind=kind,
+             shared=kind == "net")
+        for r, kind in enumerate(kinds)
+    )  # fmt: skip
+    left = sum(size / n for a in range(n) for b in range(n) if host_of[a] == 0 != host_of[b])
+    around = (n - 1) / n * size
+    wanted = left if each > 1 else around  # a ring of cards alone may be one of GPUs
+    for source, target, part in (("shard(0)", "replicate", 1), ("partial", "shard(0)", 1),
+                                 ("shard(0)", "shard(1)", n)):  # fmt: skip
+        found = ab.reshard(source, target, size, links).seconds
+        assert found == pytest.approx(wanted / part / 1e9)
+    alone = tuple(Link(source=x.source, target=x.target, latency=0.0, bandwidth=1e9, kind=x.kind)
+                  for x in links)  # fmt: skip
+    assert ab.reshard("shard(0)", "replicate", size, alone).seconds == pytest.approx(around / 1e9)
+
+
 def test_other_formulas_by_hand() -> None:
     size, b = 1e6, 1e-9
     assert ab.tree_all_reduce(8, 2, size, b) * 1e6 == pytest.approx(2 * 3 * 28 + 28 + 2000)
