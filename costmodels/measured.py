@@ -141,6 +141,10 @@ class Measured:
         known = () if isinstance(hosts, msgspec.UnsetType) else hosts
         return next((Crowding(slowdown=h.slowdown) for h in known if h.name == host), Crowding())
 
+    def within(self, cluster: Cluster) -> Measured:
+        """The same for a part of the cluster beside which all else is idle."""
+        return replace(self, cluster=cluster)
+
     def full(self, device: Device) -> float:
         """How many times longer the device computes while all ranks of its host do.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.arranging import plain, wished
+from fxpart.costmodels import Measured
 from fxpart.errors import FxpartError
 from fxpart.exact import limited
 from fxpart.optimizers import choose
@@ -271,7 +272,9 @@ def _of_one_kind(request: Request) -> Iterator[tuple[str, tuple[int, ...], Reque
         wish = "stages" in request.constraints
         stages = request.stages if wish else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
-        yield name, tuple(devices), replace(request, cluster=part, stages=stages)
+        model = request.cost_model
+        costs = model.within(part) if isinstance(model, Measured) else model
+        yield name, tuple(devices), replace(request, cluster=part, stages=stages, cost_model=costs)
 
 
 def _lifted(plan: Plan, request: Request, indices: Sequence[int]) -> Plan:

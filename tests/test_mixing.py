@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,10 +14,12 @@ from torch import nn
 import fxpart
 from fxpart.cluster import Cluster, Device, Link
 from fxpart.costs import Cost
+from fxpart.measuring.setting import setting
 from fxpart.plan import Plan
-from fxpart.profile import Calibration, Crowding, StageTiming, Timing
+from fxpart.profile import Calibration, Crowding, Profile, StageTiming, Timing
+from fxpart.report import units
 from fxpart.report.explain import explain
-from fxpart.reranking import FIRST
+from fxpart.reranking import FIRST, keys_of
 from fxpart.whatif import choice_of
 
 
@@ -241,3 +244,31 @@ def test_copies_take_what_stages_took_as_a_whole() -> None:
         assert row.forward_seconds == pytest.approx(times * 2.0)
         assert row.backward_seconds == pytest.approx(times * (3.0 + (taken - 1) * 5.0) / taken)
         assert row.optimizer_seconds == pytest.approx(times * 7.0)
+
+
+def test_one_kind_alone_has_its_host_for_itself(tmp_path: Path) -> None:
+    """What ranks of the other kind would slow down does not count, as in a cluster without them."""
+    fast, slow = (
+        msgspec.structs.replace(d, threads=1, quota=quota)
+        for d, quota in zip(Cluster.local(2).devices, (0.9, 0.8), strict=True)
+    )
+    both = msgspec.structs.replace(Cluster.local(2), devices=(fast, slow))
+    one, path, place = both.part([0]), tmp_path / "a.profile", setting(fast.model)
+    made = fxpart.compile(
+        model(), one, example_inputs=batch(), loss=nn.functional.binary_cross_entropy_with_logits
+    )
+    info = made.plan.model.fingerprint
+    stages = {}
+    for rows in range(1, 65):
+        taken = Timing(rows / 64, rows / 64, rows / 64, 5)
+        known = StageTiming(forward=taken, backward=taken, optimizer=taken, rows=rows)
+        for key in keys_of(made.captured, made.spec, made.sources, rows, "adamw"):
+            stages |= {key: known, key + FIRST: known}
+    with Profile(path, create=True) as profile:
+        profile.put("calibrations", place, {info: Calibration(factors={"matmul forward": 1.0})})
+        profile.put("crowding", place, {info: Crowding(slowdown=(1.0, 3.0))})
+        profile.put("stages", place, stages)
+    alone = made.replan(one, cost_model=path).plan.prediction.simulated_seconds
+    assert alone > 2.0  # forward and backward of 64 rows
+    words = made.replan(both, cost_model=path).plan.provenance["kinds"]
+    assert f"0.9 cores only: {units.seconds(alone)}" in words, words
