@@ -6,6 +6,7 @@ end first gets its status, the agent or the thread that watches: here the agent 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -28,7 +29,8 @@ def untelling(kind: type[Any], tell: Callable[[Any], object]) -> type[Any]:
 
 
 def main(kind: str, folder: str, restarts: str, *untold: str) -> None:
-    """Two ranks of the kind."""
+    """Two ranks of the kind. After 18 seconds all threads say where they are."""
+    faulthandler.dump_traceback_later(18)
     if untold:
         compat.telling = untelling
     seen: list[tuple[int, str]] = []

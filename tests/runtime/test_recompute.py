@@ -127,17 +127,21 @@ def test_an_input_that_is_changed_later_is_refused() -> None:
 
 
 def test_memory_between_forward_and_backward() -> None:
-    """Full keeps the input alone; selective more than that, and less than everything."""
+    """Full keeps the input alone; selective more than that, and less than everything.
+
+    Of some passes the least: what Python itself allocates now and then is not kept for one.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(Attention(32), Attention(32))
-    held = {}
+    held: dict[str, int] = {}
     for mode in ("none", "selective", "full"):
         again = Recompute(module, mode)  # type: ignore[arg-type]
-        for _ in range(3):
+        for number in range(5):
             x = leaf(2, 256, 32)
             start = live()
             out = again.call(as_stage(module), 0, x)[0] if mode != "none" else module(x)
-            held[mode] = live() - start
+            kept = live() - start
+            held[mode] = min(kept, held.get(mode, kept)) if number else kept
             out.sum().backward()
             del out
     size = x.nbytes

@@ -26,11 +26,15 @@ class Verdict:
 def gone(peers: Iterable[Peer], now: float) -> Verdict | None:
     """The first that is gone without a word, or whose word was that it failed, or blamed another.
 
-    One that ended as it should is none: the job may be over for it.
+    One that ended as it should is none: the job may be over for it. Of one that another found
+    silent, and killed for it, the other's word is the reason: it was sent before the kill.
     """
     found = [peer for peer in peers if peer.gone is not None or peer.left or peer.lost]
     for peer in sorted(found, key=lambda peer: peer.gone or now):
         if peer.gone is not None and peer.left is None and peer.lost is None:
+            killed = _killed_for_silence(peer, found)
+            if killed is not None:
+                return killed
             why = f"{name(peer)} ended without a word{_last(peer, now)}"
             return Verdict("FXP514", peer.rank, why, certain=True)
     for peer in found:
@@ -40,6 +44,14 @@ def gone(peers: Iterable[Peer], now: float) -> Verdict | None:
         if peer.lost is not None:
             why = f"{peer.lost.why} (rank {peer.rank} says so)"
             return Verdict(peer.lost.code, peer.lost.rank, why)
+    return None
+
+
+def _killed_for_silence(gone: Peer, peers: Iterable[Peer]) -> Verdict | None:
+    for peer in peers:
+        said = peer.lost
+        if said is not None and said.rank == gone.rank and said.code == "FXP515":
+            return Verdict(said.code, said.rank, f"{said.why} (rank {peer.rank} says so)", True)
     return None
 
 

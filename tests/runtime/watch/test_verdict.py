@@ -48,6 +48,16 @@ def test_one_that_failed_comes_before_one_that_blames() -> None:
     assert found is not None and (found.code, found.rank) == ("FXP515", 2)
 
 
+def test_one_that_was_killed_for_its_silence_was_silent() -> None:
+    """Who killed it had said so before; the end of its connection is seen at the same time."""
+    said = Lost("FXP515", 1, "rank 1 has been silent for 3.2 s")
+    found = gone([peer(0, lost=said), peer(1, gone=99.0)], NOW)
+    assert found is not None and (found.code, found.rank, found.certain) == ("FXP515", 1, True)
+    assert "silent for 3.2 s (rank 0 says so)" in found.why
+    found = gone([peer(0, lost=said), peer(2, gone=99.0)], NOW)  # another one
+    assert found is not None and (found.code, found.rank) == ("FXP514", 2)
+
+
 def test_one_that_ended_as_it_should_is_none() -> None:
     peers = [peer(1, left=Left(), gone=99.0)]
     assert gone(peers, NOW) is None
