@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from msgspec.structs import replace
 from torch import nn
 
 import fxpart
+import fxpart.deciding
 from fxpart import Cluster, Device, FxpartError, Link, Program
 from fxpart.profile import Crowding, Profile, Setting, Timing, chip
+from fxpart.requests import Request, with_mesh
 from fxpart.solver.joint.objective import evaluate
 from fxpart.whatif import Change, answer, choice_of
 
@@ -206,3 +209,27 @@ def test_on_few_cores_no_mesh_given_by_hand_is_expected_to_be_faster(tmp_path: P
             by_hand[mesh, stages] = other.prediction.expected_seconds
     assert made.plan.prediction.expected_seconds <= 1.02 * min(by_hand.values()), by_hand
     assert min(by_hand.values()) < by_hand["dp=4", 1] / 1.5
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_tables_are_tried_with_zero_and_without(
+    sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ZeRO takes to settle rows is known exactly only; of dense models one level is enough."""
+    tried: list[tuple[str, bool]] = []
+
+    def told(request: Request, mesh: str, zero: int) -> Request:
+        tried.append((mesh, zero > 0))
+        return with_mesh(request, mesh, zero)
+
+    monkeypatch.setattr(fxpart.deciding, "with_mesh", told)
+    monkeypatch.setattr(fxpart.deciding, "_closed", lambda made: math.inf)
+    tables = nn.Sequential(nn.EmbeddingBag(5000, 64, mode="sum", sparse=sparse), nn.Linear(64, 1))
+    batch = torch.randint(5000, (64, 4)), torch.rand(64, 1)
+    fxpart.compile(
+        tables, "local:2", example_inputs=batch, loss=nn.functional.mse_loss, optimizer="adagrad",
+        constraints={"stages": 1},
+    )  # fmt: skip
+    levels = sorted(zero for mesh, zero in tried if mesh == "dp=2")
+    assert levels == ([False, True] if sparse else levels[:1])
+    assert len(set(tried)) == len(tried)
