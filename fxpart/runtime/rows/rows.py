@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
+from math import prod
 
 import torch
 
+from fxpart.runtime import scatter
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.meshes import Meshes
 from fxpart.runtime.rows.gather import gather
@@ -96,12 +99,22 @@ class Rows:
         return found
 
     def _together(self) -> Iterator[tuple[list[str], Tables]]:
-        """Tables that several stages hold: those with the same holders, on each lane."""
-        groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        """Tables that several stages hold: those with the same holders, on each lane.
+
+        Of at most a bucket's bytes together, as they are whole: a process has the rows of so many
+        twice at any moment. All ranks know these sizes.
+        """
+        groups: dict[tuple[int, tuple[int, ...]], list[list[str]]] = {}
+        room: dict[tuple[int, tuple[int, ...]], int] = {}
         for name, entry in self.entries.items():
             if len(entry.stages) > 1:
-                groups.setdefault((entry.spec.owner, entry.stages), []).append(name)
-        for names in groups.values():
+                key, size = (entry.spec.owner, entry.stages), 4 * prod(entry.pieces.shape)
+                if size > room.get(key, 0):
+                    groups.setdefault(key, []).append([])
+                    room[key] = scatter.BUCKET
+                groups[key][-1].append(name)
+                room[key] -= size
+        for names in chain.from_iterable(groups.values()):
             for lane in self._state.lanes:
                 yield names, Tables(self._state, [self.entries[n] for n in names], lane.index)
 
