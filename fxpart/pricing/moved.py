@@ -103,27 +103,46 @@ def _plain(node: fx.Node, name: str, specs: Specs, mesh: Mesh) -> Moved:
     )
 
 
+def packs(kind: str, lanes: int, apart: int) -> tuple[int, int]:
+    """How often a collective packs or puts together, and of how many equal parts of the tensor one.
+
+    Bytes are read and written, so twice for each of the ``apart`` cuts whose pieces do not lie one
+    after another. An exchange has a lane's part, the others the whole.
+    """
+    if kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+        return 0, 1
+    return 2 * apart, lanes if kind == "all_to_all" else 1
+
+
 def copies(
     name: str, kind: str, given: Mapping[str, Any], shape: Sequence[Size], whole: Size, lanes: int
 ) -> tuple[Size, Size]:
     """Bytes read and written to pack and to put together (fxpart.collectives.moves)."""
-    piece = 2 * (-(-whole // lanes) if isinstance(whole, int) else whole / lanes)
+
+    def packed(collective: str, apart: int) -> Size:
+        times, parts = packs(collective, lanes, apart)
+        return times * _part(whole, parts)
+
+    piece = 2 * _part(whole, lanes)
     if name == "all_to_all":
         ways = ((given["source"], given["source_outer"]), (given["target"], given["target_outer"]))
         if given["source"] == given["target"]:  # gathered and cut again
-            return (2 * whole + piece,) * 2
-        return (sum(piece for way in ways if not leading(shape, *way)),) * 2
+            return (packed("all_gather", 1) + piece,) * 2
+        return (packed(name, sum(not leading(shape, *way) for way in ways)),) * 2
     if "dim" not in given:
         return 0, 0
-    apart = not leading(shape, given["dim"], given["outer"])
-    if name == "slice_shard" and kind == "P":  # zeros, and the piece among them
-        return piece if apart else 0, whole + piece
-    if not apart:
-        return 0, 0
-    cut = {"slice_shard": (piece, 2 * whole), "all_gather": (2 * whole, piece)}
-    if kind == "P" or name == "reduce_scatter":
-        return 2 * whole, 2 * whole
-    return cut[name]
+    apart = int(not leading(shape, given["dim"], given["outer"]))
+    cut, gather = apart * piece, packed("all_gather", apart)
+    if name == "slice_shard":  # its backward: all pieces, or zeros and the piece among them
+        return cut, gather if kind == "R" else whole + piece
+    scatter = packed("reduce_scatter", apart)
+    if name == "reduce_scatter":
+        return scatter, gather
+    return gather, scatter if kind == "P" else cut
+
+
+def _part(whole: Size, parts: int) -> Size:
+    return -(-whole // parts) if isinstance(whole, int) else whole / parts
 
 
 def leading(shape: Sequence[Size], dim: int, outer: int = 1) -> bool:

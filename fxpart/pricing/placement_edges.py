@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.passes.lowering.steps import Step, steps
+from fxpart.pricing.moved import packs
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
 
 if TYPE_CHECKING:
@@ -171,13 +172,10 @@ class _Way:
 
 
 def _copied(step: Step, lanes: int) -> float:
-    """See :mod:`fxpart.pricing.moved`; here a dim behind dims of 1 counts as any other."""
-    share = {"all_gather": 2.0, "reduce_scatter": 2.0, "all_to_all": 2.0 / lanes}
-    ends = {"all_gather": (step.before[step.axis],), "reduce_scatter": (step.after,)}
-    both = (step.before[step.axis], step.after)
-    cuts = [p for p in ends.get(step.kind, both) if isinstance(p, Shard)]
-    apart = sum(p.dim > 0 or p.outer > 1 for p in cuts)
-    return share.get(step.kind, 0.0) * apart
+    """As :mod:`fxpart.pricing.moved` counts; here a dim behind dims of 1 counts as any other."""
+    cuts = [p for p in (step.before[step.axis], step.after) if isinstance(p, Shard)]
+    times, parts = packs(step.kind, lanes, sum(p.dim > 0 or p.outer > 1 for p in cuts))
+    return times / parts
 
 
 def _whole(placements: Placements) -> tuple[Placement, ...]:

@@ -17,8 +17,8 @@ TOUCHED, ROWS, TABLES = "touched optimizer", "rows optimizer", "tables optimizer
 # those before it one row after the other (ATen's sum of sparse tensors). Rows of a table lie apart,
 # so that reading and writing them takes about four times what their bytes take in a row.
 _DENSE_CALLS, _CALLS, _SORTED, _MERGED, _APART = 8, 20, 16, 7, 4
-# To keep what a microbatch adds to a table apart, and to join it to what others added, takes some
-# sixteen small calls.
+# To keep what a microbatch adds to a table apart, and to join it to what others added, takes about
+# what sixteen small calls do.
 _JOINED = 16
 
 
