@@ -27,7 +27,7 @@ from fxpart.price import price
 from fxpart.pricing.mixed import mixed_problem, unlike
 from fxpart.pricing.places import kinds, named
 from fxpart.report import units
-from fxpart.reranking import Stages, keys_of, measured_whole
+from fxpart.reranking import Stages, keys_of, measured_whole, whole_words
 from fxpart.runtime.replicas import rounds_of
 from fxpart.solver.joint.wishes.parse import read_wishes
 from fxpart.solver.mixed.dp import size_of, solve_mixed
@@ -178,23 +178,30 @@ class _Mixing:
             provenance=self.provenance,
             constraints=request.constraints,
         )  # fmt: skip
-        known = self._whole(choice, found, parts)
+        known, words = self._whole(choice, found, parts)
         made = with_copies(plan, list(self._groups(known)), self.answer.bound)
-        return self._proven(made, found, known), copied(parts, rounds_of(made))
+        told = {**made.provenance, "choice": words} if words else made.provenance
+        made = self._proven(msgspec.structs.replace(made, provenance=told), found, known)
+        return made, copied(parts, rounds_of(made))
 
-    def _whole(self, choice: MixedChoice, found: MixedEvaluation, parts: Parts) -> MixedEvaluation:
-        """With measured seconds for copies of stages that were measured whole on such devices."""
+    def _whole(
+        self, choice: MixedChoice, found: MixedEvaluation, parts: Parts
+    ) -> tuple[MixedEvaluation, str]:
+        """With measured seconds for copies of stages that were measured whole on such devices.
+
+        And which these are, where the cost model knows of any.
+        """
         request, base = self.front.request, self.problem.base
         model = request.cost_model
         if not isinstance(model, Stages):
-            return found
+            return found, ""
         variant = base.variants[choice.variant]
         keys = keys_of(
             self.front.captured, parts.spec, parts.sources, variant.microbatch_size,
             request.optimizer,
         )  # fmt: skip
-        groups = []
-        for group, key in zip(found.groups, keys, strict=True):
+        groups, whole = [], []
+        for number, (group, key) in enumerate(zip(found.groups, keys, strict=True)):
             costs = []
             for copy, (kind, cost) in enumerate(zip(group.kinds, group.copies, strict=True)):
                 device = request.cluster.devices[self.places[kind][0]]
@@ -202,7 +209,9 @@ class _Mixing:
                 known = measured_whole(cost, key, device, model, base, variant.microbatches, taken)
                 costs.append(known or cost)
             groups.append(group.with_costs(costs))
-        return evaluation_of(groups, found.faults)
+            if all(cost is not before for cost, before in zip(costs, group.copies, strict=True)):
+                whole.append(number)
+        return evaluation_of(groups, found.faults), whole_words(whole, len(groups))
 
     def _groups(self, found: MixedEvaluation) -> Iterator[Copied]:
         """Each group's devices, in the cluster's order within a kind, and what copies cost."""

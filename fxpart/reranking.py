@@ -100,13 +100,17 @@ class Refined:
 
     def words(self) -> str:
         """Which stages were measured whole, for the plan."""
-        count = len(self.evaluation.stages)
-        if len(self.whole) == count:
-            return "every stage measured whole"
-        if not self.whole:
-            return "stages as sums of their ops"
-        named = ", ".join(map(str, self.whole))
-        return f"stages {named} of {count} measured whole, others as sums of their ops"
+        return whole_words(self.whole, len(self.evaluation.stages))
+
+
+def whole_words(whole: Sequence[int], count: int) -> str:
+    """Which of so many stages were measured whole."""
+    if len(whole) == count:
+        return "every stage measured whole"
+    if not whole:
+        return "stages as sums of their ops"
+    named = ", ".join(map(str, whole))
+    return f"stages {named} of {count} measured whole, others as sums of their ops"
 
 
 def refined(

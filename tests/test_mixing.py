@@ -238,6 +238,7 @@ def test_copies_take_what_stages_took_as_a_whole() -> None:
     )  # fmt: skip
     plan = made.plan
     assert plan.replicas and plan.certificate.objective < 1.0 < plan.prediction.step_seconds
+    assert plan.provenance["choice"] == "every stage measured whole"
     for row in plan.prediction.ranks:
         times = 2.0 if plan.device(row.ranks[0]).model == "cpu" else 1.0
         taken = row.microbatches or plan.microbatches
