@@ -277,15 +277,17 @@ class _Answer:
         return Streaming(problem, request, copying, self.plan, known, limit).best()
 
     def refined(self, problem: PartitionProblem, choice: Choice, evaluation: Evaluation) -> Refined:
-        """The evaluation with whole stages as they were measured; a stage of several ranks not."""
+        """The evaluation with whole stages as they were measured."""
         model, cluster = self.request.cost_model, self.request.cluster
-        if self.sharded is not None or not isinstance(model, Stages):
+        if not isinstance(model, Stages):
             return Refined(evaluation)
         parts = self.parts(choice)
         rows = problem.variants[choice.variant].microbatch_size
         keys = keys_of(self.captured, parts.spec, parts.sources, rows, self.request.optimizer)
         devices = [cluster.devices[d] for d in self.devices(len(choice.starts))]
-        return refined(evaluation, problem, choice, keys, model, devices)
+        lanes = self.request.mesh.size
+        groups = [devices[k : k + lanes] for k in range(0, len(devices), lanes)]
+        return refined(evaluation, problem, choice, keys, model, groups)
 
 
 def _shared(sharded: Sharded, sums: StepSums, blocks: Sequence[int]) -> Shared:

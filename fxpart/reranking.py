@@ -119,20 +119,21 @@ def refined(
     choice: Choice,
     keys: Sequence[str],
     model: Stages,
-    devices: Sequence[Device],
+    devices: Sequence[Sequence[Device]],
 ) -> Refined:
     """The evaluation with measured seconds for stages measured whole.
 
-    keys: of each stage; devices: on which each runs. Seconds are those while all ranks of the host
-    compute, as in the problem; sums of ties and transfers stay.
+    keys: of each stage; devices: on which the ranks of each run, of which the slowest counts.
+    Seconds are those while all ranks of the host compute, as in the problem; sums of ties and
+    transfers stay, and where a stage is several ranks what these exchange, and the update.
     """
     count = problem.variants[choice.variant].microbatches
     stages: list[StageCost] = []
     whole = []
-    for index, (stage, key, device) in enumerate(
+    for index, (stage, key, places) in enumerate(
         zip(evaluation.stages, keys, devices, strict=True)
     ):
-        known = measured_whole(stage, key, device, model, problem, count)
+        known = _slowest(stage, key, places, model, problem, count)
         stages.append(stage if known is None else known)
         if known is not None:
             whole.append(index)
@@ -140,6 +141,32 @@ def refined(
     seconds = fsum(s.seconds for s in stages) + longest
     made = msgspec.structs.replace(evaluation, seconds=seconds, stages=tuple(stages))
     return Refined(made, tuple(whole)) if whole else Refined(evaluation)
+
+
+def _slowest(
+    stage: StageCost,
+    key: str,
+    devices: Sequence[Device],
+    model: Stages,
+    problem: PartitionProblem,
+    count: int,
+) -> StageCost | None:
+    """What the slowest of a stage's ranks took; None where one was not measured."""
+    alike = {(d.model, d.host, d.threads, d.share): d for d in devices}
+    every = [measured_whole(stage, key, d, model, problem, count) for d in alike.values()]
+    known = [one for one in every if one is not None]
+    if len(known) < len(every):
+        return None
+    slowest = max(known, key=lambda one: one.forward_seconds + one.backward_seconds)
+    if len(devices) == 1:
+        return slowest
+    talk = stage.collective_seconds / 2  # of each direction, about
+    return msgspec.structs.replace(
+        slowest,
+        forward_seconds=slowest.forward_seconds + talk,
+        backward_seconds=slowest.backward_seconds + talk,
+        optimizer_seconds=stage.optimizer_seconds,
+    )
 
 
 def measured_whole(

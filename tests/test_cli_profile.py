@@ -12,6 +12,7 @@ import pytest
 from fxpart.cli import run
 from fxpart.cluster import Cluster
 from fxpart.measuring.group import likes
+from fxpart.plan import Plan
 from fxpart.profile import Crowding, Profile, Setting, Timing
 
 TARGET = """
@@ -91,6 +92,7 @@ def test_show_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["nothing.py:f", "--budget", "soon"], "FXP109"),
         (["nothing.py:f", "--budget", "0s"], "FXP109"),
         (["nothing.py:f"], "FXP107"),
+        (["nothing.py:f", "--for", "none.json"], "FXP301"),
         (["nothing.py:f", "--constraint", "x"], "FXP107"),
     ],
 )
@@ -159,3 +161,38 @@ def test_unlike_devices_under_torchrun(target: str, tmp_path: Path) -> None:
         assert [s.device for s in made.settings()] == ["cpu", "other-cpu"]
         ops = [set(made.get("ops", s, Timing)) for s in made.settings()]
     assert ops[0] and ops[1]
+    # Then the stages that the plan for both puts on each were measured, by what is known of both.
+    plan = tmp_path / "plan.json"
+    assert run(["plan", target, "-c", str(tmp_path / "mixed.toml"), "--profile", str(path),
+                "-o", str(plan)]) == 0  # fmt: skip
+    assert "every stage measured whole" in json.loads(plan.read_text())["provenance"]["choice"]
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_plan(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that would not be chosen; what it takes is then known as a whole."""
+    path, plan = str(tmp_path / "small.profile"), str(tmp_path / "plan.json")
+    profiling = ["profile", target, "-c", "local:2", "--budget", "4s", "-o", path, "--json"]
+    planning = ["plan", target, "-c", "local:2", "--profile", path, "-o", plan,
+                "--fix", "dp=2", "--fix", "pp=1", "--fix", "microbatches=2"]  # fmt: skip
+    assert run([*profiling, "--no-rehearse"]) == 0
+    assert run(planning) == 0
+    before = json.loads(Path(plan).read_text())
+    assert "sums of their ops" in before["provenance"]["choice"]
+    capsys.readouterr()
+    assert run([*profiling, "--for", plan]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["stages"] >= 1
+    assert run(planning) == 0
+    after = json.loads(Path(plan).read_text())
+    assert after["stages"] == before["stages"]
+    assert "every stage measured whole" in after["provenance"]["choice"]
+    capsys.readouterr()
+    other = Plan.load(plan)
+    devices = [msgspec.structs.replace(d, model="other-cpu") for d in other.cluster.devices]
+    cluster = msgspec.structs.replace(other.cluster, devices=tuple(devices))
+    msgspec.structs.replace(other, cluster=cluster, cluster_hash=cluster.hash).dump(plan)
+    assert run([*profiling, "--for", plan]) == 2
+    assert "FXP305" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_whole_stages_replace_sums_of_ops() -> None:
     count = problem.variants[choice.variant].microbatches
     before = evaluate(problem, choice)
     model = Known({"b": stage_timing(2.0, 5.0, 0.5), "b" + FIRST: stage_timing(2.0, 3.0, 0.5)})
-    devices = Cluster.local(2).devices
+    devices = [[device] for device in Cluster.local(2).devices]
     after = refined(before, problem, choice, ["a", "b"], cast(Any, model), devices)
     assert after.whole == (1,)
     assert after.evaluation.stages[0] == before.stages[0]
@@ -172,6 +172,51 @@ def test_whole_stages_replace_sums_of_ops() -> None:
     longest = max((count - 1) * s.seconds + s.step_only_seconds for s in rows)
     assert after.evaluation.seconds == pytest.approx(sum(s.seconds for s in rows) + longest)
     assert refined(before, problem, choice, ["x", "y"], cast(Any, model), devices).whole == ()
+
+
+class Unlike(Known):
+    """Whose second device takes so many times as long."""
+
+    def __init__(self, stages: dict[str, StageTiming], times: float) -> None:
+        super().__init__(stages)
+        self.times = times
+
+    def stage(self, key: str, device: Any) -> StageTiming | None:
+        found = self.stages.get(key)
+        if found is None or device.share == 1:
+            return found
+        return stage_timing(
+            *(self.times * t.seconds for t in (found.forward, found.backward, found.optimizer))
+        )
+
+
+def test_of_a_stage_of_several_ranks_the_slowest_counts() -> None:
+    """And what they exchange stays, as the update does: that may be of pieces."""
+    variant = Variant(
+        microbatch_size=1, microbatches=2, forward=((9.0,),), backward=((9.0,),), activation=(0,),
+        workspace=(0,), value_bytes=(), collective=(0.5,),
+    )  # fmt: skip
+    device = DeviceLimit(name="x", type=0, memory=2**40, latency=0.0, inverse_bandwidth=0.0)
+    problem = PartitionProblem(
+        blocks=("all",), devices=(device,), values=(), weights=(), variants=(variant,),
+        step=((4.0,),), max_stages=1,
+    )  # fmt: skip
+    choice = Choice(variant=0, schedule="1f1b", starts=(0,))
+    a, b = Cluster.local(2).devices
+    before = evaluate(problem, choice)
+    timing = stage_timing(2.0, 5.0, 0.5)
+    model = Unlike({"a": timing, "a" + FIRST: timing}, 3.0)
+    held = replace(b, quota=0.5)
+    for devices, times in (([a, b], 1.0), ([a, held], 3.0), ([held, a], 3.0)):
+        found = refined(before, problem, choice, ["a"], cast(Any, model), [devices])
+        (stage,) = found.evaluation.stages
+        assert found.whole == (0,)
+        assert stage.forward_seconds == pytest.approx(1.5 * 2 * times + 0.25)
+        assert stage.backward_seconds == pytest.approx(1.5 * 5 * times + 0.25)
+        assert (stage.optimizer_seconds, stage.collective_seconds) == (4.0, 0.5)
+    gone = replace(b, host="elsewhere")
+    model.stage = lambda key, device: None if device is gone else timing  # type: ignore[method-assign]
+    assert refined(before, problem, choice, ["a"], cast(Any, model), [[a, gone]]).whole == ()
 
 
 def test_an_update_that_was_timed_is_scaled_by_rows() -> None:
@@ -196,7 +241,7 @@ def test_an_update_that_was_timed_is_scaled_by_rows() -> None:
         model = Known({"a": stage_timing(2.0, 5.0, 0.5), "a" + FIRST: stage_timing(2.0, 5.0, 0.5)})
         before = evaluate(problem, choice)
         (found,) = refined(
-            before, problem, choice, ["a"], cast(Any, model), devices
+            before, problem, choice, ["a"], cast(Any, model), [devices]
         ).evaluation.stages  # fmt: skip
         own = Own.of(model, devices[0])
         scaled = whole / timed * m / 2

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     "--rehearse/--no-rehearse", default=True, show_default=True,
     help="Run the plans that may be the best, where all devices are this host's processors.",
 )  # fmt: skip
+@click.option(
+    "--for", "plans", multiple=True, type=click.Path(), metavar="PLAN",
+    help="Measure the stages that this plan puts on such devices; may be repeated.",
+)  # fmt: skip
 @click.option("--output", "-o", "path", type=click.Path(), help="The profile; made or added to.")
 @click.option(
     "--merge", multiple=True, type=click.Path(), metavar="OTHER",
@@ -83,33 +87,37 @@ def _measure(
     cluster: str,
     budget: str,
     constraint: tuple[str, ...],
-    **options: Any,
+    plans: tuple[str, ...],
+    rehearse: bool,
+    **asked: Any,
 ) -> list[Profiled]:
     """One run here, or under torchrun one for each kind of device."""
     from fxpart.cluster import Cluster
+    from fxpart.front import Asked
     from fxpart.measuring.group import profile_group
-    from fxpart.measuring.session import profile
+    from fxpart.measuring.session import Profiling
+    from fxpart.plan import Plan
     from fxpart.target import load_target
 
     seconds = parse_seconds(budget, "--budget")
     given = Cluster.parse(cluster)
+    wanted = tuple(map(Plan.load, plans))
     workload = load_target(target)
     _writable(path)
     with output.told(f"profiling {target}", first) as show:
-        given_options: dict[str, Any] = {
-            **options,
-            "budget": seconds,
-            "constraints": parse_constraints(constraint),
-            "date": datetime.date.today().isoformat(),
-            "progress": _counted(show),
-        }
+        constraints = parse_constraints(constraint) or {}
+        made = Profiling.of(
+            workload, given, Asked(**asked, cost_model="roofline", constraints=constraints),
+            date=datetime.date.today().isoformat(), progress=_counted(show), rehearse=rehearse,
+            plans=wanted,
+        )  # fmt: skip
 
-        def run(devices: Cluster, where: str | Path) -> Profiled:
-            return profile(workload, devices, where, **given_options)
+        def run(place: int, where: Path, share: float) -> Profiled:
+            return made.run(where, share * seconds, place=place, strict=False)
 
         started = launch()
         if started is None:
-            return [run(given, path)]
+            return [made.run(path, seconds)]
         return profile_group(started, given, Path(path), run, timeout=300.0 + 10 * seconds)
 
 

@@ -17,6 +17,7 @@ from fxpart.capture import Captured
 from fxpart.cluster import Device
 from fxpart.cluster_io.detect import cores
 from fxpart.costmodels import HERE
+from fxpart.deciding import decide
 from fxpart.front import Front, of_model
 from fxpart.measuring.candidates import Work
 from fxpart.measuring.contest import by_name
@@ -24,6 +25,8 @@ from fxpart.measuring.crowding import MOST
 from fxpart.measuring.stage_bench import StageWork
 from fxpart.optimizers import choose
 from fxpart.parts import Parts, make_parts
+from fxpart.plan import Plan
+from fxpart.planned.decided import plan_key
 from fxpart.planned.words import label
 from fxpart.price import price
 from fxpart.profile import Profile, Setting
@@ -39,16 +42,20 @@ Progress = Callable[[str, int, int], None]
 # Shares of the budget that are used when ops, and stages, are done: with rehearsals, and without.
 _OPS, _STAGES = (0.3, 0.4), (0.6, 0.8)
 _SOLVING = 5.0  # seconds for each search
+_NEAR = 0.1  # of a quota
 
 
 @dataclass
 class Run:
     """What all phases share; each stops when its share of the budget is used.
 
-    start: on the monotonic clock. programs: by the first block of each stage, made once.
+    front: for the devices of this one's kind. whole: for all of the cluster. plans: whose stages
+    are measured; strict: it is a fault where one has none here. start: on the monotonic clock.
+    programs: by the first block of each stage, made once.
     """
 
     front: Front
+    whole: Front
     profile: Profile
     device: torch.device
     setting: Setting
@@ -58,6 +65,8 @@ class Run:
     date: str
     progress: Progress
     rehearse: bool = True
+    plans: tuple[Plan, ...] = ()
+    strict: bool = True
     programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
 
     @property
@@ -67,9 +76,20 @@ class Run:
         asked = (
             self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
             self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
-            request.seed, self.rehearse,
+            request.seed, self.rehearse, self.planned_for.request.cluster,
+            sorted((plan_key(plan), plan.cluster_hash, plan.devices) for plan in self.plans),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @property
+    def planned_for(self) -> Front:
+        """For the whole cluster where the profile knows all its kinds of devices."""
+        held = self.profile.settings()
+        known = all(
+            any(s.threads == d.threads and s.device == d.model and _near(s, d) for s in held)
+            for d in self.whole.request.cluster.devices
+        )
+        return self.whole if known else self.front
 
     @property
     def captured(self) -> Captured:
@@ -107,7 +127,7 @@ class Run:
 
     @property
     def first(self) -> Device:
-        """The cluster's first device, which this one stands for."""
+        """The first device of this one's kind, which it stands for."""
         return self.front.request.cluster.devices[0]
 
     @property
@@ -116,9 +136,23 @@ class Run:
         devices = self.front.request.cluster.devices
         return sum(device.host == self.first.host for device in devices)
 
-    def each(self, works: int) -> float:
-        """Seconds for each stage."""
-        return min(1.0, max(0.1, self.left(self.shares[1]) / (4.0 * works)))
+    def each(self, works: int, share: float) -> float:
+        """Seconds for each stage, until that share of the budget is used."""
+        return min(1.0, max(0.1, self.left(share) / (4.0 * max(1, works))))
+
+    def best_plan(self) -> Plan:
+        """What would be planned by the profile as it is; planning takes nothing of the budget.
+
+        Raises FXP2xx where nothing fits.
+        """
+        start = time.monotonic()
+        found = self.planned_for
+        model = costmodels.find(self.profile.path, found.request.cluster)
+        request = of_model(replace(found.request, cost_model=model), found.info)
+        try:
+            return decide(replace(found, request=request), self.microbatches).plan
+        finally:
+            self.start += time.monotonic() - start
 
     def choices(self, model: CostModel) -> tuple[PartitionProblem, list[Choice]]:
         """The problem of stages of one rank, and its best choices of different kinds."""
@@ -149,3 +183,8 @@ class Run:
         mark = self.front.info.fingerprint[:12]
         labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
         return Work(StageWork(parts.spec, parts.sources, count, labels), blocks)
+
+
+def _near(setting: Setting, device: Device) -> bool:
+    """Whether what was measured under a quota holds for the device's own."""
+    return abs(setting.share / device.share - 1) < _NEAR

@@ -21,6 +21,7 @@ from fxpart.measuring.stages import StageRun, Values
 from fxpart.profile import TIMED, StageTiming
 from fxpart.program import ProgramSpec
 from fxpart.runtime.batch import Reader
+from fxpart.runtime.lane_batch import LaneReader, row_multiple
 from fxpart.runtime.shapes import Sizes
 
 if TYPE_CHECKING:
@@ -31,12 +32,23 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class StageWork:
-    """The stages of one program to time at one microbatch size. label: of the plan, for people."""
+    """The stages of one program to time at one microbatch size; where each is several ranks, the
+    first lane's.
+
+    labels: of the plan, for people. mine: those that are timed, None for all; the others run for
+    what they give.
+    """
 
     spec: ProgramSpec
     sources: tuple[str, ...]
     microbatches: int
     labels: tuple[str, ...]
+    mine: frozenset[int] | None = None
+
+    @property
+    def timed(self) -> list[int]:
+        """Which stages are."""
+        return [k for k in range(len(self.sources)) if self.mine is None or k in self.mine]
 
 
 def microbatch(captured: Captured, spec: ProgramSpec, count: int) -> tuple[Values, Sizes, int]:
@@ -50,11 +62,14 @@ def microbatches(
 ) -> tuple[list[Values], Sizes, int]:
     """TIMED of ``count`` microbatches of one size, or the only one: tensors, that size, its rows.
 
-    Those of the first one's size. Tables are asked for other rows by each, which an update then has
-    to go through.
+    Those of the first one's size; where a stage is several ranks, the first lane's part of them,
+    and the rows of all. Tables are asked for other rows by each, which an update then has to go
+    through.
     """
     assert captured.example is not None, "a captured model has an example"
-    cut = Reader(spec).read(captured.example(), count)
+    whole = Reader(spec, row_multiple(spec)).read(captured.example(), count)
+    cut = LaneReader(spec, 0).read(whole)
+    count = len(cut.inputs)
     equal = [k for k in range(count) if cut.sizes[k] == cut.sizes[0]]
     values = [dict(cut.inputs[k]) for k in equal[:TIMED]]
     return values, cut.sizes[0], cut.rows[0]
@@ -125,7 +140,7 @@ class StageBench:
         every, sizes, rows = microbatches(self.captured, work.spec, work.microbatches)
         timed_on = [{n: t.to(self.device) for n, t in values.items()} for values in every]
         keys = keys_of(work, sizes, self.name)
-        wanted = [k for k, key in enumerate(keys) if key not in known]
+        wanted = [k for k in work.timed if keys[k] not in known]
         timed: list[str] = []
         for group in self._groups(wanted, len(keys)):
             if left() <= 0:

@@ -2,7 +2,9 @@
 
 A stage's emitted module runs in the runtime's own cell on values that the stages before it really
 made; gradients start at zero and add up as over the microbatches of a step. Sparse ones are kept as
-they came and put together before the update, as the runtime does it, and count as part of it.
+they came and put together before the update, as the runtime does it, and count as part of it. A
+stage of several ranks is the first lane's; what it takes from the others is there at once
+(:mod:`fxpart.measuring.forms`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from torch import nn
 
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise
+from fxpart.measuring.forms import Alike
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.groups import own
+from fxpart.runtime.lanes import mesh_of
 from fxpart.runtime.links import Link, links
 from fxpart.runtime.optimizer import groups_of, make_optimizer
+from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.rows.taken import Taken
 from fxpart.runtime.stage import StageTable
 
@@ -42,7 +47,9 @@ class StageRun:
     ) -> None:
         """state: the model's tensors by name, copied. optimizer: as for a trainer."""
         self.module: nn.Module = load_stage(source, spec.stages[stage], device)
-        materialise(self.module, spec, state, constants=constants_of(spec, state), strict=False)
+        constants, part = constants_of(spec, state), parts_of(spec, 0)
+        materialise(self.module, spec, state, constants=constants, strict=False, part=part)
+        vars(self.module)["mesh"] = Alike(mesh_of(spec), 0)
         self.found = links(spec)
         self.table = StageTable.of(spec, spec.stages[stage], self.module, self.found, False)
         self._device = device

@@ -1,0 +1,83 @@
+"""The stages that a plan puts on devices of one kind, ready to be timed.
+
+Stages are told apart by their code, so a plan's are known to every plan that has the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fxpart.errors import error
+from fxpart.front import Front
+from fxpart.measuring.candidates import Work
+from fxpart.measuring.group import kind
+from fxpart.measuring.stage_bench import StageWork
+from fxpart.parts import make_parts
+from fxpart.plan import Plan, Stage
+from fxpart.planning import difference
+from fxpart.sharded.record import restore
+
+if TYPE_CHECKING:
+    from fxpart.cluster import Device
+
+
+def work_of(front: Front, plan: Plan, device: Device) -> Work | None:
+    """What the plan's ranks on devices like this one compute; None where it has none there.
+
+    Of a stage of several ranks what its first lane does. Stages that recompute are timed as they
+    are without it, which is what plans are priced by. Raises FXP304 where the plan is for another
+    model, and FXP105 for another batch size.
+    """
+    _check(front, plan)
+    units = list(_units(plan))
+    mine = frozenset(k for k, (_, _, held) in enumerate(units) if _on(plan, held, device))
+    if not mine:
+        return None
+    sharded = None if plan.sharding is None else restore(front.graph, front.captured, plan.sharding)
+    starts = tuple(first for first, _, _ in units)
+    parts = make_parts(
+        front.captured, front.graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype
+    )
+    mark = front.info.fingerprint[:12]
+    spans = tuple((first, last) for first, last, _ in units)
+    shared = "" if plan.sharding is None else f" on {plan.sharding.mesh}"
+    labels = tuple(f"{mark} {held[0].label}{shared}" for _, _, held in units)
+    work = StageWork(parts.spec, parts.sources, plan.microbatches, labels, mine)
+    return Work(work, spans)
+
+
+def _check(front: Front, plan: Plan) -> None:
+    """It is this model's, and of the batch that was captured."""
+    if plan.model.fingerprint != front.info.fingerprint:
+        raise error(
+            "FXP304",
+            where=f"plan for {plan.model.name}",
+            why=difference(plan.model, front.info),
+            fix="plan this model: fxpart plan TARGET -o plan.json",
+        )
+    if plan.batch_size != front.captured.batch_size:
+        raise error(
+            "FXP105",
+            where=f"plan for batches of {plan.batch_size}",
+            why=f"what is profiled has {front.captured.batch_size} rows",
+            fix=f"--batch-size {plan.batch_size}, or a plan for {front.captured.batch_size} rows",
+        )
+
+
+def _units(plan: Plan) -> Iterator[tuple[int, int, list[Stage]]]:
+    """What is compiled: first block, last block, and the stages that run it, as copies do."""
+    if plan.replicas:
+        groups = {group[0]: sorted(set(group)) for group in plan.replicas}
+        for first in plan.firsts:
+            stage = plan.stages[first]
+            yield stage.first, stage.last, [plan.stages[k] for k in groups.get(first, [first])]
+        return
+    for first, last, index in plan.program_stages:
+        yield first, last, [plan.stages[index]]
+
+
+def _on(plan: Plan, stages: list[Stage], device: Device) -> bool:
+    """Whether a rank of these stages has a device like this one."""
+    ranks = [rank for stage in stages for rank in stage.ranks]
+    return any(kind(plan.device(rank)) == kind(device) for rank in ranks)

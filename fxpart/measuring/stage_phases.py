@@ -1,0 +1,116 @@
+"""The phases of profiling that time stages whole: of the best few plans, and of plans for all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from fxpart.cluster import Device
+from fxpart.errors import FxpartError, error
+from fxpart.measuring.candidates import Work, alone, with_wholes
+from fxpart.measuring.planned import work_of
+from fxpart.measuring.rotation import LEAST
+from fxpart.measuring.run import Run
+from fxpart.measuring.stage_bench import TURNS, StageBench, Thought
+from fxpart.optimizers import choose
+from fxpart.plan import Plan
+from fxpart.pricing.parts import StageParts
+from fxpart.pricing.places import named
+from fxpart.profile import StageTiming
+from fxpart.solver.problem import Choice, PartitionProblem
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel
+
+_PLANS = 5  # plans of which the stages are measured whole
+
+
+class StagePhases(Run):
+    """Stages of one rank of the best chains, and those of plans for the whole cluster."""
+
+    def stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
+        """The stages of the model's best few plans, and the whole as one stage at each size."""
+        problem, choices = self.choices(model)
+        parts = StageParts(
+            self.graph, self.captured, alone(model), self.first, self.front.request.optimizer
+        )
+        wanted = [c for c in with_wholes(problem, choices, _PLANS) if self._fits(problem, c)]
+        works = [self.work(problem, choice) for choice in wanted or choices[:1]]
+        return self._timed([(w, w.parts(parts)) for w in works], self.shares[1], left_out)
+
+    def of_plans(self, left_out: list[str]) -> tuple[int, int]:
+        """The stages that given plans put on devices like this one.
+
+        Where none is given, those of the plan that would be chosen now, if it is not rehearsed.
+        What sums of ops say of them is not asked: factors are those of the best few plans.
+        """
+        plans = list(self.plans)
+        if not plans:
+            if self.rehearses or self.left() <= 0:
+                return 0, 0
+            try:
+                plans = [self.best_plan()]
+            except FxpartError:  # nothing fits: whoever plans is told
+                return 0, 0
+        works = [work_of(self.front, plan, self.first) for plan in plans]
+        if self.plans and self.strict and None in works:
+            raise _elsewhere(plans[works.index(None)], self.first)
+        return self._timed([(work, None) for work in works if work], 1.0, left_out)
+
+    def _timed(
+        self, works: list[tuple[Work, Thought | None]], share: float, left_out: list[str]
+    ) -> tuple[int, int]:
+        """Stages timed now, and those that the profile had; until that share of the budget."""
+        known = self.profile.get("stages", self.setting, StageTiming)
+        made, reached = self._in_turns(works, share, known)
+        self.profile.put("stages", self.setting, made, self.date)
+        found = sum(len(work.stages.timed) for work, _ in works[:reached]) - len(made) // 2
+        if reached < len(works):
+            left_out.append(f"the stages of {len(works) - reached} plans")
+        return len(made) // 2, found
+
+    def _in_turns(
+        self, works: list[tuple[Work, Thought | None]], share: float, known: Collection[str]
+    ) -> tuple[dict[str, StageTiming], int]:
+        """Timings of stages that are not known, and of how many of the works there was time for."""
+        optimizer = self.front.request.optimizer
+        bench = StageBench(
+            self.captured, optimizer, choose(optimizer).name, self.device,
+            together=self.device.type == "cpu" and self.neighbours > 1,
+        )  # fmt: skip
+        done, count = 0, TURNS * len(works)
+        for _ in range(TURNS):
+            timed = set(known)
+            for work, thought in works:
+                if self.left(share) <= 0 and done:
+                    break
+                self.progress("stages", done, count)
+                timed |= set(
+                    bench.turn(
+                        work.stages,
+                        timed,
+                        seconds=self.each(len(works), share) / TURNS,
+                        left=lambda: self.left(share),
+                        parts=thought,
+                    )
+                )
+                done += 1
+        self.progress("stages", count, count)
+        return bench.timings(), min(done, len(works))
+
+    def _fits(self, problem: PartitionProblem, choice: Choice) -> bool:
+        """Whether the least that is done to time a plan's stages takes half of what is left."""
+        variant = problem.variants[choice.variant]
+        once = sum(variant.forward[0]) + sum(variant.backward[0])
+        return LEAST * once < self.left(self.shares[1]) / 2
+
+
+def _elsewhere(plan: Plan, device: Device) -> FxpartError:
+    """The plan has nothing to measure here."""
+    others = ", ".join(sorted({named(plan.device(rank)) for rank in range(plan.world)}))
+    return error(
+        "FXP305",
+        where=f"plan for {plan.cluster.name}: {others}",
+        why=f"none of its ranks is on a device like the one that is measured, {named(device)}",
+        fix="--cluster with a device of the plan as its first, on that machine",
+    )
