@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -26,6 +27,7 @@ from fxpart.solver.problem import PartitionProblem
 
 _STRETCH = 1.0  # seconds at most in which so many ranks compute together
 _CROWDING = 0.25  # of what is left of the budget, about
+_PLANS = 0.5  # of the budget, at most, for stages of given plans
 _OPS_LEAST = 0.5  # seconds for ops in any case: a profile of nothing is no use
 
 
@@ -33,11 +35,22 @@ class Phases(StagePhases):
     """One run; each phase stops when its share of the budget is used."""
 
     def run(self) -> Profiled:
-        """All phases, or none where nothing was left to measure the last time, or is now."""
+        """The stages of given plans; then all phases, or none where nothing was left to measure the
+        last time, or is now.
+        """
+        left_out: list[str] = []
+        made, known = self.of_plans(self.plans, _PLANS, left_out, strict=self.strict)
         kept = self.profile.get("settled", self.setting, Settled).get(self.asked)
         if kept is None or (kept.left_out and self.budget > kept.budget):
-            return self._measured()
-        return self._told(**kept.told())
+            found = self._measured()
+        else:
+            found = self._told(**kept.told())
+        return msgspec.structs.replace(
+            found,
+            stages=found.stages + made,
+            known_stages=found.known_stages + known,
+            left_out=(*left_out, *found.left_out),
+        )
 
     def _measured(self) -> Profiled:
         """All phases."""
@@ -48,7 +61,7 @@ class Phases(StagePhases):
         self._crowding(left_out)
         # What is best may be others now. Factors stay, so that the same are best the next time.
         again, known_again = self.stages(self.model(), left_out)
-        of_plans, known_of_plans = self.of_plans(left_out)
+        of_best, known_of_best = self.of_best(left_out)
         rehearsed = self._rehearsed(left_out)
         middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
         if rehearsed is None:
@@ -59,8 +72,8 @@ class Phases(StagePhases):
         found = self._told(
             ops=ops,
             known_ops=known_ops,
-            stages=stages + again + of_plans,
-            known_stages=known_stages + known_again + known_of_plans,
+            stages=stages + again + of_best,
+            known_stages=known_stages + known_again + known_of_best,
             rehearsals=0 if rehearsed is None else rehearsed.done,
             known_rehearsals=0 if rehearsed is None else rehearsed.known,
             median_error=middle,

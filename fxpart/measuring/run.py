@@ -26,7 +26,6 @@ from fxpart.measuring.stage_bench import StageWork
 from fxpart.optimizers import choose
 from fxpart.parts import Parts, make_parts
 from fxpart.plan import Plan
-from fxpart.planned.decided import plan_key
 from fxpart.planned.words import label
 from fxpart.price import price
 from fxpart.profile import Profile, Setting
@@ -71,13 +70,12 @@ class Run:
 
     @property
     def asked(self) -> str:
-        """A digest of what is profiled, and for what."""
+        """A digest of what is profiled, and for what; without given plans."""
         request = self.front.request
         asked = (
             self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
             self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
             request.seed, self.rehearse, self.planned_for.request.cluster,
-            sorted((plan_key(plan), plan.cluster_hash, plan.devices) for plan in self.plans),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
 

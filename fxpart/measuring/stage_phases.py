@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fxpart.cluster import Device
@@ -38,29 +38,35 @@ class StagePhases(Run):
         works = [self.work(problem, choice) for choice in wanted or choices[:1]]
         return self._timed([(w, w.parts(parts)) for w in works], self.shares[1], left_out)
 
-    def of_plans(self, left_out: list[str]) -> tuple[int, int]:
-        """The stages that given plans put on devices like this one.
+    def of_best(self, left_out: list[str]) -> tuple[int, int]:
+        """Those of the plan that would be chosen now, if plans are not run anyway."""
+        if self.rehearses or self.left() <= 0:
+            return 0, 0
+        try:
+            best = self.best_plan()
+        except FxpartError:  # nothing fits: whoever plans is told
+            return 0, 0
+        return self.of_plans([best], 1.0, left_out)
 
-        Where none is given, those of the plan that would be chosen now, if it is not rehearsed.
-        What sums of ops say of them is not asked: factors are those of the best few plans.
+    def of_plans(
+        self, plans: Sequence[Plan], share: float, left_out: list[str], *, strict: bool = False
+    ) -> tuple[int, int]:
+        """The stages that plans put on devices like this one, until that share of the budget.
+
+        What sums of ops say of them is not asked: factors are those of the best few plans. strict:
+        FXP305 where a plan has none here.
         """
-        plans = list(self.plans)
-        if not plans:
-            if self.rehearses or self.left() <= 0:
-                return 0, 0
-            try:
-                plans = [self.best_plan()]
-            except FxpartError:  # nothing fits: whoever plans is told
-                return 0, 0
         works = [work_of(self.front, plan, self.first) for plan in plans]
-        if self.plans and self.strict and None in works:
+        if strict and None in works:
             raise _elsewhere(plans[works.index(None)], self.first)
-        return self._timed([(work, None) for work in works if work], 1.0, left_out)
+        return self._timed([(work, None) for work in works if work], share, left_out)
 
     def _timed(
         self, works: list[tuple[Work, Thought | None]], share: float, left_out: list[str]
     ) -> tuple[int, int]:
         """Stages timed now, and those that the profile had; until that share of the budget."""
+        if not works:
+            return 0, 0
         known = self.profile.get("stages", self.setting, StageTiming)
         made, reached = self._in_turns(works, share, known)
         self.profile.put("stages", self.setting, made, self.date)

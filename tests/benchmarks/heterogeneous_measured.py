@@ -5,7 +5,9 @@
 Ranks are processes that control groups hold to quotas of a core; on other machines nothing is run,
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
 (``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas, again where
-the machine did not keep its pace meanwhile (held_profiles.py).
+the machine did not keep its pace meanwhile (held_profiles.py). Then, for each cluster, the stages
+that its plans put on each quota are measured too (``fxpart profile --for``), and it is planned
+again by all that is known.
 Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
 devices: the best pipeline for equal devices, its stages each where it does best; equal shares of
@@ -32,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import namespaces
 import quotas
 from choice import links
-from held_profiles import profile_held
+from held_profiles import profile_held, stages_held
 from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
 from pace import compared
 from record import ROOT, parser, write
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"
 _BOUND = 0.15
+_PASSES = 3  # that measure stages of plans, at most: others may be chosen then
+_SUMS = "sums of their ops"  # what a plan says of stages that were not measured whole
 MODELS = ("gpt2", "recommender")
 
 
@@ -201,6 +205,12 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     need = program.replan(alone, cost_model=path).plan.prediction.ranks[0]
     cluster = cluster_of(words, kinds, base, need)
     made = plans(program, cluster, kinds, path)
+    for _ in range(_PASSES):
+        if all(_SUMS not in one.plan.provenance["choice"] for one in made.values()):
+            break
+        say("  their stages under each quota")
+        stages_held(name, [one.plan for one in made.values()], base, path, options.budget)
+        made = plans(program, cluster, kinds, path)
     again = same(made)
     for label in again:
         say(f"  {label}: is the chosen plan")
