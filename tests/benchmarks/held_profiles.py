@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpart.cluster import Cluster
-    from fxpart.plan import Plan
 
 _APART = 2.0  # seconds between pieces of work
 _WITHIN = 1.3  # of the best moment's seconds, for the slower quarter of pieces
@@ -92,19 +90,7 @@ def profile_held(
     return told
 
 
-def stages_held(name: str, plans: Sequence[Plan], base: Cluster, path: Path, budget: float) -> None:
-    """Measure, under each quota that plans have, the stages that they put there."""
-    found: dict[float, list[Plan]] = {}
-    for plan in plans:
-        for quota in {float(plan.device(rank).quota) for rank in range(plan.world)}:  # type: ignore[arg-type]
-            found.setdefault(quota, []).append(plan)
-    for quota in sorted(found, reverse=True):
-        _held(name, quota, base, path, budget, found[quota])
-
-
-def _held(
-    name: str, quota: float, base: Cluster, path: Path, budget: float, plans: Sequence[Plan] = ()
-) -> dict[str, float]:
+def _held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> dict[str, float]:
     """In a process under the quota."""
     import quotas
 
@@ -114,7 +100,7 @@ def _held(
         payload = {
             "groups": [str(folder) for folder in groups.folders], "cores": groups.cores,
             "name": name, "quota": quota, "ranks": len(base.devices), "path": str(path),
-            "budget": budget, "plans": [plan.dumps() for plan in plans],
+            "budget": budget,
         }  # fmt: skip
         (found,) = together(1, "held_profiles:measure", payload, 1800.0)
     return {key: float(value) for key, value in found.items()}
@@ -128,7 +114,6 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 
     from fxpart.cluster import Cluster
     from fxpart.measuring.session import profile
-    from fxpart.plan import Plan
 
     del world
     work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
@@ -137,7 +122,7 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     pieces = Pieces()
     profile(
         work, replace(base, devices=devices), payload["path"], budget=payload["budget"],
-        rehearse=False, progress=pieces.now_and_then, plans=list(map(Plan.loads, payload["plans"])),
+        rehearse=False, progress=pieces.now_and_then,
     )  # fmt: skip
     pieces.now_and_then()
     return {"slow": pieces.slow(), "least": min(pieces.seconds)}

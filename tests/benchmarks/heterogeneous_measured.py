@@ -6,7 +6,7 @@ Ranks are processes that control groups hold to quotas of a core; on other machi
 and the result says why. Links are measured (``fxpart cluster bench``) and each model is profiled
 (``fxpart profile --no-rehearse``) on a whole core, and then under each of the quotas, again where
 the machine did not keep its pace meanwhile (held_profiles.py). Then, for each cluster, the stages
-that its plans put on each quota are measured too (``fxpart profile --for``), and it is planned
+that its plans put on each quota are measured too, in turns (held_stages.py), and it is planned
 again by all that is known.
 Between ranks of one host the sender copies, so that under a quota transfers take longer as well.
 For each cluster the plan that the planner chooses runs, and so do homogeneous ones on as many
@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 import namespaces
 import quotas
 from choice import links
-from held_profiles import profile_held, stages_held
+from held_profiles import profile_held
+from held_stages import measure_stages
 from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
 from pace import compared
 from record import ROOT, parser, write
@@ -49,7 +50,6 @@ RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"
 _BOUND = 0.15
 _PASSES = 3  # that measure stages of plans, at most: others may be chosen then
-_SUMS = "sums of their ops"  # what a plan says of stages that were not measured whole
 MODELS = ("gpt2", "recommender")
 
 
@@ -206,11 +206,12 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     cluster = cluster_of(words, kinds, base, need)
     made = plans(program, cluster, kinds, path)
     for _ in range(_PASSES):
-        if all(_SUMS not in one.plan.provenance["choice"] for one in made.values()):
-            break
-        say("  their stages under each quota")
-        stages_held(name, [one.plan for one in made.values()], base, path, options.budget)
+        before = {words_of(one.plan) for one in made.values()}
+        say("  stages of its plans under each quota")
+        measure_stages(name, [one.plan for one in made.values()], base, path)
         made = plans(program, cluster, kinds, path)
+        if {words_of(one.plan) for one in made.values()} <= before:
+            break
     again = same(made)
     for label in again:
         say(f"  {label}: is the chosen plan")
@@ -304,7 +305,7 @@ def main() -> None:
     made.add_argument("--models", default=",".join(MODELS))
     made.add_argument("--clusters", default=";".join(CLUSTERS))
     made.add_argument("--steps", type=int, default=9)
-    made.add_argument("--rounds", type=int, default=9, help="of steps of all plans")
+    made.add_argument("--rounds", type=int, default=15, help="of steps of all plans")
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links, profiles and rows")
     options = made.parse_args()
