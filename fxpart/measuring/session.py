@@ -57,11 +57,11 @@ def profile(
     The profile is made where there is none; what it holds for this device is not measured again.
     budget: seconds for measurements, and for capturing the model as far as that is short. rehearse:
     run the plans that may be the best, where all devices of the cluster are this host's processors.
-    plans: measure the stages that they put on devices like the cluster's first, instead of those of
-    the plan that is thought best. date: YYYY-MM-DD, kept with them. progress: told what is
+    plans: measure the stages that they put on devices like the cluster's first, before all else and
+    in half of the budget at most. date: YYYY-MM-DD, kept with them. progress: told what is
     measured. The other arguments are those of :func:`fxpart.compile`, and so are errors; FXP602
-    where the cluster's first device is not of this machine's kind, FXP304 and FXP305 where a plan
-    is for another model or has no device of this kind.
+    where the cluster's first device is not of this machine's kind; of plans FXP304 (of another
+    model), FXP105 (for another batch size) and FXP305 (no device of this kind).
     """
     asked = Asked(
         batch_size, microbatches, optimizer, "roofline", constraints or {}, seed
