@@ -139,18 +139,11 @@ class Run:
         return min(1.0, max(0.1, self.left(share) / (4.0 * max(1, works))))
 
     def best_plan(self) -> Plan:
-        """What would be planned by the profile as it is; planning takes nothing of the budget.
-
-        Raises FXP2xx where nothing fits.
-        """
-        start = time.monotonic()
+        """What would be planned by the profile as it is. Raises FXP2xx where nothing fits."""
         found = self.planned_for
         model = costmodels.find(self.profile.path, found.request.cluster)
         request = of_model(replace(found.request, cost_model=model), found.info)
-        try:
-            return decide(replace(found, request=request), self.microbatches).plan
-        finally:
-            self.start += time.monotonic() - start
+        return decide(replace(found, request=request), self.microbatches).plan
 
     def choices(self, model: CostModel) -> tuple[PartitionProblem, list[Choice]]:
         """The problem of stages of one rank, and its best choices of different kinds."""

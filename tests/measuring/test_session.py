@@ -77,6 +77,22 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_the_best_plan_is_known_as_a_whole(tmp_path: Path, mesh: str) -> None:
+    """Also of several ranks, where plans are not run: those that it turns out to be, in turn."""
+    cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
+    path, asked = tmp_path / "model.profile", {"mesh": mesh}
+    profile(workload(), cluster, path, budget=24.0, rehearse=False, constraints=asked)
+    built = workload()
+    program = fxpart.compile(
+        built.model, cluster, example_inputs=built.example, loss=built.loss, cost_model=path,
+        constraints=asked,
+    )  # fmt: skip
+    assert len(program.plan.stages[0].ranks) == 2
+    assert "every stage measured whole" in program.plan.provenance["choice"]
+
+
+@pytest.mark.slow
 def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     path = tmp_path / "model.profile"
