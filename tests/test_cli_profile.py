@@ -176,7 +176,7 @@ def test_the_stages_of_a_plan(
     path, plan = str(tmp_path / "small.profile"), str(tmp_path / "plan.json")
     profiling = ["profile", target, "-c", "local:2", "-o", path, "--json"]
     planning = ["plan", target, "-c", "local:2", "--profile", path, "-o", plan,
-                "--fix", "dp=2", "--fix", "pp=1", "--fix", "microbatches=2"]  # fmt: skip
+                "--mesh", "dp=2", "--fix", "pp=1", "--fix", "microbatches=2"]  # fmt: skip
     assert run([*profiling, "--no-rehearse", "--budget", "0.1s"]) == 0
     assert run(planning) == 0
     before = json.loads(Path(plan).read_text())
