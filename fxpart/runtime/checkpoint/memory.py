@@ -16,7 +16,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,14 +89,15 @@ class Memory:
         return self.root / where / path.name
 
     def held(self) -> Held:
-        """The whole files of each checkpoint, with their bytes."""
+        """The whole files of each checkpoint, with their bytes; none that goes at this moment."""
         found: Held = {}
         for place in self._folders():
-            found[place.name] = {
-                file.name: file.lstat().st_size
-                for file in place.iterdir()
-                if files.is_name(file.name) and stat.S_ISREG(file.lstat().st_mode)
-            }
+            with suppress(FileNotFoundError):  # another rank of this machine gives it back
+                found[place.name] = {
+                    file.name: file.lstat().st_size
+                    for file in place.iterdir()
+                    if files.is_name(file.name) and stat.S_ISREG(file.lstat().st_mode)
+                }
         return found
 
     def manifest(self, where: str) -> Manifest | None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ranks import Pool
 from runtime_programs import make
 
+from fxpart.checkpoint import files
 from fxpart.checkpoint.exchange.source import Outline, Rest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError
@@ -201,6 +202,27 @@ def test_memory_is_its_owners_alone(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             Memory(tmp_path / name)
     assert default_root("x").name == f"fxpart-{os.getuid()}-x"
+
+
+def test_a_folder_that_another_rank_gives_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one machine share its memory: what goes while it is looked at is not held."""
+    memory = Memory(tmp_path / "m")
+    old, new = (f"step-{step:010d}-00000000" for step in (5, 10))
+    for where in (old, new):
+        for name in ("rank-0", "rank-1"):
+            with memory.filling(where, name) as file:
+                file.write(b"1234")
+    assert memory.held() == {w: {"rank-0": 4, "rank-1": 4} for w in (old, new)}
+    real = files.is_name
+
+    def gone(name: str) -> bool:
+        shutil.rmtree(tmp_path / "m" / old, ignore_errors=True)
+        return real(name)
+
+    monkeypatch.setattr(files, "is_name", gone)
+    assert memory.held() == {new: {"rank-0": 4, "rank-1": 4}}
 
 
 FILES = ("manifest.json", "rank-0", "rank-1")
