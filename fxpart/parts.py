@@ -42,13 +42,7 @@ class Parts:
 
 def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan: Plan) -> Parts:
     """Make the program that a given plan describes; FXP304 where it is another model's."""
-    if plan.model.fingerprint != info.fingerprint:
-        raise error(
-            "FXP304",
-            where=f"plan for {plan.model.name}",
-            why=difference(plan.model, info),
-            fix="plan again for this model: fxpart plan TARGET -o plan.json",
-        )
+    check_model(plan, info)
     sharded = None if plan.sharding is None else restore(graph, captured, plan.sharding)
     if plan.replicas:
         starts = tuple(plan.stages[k].first for k in plan.firsts)
@@ -62,6 +56,17 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
         ),
         rounds_of(plan),
     )
+
+
+def check_model(plan: Plan, info: PlanModel) -> None:
+    """Raises FXP304 where the plan is another model's."""
+    if plan.model.fingerprint != info.fingerprint:
+        raise error(
+            "FXP304",
+            where=f"plan for {plan.model.name}",
+            why=difference(plan.model, info),
+            fix="plan again for this model: fxpart plan TARGET -o plan.json",
+        )
 
 
 def copied(parts: Parts, rounds: Sequence[Sequence[int]]) -> Parts:

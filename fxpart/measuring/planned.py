@@ -13,9 +13,8 @@ from fxpart.front import Front
 from fxpart.measuring.candidates import Work
 from fxpart.measuring.group import kind
 from fxpart.measuring.stage_bench import StageWork
-from fxpart.parts import make_parts
+from fxpart.parts import check_model, make_parts
 from fxpart.plan import Plan, Stage
-from fxpart.planning import difference
 from fxpart.sharded.record import restore
 
 if TYPE_CHECKING:
@@ -49,13 +48,7 @@ def work_of(front: Front, plan: Plan, device: Device) -> Work | None:
 
 def _check(front: Front, plan: Plan) -> None:
     """It is this model's, and of the batch that was captured."""
-    if plan.model.fingerprint != front.info.fingerprint:
-        raise error(
-            "FXP304",
-            where=f"plan for {plan.model.name}",
-            why=difference(plan.model, front.info),
-            fix="plan this model: fxpart plan TARGET -o plan.json",
-        )
+    check_model(plan, front.info)
     if plan.batch_size != front.captured.batch_size:
         raise error(
             "FXP105",

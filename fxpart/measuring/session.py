@@ -63,9 +63,7 @@ def profile(
     where the cluster's first device is not of this machine's kind; of plans FXP304 (of another
     model), FXP105 (for another batch size) and FXP305 (no device of this kind).
     """
-    asked = Asked(
-        batch_size, microbatches, optimizer, "roofline", constraints or {}, seed
-    )  # fmt: skip
+    asked = Asked(batch_size, microbatches, optimizer, "roofline", constraints or {}, seed)
     made = Profiling.of(
         workload, cluster, asked, batch_dims=batch_dims, date=date, progress=progress,
         rehearse=rehearse, plans=tuple(plans),
@@ -114,9 +112,7 @@ class Profiling:
             {"loss": workload.loss, "batch_dims": batch_dims},
         )
         took = time.monotonic() - start
-        return cls(
-            front, took, asked.microbatches, date, progress or _silent, rehearse, plans
-        )  # fmt: skip
+        return cls(front, took, asked.microbatches, date, progress or _silent, rehearse, plans)
 
     def run(
         self, path: str | Path, budget: float, *, place: int = 0, strict: bool = True

@@ -46,7 +46,8 @@ class StagePhases(Run):
         so on, until the best is known as a whole or the budget is used.
         """
         done = found = 0
-        for _ in range(0 if self.rehearses else _TRIES):
+        run_anyway = self.rehearses and self.planned_for is self.front
+        for _ in range(0 if run_anyway else _TRIES):
             if self.left() <= 0:
                 break
             try:

@@ -12,11 +12,14 @@ from zoo import ZOO
 import fxpart
 from fxpart.cluster import Cluster, Unevenness
 from fxpart.cluster_io.detect import cores
+from fxpart.front import Asked
 from fxpart.measuring.crowding import crowding, equivalent, summary
+from fxpart.measuring.phases import Phases
 from fxpart.measuring.runtime import overhead
-from fxpart.measuring.session import profile
+from fxpart.measuring.session import Profiling, profile
 from fxpart.measuring.setting import setting
 from fxpart.measuring.stage_bench import microbatch
+from fxpart.plan import Plan
 from fxpart.profile import Calibration, Crowding, Profile, StageTiming
 from fxpart.target import Workload
 
@@ -90,6 +93,30 @@ def test_the_best_plan_is_known_as_a_whole(tmp_path: Path, mesh: str) -> None:
     )  # fmt: skip
     assert len(program.plan.stages[0].ranks) == 2
     assert "every stage measured whole" in program.plan.provenance["choice"]
+
+
+@pytest.mark.slow
+def test_of_unlike_devices_the_plan_for_all_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each kind is known, though plans of one kind alone are run here."""
+    first, second = LOCAL.devices[:2]
+    devices = (first, msgspec.structs.replace(second, model="other-cpu"))
+    unlike = msgspec.structs.replace(LOCAL, devices=devices)
+    planned: list[Cluster] = []
+    real = Phases.best_plan
+
+    def best_plan(self: Phases) -> Plan:
+        planned.append(self.planned_for.request.cluster)
+        return real(self)
+
+    monkeypatch.setattr(Phases, "best_plan", best_plan)
+    asked = Asked(None, None, None, "roofline", {}, 0)
+    made = Profiling.of(workload(), unlike, asked)
+    made.run(tmp_path / "model.profile", 8.0, place=0)
+    assert planned == []
+    made.run(tmp_path / "model.profile", 8.0, place=1)
+    assert planned and set(map(len, (c.devices for c in planned))) == {2}
 
 
 @pytest.mark.slow
