@@ -56,10 +56,11 @@ class Phases(StagePhases):
         """All phases."""
         left_out: list[str] = []
         ops, known_ops = self._ops(left_out)
-        stages, known_stages = self.stages(unfitted(self.model()), left_out)
+        stages, known_stages = self.stages(unfitted(self.model()), [])
         calibrated = self._calibration(stages)
         self._crowding(left_out)
-        # What is best may be others now. Factors stay, so that the same are best the next time.
+        # What is best may be others now: of these it is said where time was short. Factors stay, so
+        # that the same are best the next time.
         again, known_again = self.stages(self.model(), left_out)
         of_best, known_of_best = self.of_best(left_out)
         rehearsed = self._rehearsed(left_out)

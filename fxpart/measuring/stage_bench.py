@@ -122,6 +122,12 @@ class StageBench:
     _samples: dict[str, list[Samples]] = field(default_factory=dict, init=False)
     _told: dict[str, _Known] = field(default_factory=dict, init=False)
 
+    def keys(self, work: StageWork) -> list[str]:
+        """Those of a program's stages that :meth:`turn` times."""
+        _, sizes, _ = microbatches(self.captured, work.spec, work.microbatches)
+        keys = keys_of(work, sizes, self.name)
+        return [keys[k] for k in work.timed]
+
     def turn(
         self,
         work: StageWork,

@@ -49,6 +49,7 @@ class StagePhases(Run):
         run_anyway = self.rehearses and self.planned_for is self.front
         for _ in range(0 if run_anyway else _TRIES):
             if self.left() <= 0:
+                left_out.append("the stages of the plan that is the best by now")
                 break
             try:
                 best = self.best_plan()
@@ -79,23 +80,29 @@ class StagePhases(Run):
         """Stages timed now, and those that the profile had; until that share of the budget."""
         if not works:
             return 0, 0
-        known = self.profile.get("stages", self.setting, StageTiming)
-        made, reached = self._in_turns(works, share, known)
-        self.profile.put("stages", self.setting, made, self.date)
-        found = sum(len(work.stages.timed) for work, _ in works[:reached]) - len(made) // 2
-        if reached < len(works):
-            left_out.append(f"the stages of {len(works) - reached} plans")
-        return len(made) // 2, found
-
-    def _in_turns(
-        self, works: list[tuple[Work, Thought | None]], share: float, known: Collection[str]
-    ) -> tuple[dict[str, StageTiming], int]:
-        """Timings of stages that are not known, and of how many of the works there was time for."""
         optimizer = self.front.request.optimizer
         bench = StageBench(
             self.captured, optimizer, choose(optimizer).name, self.device,
             together=self.device.type == "cpu" and self.neighbours > 1,
         )  # fmt: skip
+        known = self.profile.get("stages", self.setting, StageTiming)
+        self._in_turns(bench, works, share, known)
+        made = bench.timings()
+        self.profile.put("stages", self.setting, made, self.date)
+        there = [[key in known or key in made for key in bench.keys(w.stages)] for w, _ in works]
+        short = sum(not all(found) for found in there)
+        if short:
+            left_out.append(f"stages of {short} of {len(works)} plans")
+        return len(made) // 2, sum(map(sum, there)) - len(made) // 2
+
+    def _in_turns(
+        self,
+        bench: StageBench,
+        works: list[tuple[Work, Thought | None]],
+        share: float,
+        known: Collection[str],
+    ) -> None:
+        """Time the stages that are not known, of all works as long as there is time for it."""
         done, count = 0, TURNS * len(works)
         for _ in range(TURNS):
             timed = set(known)
@@ -114,7 +121,6 @@ class StagePhases(Run):
                 )
                 done += 1
         self.progress("stages", count, count)
-        return bench.timings(), min(done, len(works))
 
     def _fits(self, problem: PartitionProblem, choice: Choice) -> bool:
         """Whether the least that is done to time a plan's stages takes half of what is left."""

@@ -85,7 +85,8 @@ def test_the_best_plan_is_known_as_a_whole(tmp_path: Path, mesh: str) -> None:
     """Also of several ranks, where plans are not run: those that it turns out to be, in turn."""
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     path, asked = tmp_path / "model.profile", {"mesh": mesh}
-    profile(workload(), cluster, path, budget=24.0, rehearse=False, constraints=asked)
+    found = profile(workload(), cluster, path, budget=900.0, rehearse=False, constraints=asked)
+    assert found.left_out == ()
     built = workload()
     program = fxpart.compile(
         built.model, cluster, example_inputs=built.example, loss=built.loss, cost_model=path,
@@ -111,11 +112,12 @@ def test_of_unlike_devices_the_plan_for_all_is_timed(
         return real(self)
 
     monkeypatch.setattr(Phases, "best_plan", best_plan)
+    monkeypatch.setattr(Phases, "_rehearsed", lambda self, left_out: None)  # takes its time
     asked = Asked(None, None, None, "roofline", {}, 0)
     made = Profiling.of(workload(), unlike, asked)
-    made.run(tmp_path / "model.profile", 8.0, place=0)
+    made.run(tmp_path / "model.profile", 900.0, place=0)
     assert planned == []
-    made.run(tmp_path / "model.profile", 8.0, place=1)
+    made.run(tmp_path / "model.profile", 900.0, place=1)
     assert planned and set(map(len, (c.devices for c in planned))) == {2}
 
 
@@ -131,6 +133,9 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     assert (again.ops, again.known_ops, again.left_out) == (0, found.ops, found.left_out)
     more = profile(workload(), cluster, path, budget=4.0)
     assert more.known_ops >= found.ops and more.ops + more.stages > 0
+    apart = profile(workload(), cluster, tmp_path / "b.profile", budget=1e-3, rehearse=False)
+    assert "stages of 1 of 1 plans" in apart.left_out
+    assert "the stages of the plan that is the best by now" in apart.left_out
 
 
 @pytest.mark.slow
