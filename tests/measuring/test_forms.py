@@ -356,7 +356,7 @@ def test_replicas_share_equal_parts_or_are_none() -> None:
 def test_a_session_measures_replicas(tmp_path: Path) -> None:
     path = tmp_path / "model.profile"
     workload = Workload(Convolutions(), pictures(), functional.cross_entropy, batch_size=ROWS)
-    profile(workload, Cluster.local(2), path, budget=20.0)
+    profile(workload, Cluster.local(2), path, budget=900.0, rehearse=False)
     with Profile(path) as held:
         (place,) = held.settings()
         keys = held.get("ops", place, Timing)
