@@ -95,6 +95,7 @@ def _measure(
     from fxpart.cluster import Cluster
     from fxpart.front import Asked
     from fxpart.measuring.group import profile_group
+    from fxpart.measuring.planned import check_places
     from fxpart.measuring.session import Profiling
     from fxpart.plan import Plan
     from fxpart.target import load_target
@@ -102,6 +103,8 @@ def _measure(
     seconds = parse_seconds(budget, "--budget")
     given = Cluster.parse(cluster)
     wanted = tuple(map(Plan.load, plans))
+    started = launch()
+    check_places(wanted, given.devices if started is not None else given.devices[:1])
     workload = load_target(target)
     _writable(path)
     with output.told(f"profiling {target}", first) as show:
@@ -113,9 +116,8 @@ def _measure(
         )  # fmt: skip
 
         def run(place: int, where: Path, share: float) -> Profiled:
-            return made.run(where, share * seconds, place=place, strict=False)
+            return made.run(where, share * seconds, place=place)
 
-        started = launch()
         if started is None:
             return [made.run(path, seconds)]
         return profile_group(started, given, Path(path), run, timeout=300.0 + 10 * seconds)

@@ -252,12 +252,16 @@ def _steps(plan: Plan) -> int:
 
 
 def words(plan: Plan) -> str:
-    """A plan in words: "dp=2, 1 stage, 4 microbatches"."""
+    """A plan in words: "dp=2, 1 stage, 4 microbatches"; of copies "2 stages of 1 + 2 copies"."""
     first = plan.stages[0]
     axes = (("dp", first.data_parallel), ("tp", first.tensor_parallel), ("zero", first.zero))
     mesh = [f"{name}={size}" for name, size in axes if size > (name != "zero")]
-    count = len(plan.stages)
+    count = len(plan.firsts)
     stages = f"{count} stage{'s' if count > 1 else ''}"
+    if plan.replicas:
+        groups = {group[0]: len(set(group)) for group in plan.replicas}
+        copies = " + ".join(str(groups.get(stage, 1)) for stage in plan.firsts)
+        stages += f" of {copies} copies"
     schedule = [plan.schedule] if count > 1 else []
     return ", ".join([*mesh, stages, f"{plan.microbatches} microbatches", *schedule])
 

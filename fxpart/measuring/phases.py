@@ -39,7 +39,7 @@ class Phases(StagePhases):
         last time, or is now.
         """
         left_out: list[str] = []
-        made, known = self.of_plans(self.plans, _PLANS, left_out, strict=self.strict)
+        made, known = self.of_plans(self.plans, _PLANS, left_out)
         kept = self.profile.get("settled", self.setting, Settled).get(self.asked)
         if kept is None or (kept.left_out and self.budget > kept.budget):
             found = self._measured()
@@ -62,14 +62,16 @@ class Phases(StagePhases):
         # What is best may be others now: of these it is said where time was short. Factors stay, so
         # that the same are best the next time.
         again, known_again = self.stages(self.model(), left_out)
-        of_best, known_of_best = self.of_best(left_out)
+        of_best, known_of_best, plan = self.of_best(left_out)
         rehearsed = self._rehearsed(left_out)
         middle, worst = errors(calibrated) if calibrated is not None else (0.0, 0.0)
-        if rehearsed is None:
+        if plan is None and rehearsed is not None:
+            plan = rehearsed.plan
+        if plan is None:
             problem, choices = self.choices(self.model())
             best, seconds = in_words(problem, choices[0]), evaluate(problem, choices[0]).seconds
         else:
-            best, seconds = words(rehearsed.plan), rehearsed.plan.prediction.expected_seconds
+            best, seconds = words(plan), plan.prediction.expected_seconds
         found = self._told(
             ops=ops,
             known_ops=known_ops,

@@ -5,7 +5,7 @@ Stages are told apart by their code, so a plan's are known to every plan that ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fxpart.errors import error
@@ -15,6 +15,7 @@ from fxpart.measuring.group import kind
 from fxpart.measuring.stage_bench import StageWork
 from fxpart.parts import check_model, make_parts
 from fxpart.plan import Plan, Stage
+from fxpart.pricing.places import named
 from fxpart.sharded.record import restore
 
 if TYPE_CHECKING:
@@ -44,6 +45,24 @@ def work_of(front: Front, plan: Plan, device: Device) -> Work | None:
     labels = tuple(f"{mark} {held[0].label}{shared}" for _, _, held in units)
     work = StageWork(parts.spec, parts.sources, plan.microbatches, labels, mine)
     return Work(work, spans)
+
+
+def check_places(plans: Iterable[Plan], measured: Sequence[Device]) -> None:
+    """Each plan puts something on a device like one that is measured; FXP305 otherwise."""
+    kinds = {kind(device) for device in measured}
+    for plan in plans:
+        held = [plan.device(rank) for rank in range(plan.world)]
+        if not any(kind(device) in kinds for device in held):
+            raise error(
+                "FXP305",
+                where=f"plan for {plan.cluster.name}: {_names(held)}",
+                why=f"it has no rank on a device like those that are measured, {_names(measured)}",
+                fix="--cluster with a device of the plan (first without torchrun), on its machine",
+            )
+
+
+def _names(devices: Iterable[Device]) -> str:
+    return ", ".join(sorted({named(device) for device in devices}))
 
 
 def _check(front: Front, plan: Plan) -> None:

@@ -13,9 +13,9 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     seconds: of measuring and planning; capture_seconds: before that. ops, stages, rehearsals:
     measured now; known_ops, known_stages, known_rehearsals: found in the profile. calibration,
     crowding: of this model here, None where there was no time for them. median_error, worst_error:
-    of stages predicted from ops with these factors, relative. plan: the best, in words (without
-    rehearsals, of one rank a stage); step_seconds: what it took when it was rehearsed, or is
-    predicted to take. left_out: in words, what the budget did not reach.
+    of stages predicted from ops with these factors, relative. plan: the best, in words (of one rank
+    a stage, where there was no time to plan); step_seconds: what it took when it was rehearsed, or
+    is predicted to take. left_out: in words, what the budget did not reach.
     """
 
     path: str

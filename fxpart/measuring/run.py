@@ -49,8 +49,8 @@ class Run:
     """What all phases share; each stops when its share of the budget is used.
 
     front: for the devices of this one's kind. whole: for all of the cluster. plans: whose stages
-    are measured; strict: it is a fault where one has none here. start: on the monotonic clock.
-    programs: by the first block of each stage, made once.
+    are measured. start: on the monotonic clock. programs: by the first block of each stage, made
+    once.
     """
 
     front: Front
@@ -65,7 +65,6 @@ class Run:
     progress: Progress
     rehearse: bool = True
     plans: tuple[Plan, ...] = ()
-    strict: bool = True
     programs: dict[tuple[int, ...], Parts] = field(default_factory=dict)
 
     @property

@@ -21,6 +21,7 @@ from fxpart.errors import FxpartError
 from fxpart.front import Asked, Front, make_front
 from fxpart.measuring.group import likes
 from fxpart.measuring.phases import Phases
+from fxpart.measuring.planned import check_places
 from fxpart.measuring.profiled import Profiled
 from fxpart.measuring.run import Progress
 from fxpart.measuring.setting import on_device, setting
@@ -68,6 +69,7 @@ def profile(
         workload, cluster, asked, batch_dims=batch_dims, date=date, progress=progress,
         rehearse=rehearse, plans=tuple(plans),
     )  # fmt: skip
+    check_places(plans, made.front.request.cluster.devices[:1])
     return made.run(path, budget)
 
 
@@ -114,13 +116,8 @@ class Profiling:
         took = time.monotonic() - start
         return cls(front, took, asked.microbatches, date, progress or _silent, rehearse, plans)
 
-    def run(
-        self, path: str | Path, budget: float, *, place: int = 0, strict: bool = True
-    ) -> Profiled:
-        """Measure on this device, which is the cluster's device number ``place``.
-
-        strict: it is a fault where a plan has no stage on a device like it.
-        """
+    def run(self, path: str | Path, budget: float, *, place: int = 0) -> Profiled:
+        """Measure on this device, which is the cluster's device number ``place``."""
         device = self.front.request.cluster.devices[place]
         start = time.monotonic()
         with on_device(device) as here, Profile(path, create=True) as held:
@@ -137,7 +134,6 @@ class Profiling:
                 progress=self.progress,
                 rehearse=self.rehearse,
                 plans=self.plans,
-                strict=strict,
             ).run()
         took = time.monotonic() - start
         return msgspec.structs.replace(found, capture_seconds=self.captured, seconds=took)

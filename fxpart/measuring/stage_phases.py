@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from fxpart.cluster import Device
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError
 from fxpart.measuring.candidates import Work, alone, with_wholes
 from fxpart.measuring.planned import work_of
 from fxpart.measuring.rotation import LEAST
@@ -15,7 +14,6 @@ from fxpart.measuring.stage_bench import TURNS, StageBench, Thought
 from fxpart.optimizers import choose
 from fxpart.plan import Plan
 from fxpart.pricing.parts import StageParts
-from fxpart.pricing.places import named
 from fxpart.profile import StageTiming
 from fxpart.solver.problem import Choice, PartitionProblem
 
@@ -39,13 +37,14 @@ class StagePhases(Run):
         works = [self.work(problem, choice) for choice in wanted or choices[:1]]
         return self._timed([(w, w.parts(parts)) for w in works], self.shares[1], left_out)
 
-    def of_best(self, left_out: list[str]) -> tuple[int, int]:
-        """Those of the plan that would be chosen now, if plans are not run anyway.
+    def of_best(self, left_out: list[str]) -> tuple[int, int, Plan | None]:
+        """Those of the plan that would be chosen now, if plans are not run anyway; and that plan.
 
         What a plan takes as a whole may be more than its ops came to, and another is the best then:
         so on, until the best is known as a whole or the budget is used.
         """
         done = found = 0
+        best = None
         run_anyway = self.rehearses and self.planned_for is self.front
         for _ in range(0 if run_anyway else _TRIES):
             if self.left() <= 0:
@@ -59,19 +58,14 @@ class StagePhases(Run):
             done, found = done + made, found + known
             if not made:
                 break
-        return done, found
+        return done, found, best
 
-    def of_plans(
-        self, plans: Sequence[Plan], share: float, left_out: list[str], *, strict: bool = False
-    ) -> tuple[int, int]:
+    def of_plans(self, plans: Sequence[Plan], share: float, left_out: list[str]) -> tuple[int, int]:
         """The stages that plans put on devices like this one, until that share of the budget.
 
-        What sums of ops say of them is not asked: factors are those of the best few plans. strict:
-        FXP305 where a plan has none here.
+        What sums of ops say of them is not asked: factors are those of the best few plans.
         """
         works = [work_of(self.front, plan, self.first) for plan in plans]
-        if strict and None in works:
-            raise _elsewhere(plans[works.index(None)], self.first)
         return self._timed([(work, None) for work in works if work], share, left_out)
 
     def _timed(
@@ -127,14 +121,3 @@ class StagePhases(Run):
         variant = problem.variants[choice.variant]
         once = sum(variant.forward[0]) + sum(variant.backward[0])
         return LEAST * once < self.left(self.shares[1]) / 2
-
-
-def _elsewhere(plan: Plan, device: Device) -> FxpartError:
-    """The plan has nothing to measure here."""
-    others = ", ".join(sorted({named(plan.device(rank)) for rank in range(plan.world)}))
-    return error(
-        "FXP305",
-        where=f"plan for {plan.cluster.name}: {others}",
-        why=f"none of its ranks is on a device like the one that is measured, {named(device)}",
-        fix="--cluster with a device of the plan as its first, on that machine",
-    )

@@ -16,7 +16,8 @@ from fxpart.cluster import Cluster
 from fxpart.codegen.alike import FIRST
 from fxpart.errors import FxpartError
 from fxpart.front import Asked, Front, make_front
-from fxpart.measuring.planned import work_of
+from fxpart.measuring.contest import words
+from fxpart.measuring.planned import check_places, work_of
 from fxpart.measuring.stage_bench import StageBench, StageWork, keys_of, microbatches
 from fxpart.plan import Plan
 from fxpart.reranking import keys_of as looked_up
@@ -102,13 +103,19 @@ def test_only_what_is_on_such_devices() -> None:
     given = on_unlike(copies((2, 1)))
     front = clicks_front(given)
     whole, held = given.cluster.devices[0], given.cluster.devices[-1]
+    other = replace(whole, model="h100-sxm", quota=UNSET)
     for device, mine in ((whole, [0]), (held, [1])):
         work = work_of(front, given, device)
         assert work is not None and work.stages.timed == mine
         assert len(work.stages.sources) == 2 and len(work.blocks) == 2
         bench = StageBench(front.captured, "adagrad", "adagrad", CPU)
         assert len(bench.turn(work.stages, (), seconds=0.0)) == 1
-    assert work_of(front, given, replace(whole, model="h100-sxm", quota=UNSET)) is None
+    assert work_of(front, given, other) is None
+    check_places([given], [other, held])
+    with pytest.raises(FxpartError, match="FXP305") as caught:
+        check_places([given], [other])
+    assert "h100-sxm" in caught.value.problems[0].why
+    assert words(given).startswith("2 stages of 2 + 1 copies, ")
     given = on_unlike(copies((1, 2)))
     timed = [work_of(clicks_front(given), given, d) for d in (whole, held)]
     assert [w and w.stages.timed for w in timed] == [[0, 1], [1]]

@@ -13,6 +13,7 @@ import fxpart
 from fxpart.cluster import Cluster, Unevenness
 from fxpart.cluster_io.detect import cores
 from fxpart.front import Asked
+from fxpart.measuring.contest import words
 from fxpart.measuring.crowding import crowding, equivalent, summary
 from fxpart.measuring.phases import Phases
 from fxpart.measuring.runtime import overhead
@@ -94,6 +95,8 @@ def test_the_best_plan_is_known_as_a_whole(tmp_path: Path, mesh: str) -> None:
     )  # fmt: skip
     assert len(program.plan.stages[0].ranks) == 2
     assert "every stage measured whole" in program.plan.provenance["choice"]
+    assert found.plan == words(program.plan) and found.plan.startswith(f"{mesh}, 1 stage, ")
+    assert found.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
 @pytest.mark.slow
