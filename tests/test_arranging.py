@@ -95,12 +95,14 @@ def test_a_wished_schedule_is_planned_and_trains_exactly(name: str) -> None:
     assert program.verify(steps=2).exact
 
 
+@pytest.mark.slow
 def test_the_best_of_several_wishes_is_taken() -> None:
     found = {name: compiled(name).plan.prediction.simulated_seconds for name in ("1f1b", "zb-v")}
     best = compiled("1f1b,zb-v").plan
     assert best.prediction.simulated_seconds == min(found.values())
 
 
+@pytest.mark.slow
 def test_pieces_are_predicted_with_what_the_schedule_keeps() -> None:
     plan = compiled("interleaved").plan
     flying = in_flight(plan_schedule(plan))
@@ -117,6 +119,7 @@ def test_more_pieces_than_blocks_is_one_clear_error() -> None:
     assert caught.value.code == "FXP202" and "pieces" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -147,6 +150,7 @@ def test_each_rank_has_as_many_pieces(ranks: int, turns: int, name: str) -> None
     assert places[0] == 0 and places[-1] == (0 if name == "zb-v" else ranks - 1)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000))
 def test_no_step_is_below_the_work_bound(seed: int) -> None:
     problem = random_problem(seed)
@@ -158,6 +162,7 @@ def test_no_step_is_below_the_work_bound(seed: int) -> None:
     assert len(pieces.devices) == 2 * len(problem.devices) == pieces.max_stages
 
 
+@pytest.mark.slow
 def test_the_costed_problem_beside_a_plan_has_schedules_of_closed_form() -> None:
     assert compiled("zb-v").costed().schedules == ("1f1b",)
     assert compiled("zb-v,gpipe").costed().schedules == ("gpipe",)

@@ -121,6 +121,7 @@ def test_wishes_are_kept(
         assert [stage.first for stage in plan.stages] == [0, 3, 6]  # layer 0 has two blocks
 
 
+@pytest.mark.slow
 def test_blocks_are_put_on_their_stage() -> None:
     plan = planned(cluster(1, 1, 1), stage="layers.0-5=0", stages=3).plan
     names = program().costed().blocks
@@ -211,6 +212,7 @@ def test_on_few_cores_no_mesh_given_by_hand_is_expected_to_be_faster(tmp_path: P
     assert min(by_hand.values()) < by_hand["dp=4", 1] / 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [True, False])
 def test_tables_are_tried_with_zero_and_without(
     sparse: bool, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ LIGHT = [["--help"], ["explain", "PLAN"], ["explain", "FXP204"], ["validate", "P
          ["schedule", "validate", "1f1b", "-s", "4", "-m", "4"]]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
 def test_light_verbs_load_nothing_heavy(arguments: list[str], plan: str, tmp_path: Path) -> None:
     arguments = [

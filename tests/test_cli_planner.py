@@ -68,6 +68,7 @@ def plan_of(
                 *options, status=status)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_costed_problem_lies_beside_the_plan(folder: Path) -> None:
     plan, problem = Plan.load(folder / "plan.json"), load(beside(folder / "plan.json"))
     assert len(plan.stages) == 4 and plan.world == 4

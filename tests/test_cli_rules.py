@@ -61,6 +61,7 @@ def test_discover(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["notation"] == "a _o01 b -> a _r01 b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

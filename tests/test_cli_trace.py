@@ -45,6 +45,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[Any]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_in_one_process(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The losses are those without a trace; the files are where they are said to be."""
     given = ["train", "nets.py:net", *TWO, "--steps", "5", "--json"]

@@ -190,6 +190,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(name=draw(names), devices=devices, links=links)
 
 
+@pytest.mark.slow
 @given(clusters())
 @settings(max_examples=60, deadline=None)
 def test_files_both_ways(cluster: Cluster) -> None:
@@ -199,6 +200,7 @@ def test_files_both_ways(cluster: Cluster) -> None:
     assert json.loads(to_json(cluster)) == tomllib.loads(to_toml(cluster))
 
 
+@pytest.mark.slow
 @given(clusters(), st.integers(1, 1000))
 @settings(max_examples=30, deadline=None)
 def test_hash_follows_the_content(cluster: Cluster, more: int) -> None:

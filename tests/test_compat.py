@@ -166,6 +166,7 @@ def test_failing_fakes_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
         assert "failed while attempting" in attempt()
 
 
+@pytest.mark.slow
 def test_planning_says_nothing_of_backwards_that_fakes_lack(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -123,12 +123,14 @@ def test_what_the_plan_says() -> None:
     assert Plan.loads(given.dumps()) == given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("turns", [(0, 0, 1), (0, 1), (1, 0, 1, 0, 0)])
 def test_the_numbers_of_one_process(turns: tuple[int, ...], schedule: str) -> None:
     check(trained(plan(turns, schedule)))
 
 
+@pytest.mark.slow
 def test_verify_and_predict(tmp_path: Path) -> None:
     found = program(plan())
     assert found.verify(steps=2).passed
@@ -143,6 +145,7 @@ def test_verify_and_predict(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_an_unequal_plan_is_faster_where_a_rank_is_slow() -> None:
     """Two thirds of the work for the rank that is twice as fast."""
     assert plan((0, 0, 1)).prediction.step_seconds < plan((0, 1)).prediction.step_seconds

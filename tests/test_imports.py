@@ -149,6 +149,7 @@ def level(name: str) -> int:
     return found[0]
 
 
+@pytest.mark.slow
 def test_parts_import_downwards_only() -> None:
     wrong = []
     for path in sources():
@@ -162,6 +163,7 @@ def test_parts_import_downwards_only() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_runtime_needs_no_compiler() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -173,6 +175,7 @@ def test_runtime_needs_no_compiler() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_passes_and_cost_models_are_reached_through_their_tables() -> None:
     entries = {
         f"{table}.{node.module}"
@@ -338,6 +341,7 @@ def documented(path: Path) -> Iterator[tuple[str, ast.AST]]:
                         todo.append((f"{prefix}{node.name}.", node))
 
 
+@pytest.mark.slow
 def test_every_public_name_is_described() -> None:
     wrong = []
     for path in sources():

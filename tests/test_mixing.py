@@ -75,6 +75,7 @@ def fed() -> fxpart.Program:
     return program(cluster(("cpu", 3, 0.02, 4.0, 60.0), ("gpu", 1, 0.2, 40.0, 12.0)))
 
 
+@pytest.mark.slow
 def test_slow_ones_with_memory_feed_a_fast_one() -> None:
     plan = fed().plan
     assert plan.problems() == ()
@@ -88,6 +89,7 @@ def test_slow_ones_with_memory_feed_a_fast_one() -> None:
     assert "equal stages: " in alone and "3 cpu only: " in alone
 
 
+@pytest.mark.slow
 def test_copies_have_room_for_gradients_that_are_summed() -> None:
     """All gradients of a stage's copies once more, as they are less than two buckets."""
     layers = [nn.Linear(64, 64) for _ in range(8)]
@@ -115,6 +117,7 @@ def test_links_of_absent_devices_are_refused() -> None:
     assert caught.value.code == "FXP402"
 
 
+@pytest.mark.slow
 def test_what_if_says_why_it_cannot_tell() -> None:
     made = fed()
     with pytest.raises(fxpart.FxpartError, match="stages have copies"):
@@ -129,6 +132,7 @@ def test_explain_shows_who_takes_what() -> None:
     assert "11, 11, 10" in row and row.endswith("3.36 ms")
 
 
+@pytest.mark.slow
 def test_it_trains_as_one_process() -> None:
     made = fed()
     trainer = made.trainer(lambda p: torch.optim.Adam(p, lr=1e-2))
@@ -166,6 +170,7 @@ def test_never_slower_than_one_kind(
         assert plan.prediction.simulated_seconds <= alone.prediction.simulated_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_kinds_that_quotas_make() -> None:
     """Of one model and told apart by what their quotas leave."""
     given = cluster(("cpu", 2, 8.0, 20.0, 400.0))
@@ -176,17 +181,20 @@ def test_kinds_that_quotas_make() -> None:
     assert "1 cpu only: " in plan.provenance["kinds"]
 
 
+@pytest.mark.slow
 def test_copies_are_left_alone_where_that_is_asked() -> None:
     given = cluster(*MIXES[0])
     assert "kinds" not in program(given, copies="none").plan.provenance
     assert program(given, copies="none").plan.replicas == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", [{"dp": 1}, {"tp": 1}, {"forbid": "dp"}, {"stage": "table=0"}])
 def test_wishes_about_degrees_and_cuts_leave_them_out(wish: dict[str, object]) -> None:
     assert "kinds" not in program(cluster(*MIXES[0]), **wish).plan.provenance
 
 
+@pytest.mark.slow
 def test_copies_on_equal_devices_where_that_is_asked() -> None:
     """Three equal devices, two stages: the longer one gets two."""
     given = cluster(("only", 3, 0.02, 5.0, 400.0))
@@ -228,6 +236,7 @@ class Whole(Roofline):
         return 1.0
 
 
+@pytest.mark.slow
 def test_copies_take_what_stages_took_as_a_whole() -> None:
     """Each by its own device, its first microbatch apart; what is proven stays of costs of ops."""
     given = cluster(("cpu", 2, 0.1, 20.0, 60.0), ("gpu", 1, 0.2, 40.0, 60.0))
@@ -247,6 +256,7 @@ def test_copies_take_what_stages_took_as_a_whole() -> None:
         assert row.optimizer_seconds == pytest.approx(times * 7.0)
 
 
+@pytest.mark.slow
 def test_one_kind_alone_has_its_host_for_itself(tmp_path: Path) -> None:
     """What ranks of the other kind would slow down does not count, as in a cluster without them."""
     fast, slow = (

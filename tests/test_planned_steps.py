@@ -82,6 +82,7 @@ def _parts(seconds: float, talk: float, full: float) -> tuple[float, float]:
     return talk / _apart(seconds, talk, full), round(64 * (1 - talk / seconds)) / 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     """Passes as the oracle finds them; then all that is done once a step, all ranks at once."""

@@ -321,6 +321,7 @@ def one_step(make: object, shapes: list[tuple[int, ...]]) -> list[int]:
     return [sum(map(nbytes, tensors_in(optimizer.state.get(p, {})))) for p in parameters]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adamw", "adam", "sgd", "adafactor", "rmsprop", "adagrad", "nadam", "asgd", "rprop"]
 )

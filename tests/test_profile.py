@@ -58,6 +58,7 @@ def opened(folder: str, name: str = "a.profile") -> Profile:
     return Profile(Path(folder) / name, create=True)
 
 
+@pytest.mark.slow
 @given(written=st.lists(entries, max_size=8))
 @settings(max_examples=30, deadline=None)
 def test_what_was_put_comes_back(written: list[tuple[str, Setting, str, object]]) -> None:
@@ -75,6 +76,7 @@ def test_what_was_put_comes_back(written: list[tuple[str, Setting, str, object]]
             assert len(list(again.rows())) == sum(map(len, wanted.values()))
 
 
+@pytest.mark.slow
 @given(mine=st.dictionaries(texts, st.tuples(timings, st.sampled_from("123"))),
        theirs=st.dictionaries(texts, st.tuples(timings, st.sampled_from("123"))))  # fmt: skip
 @settings(max_examples=20, deadline=None)
@@ -148,6 +150,7 @@ def test_changed_contents(path: Path, change: str) -> None:
     assert caught.value.code == "FXP405"
 
 
+@pytest.mark.slow
 @given(places=st.lists(st.tuples(st.integers(0, 40000), st.integers(0, 255)), max_size=40))
 @settings(max_examples=40, deadline=None)
 def test_damaged_bytes_never_escape(places: list[tuple[int, int]]) -> None:

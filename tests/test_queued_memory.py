@@ -50,6 +50,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, WIDE, generator=draw), torch.randn(ROWS, WIDE, generator=draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "weights"),
     [("0", "stash"), ("1", "stash"), ("2", "stash"), ("2", "naive"), ("2", "spectrain-v2"),
@@ -101,6 +102,7 @@ def planned(memory: int, staleness: str = "", **asked: Any) -> fxpart.Plan:
     ).plan  # fmt: skip
 
 
+@pytest.mark.slow
 def test_stages_leave_room_for_what_queues_keep() -> None:
     """The less memory the more stages; what is proven is proven of all that memory."""
     sizes = (10**9, 80_000, 60_000, 40_000)
@@ -118,6 +120,7 @@ def test_stages_leave_room_for_what_queues_keep() -> None:
     assert len(planned(60_000, "0").stages) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     fixed = {"stages": 2, "ranks": 3, "copies": "always"}
     needed = [

@@ -45,6 +45,7 @@ def losses_of(trainer: Any) -> list[float]:
     return [float(loss) for loss in found if loss is not None]
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_staleness() -> None:
     plan = mixed().plan
     assert plan.replicas and len(plan.firsts) == 2
@@ -63,6 +64,7 @@ def test_a_trainer_is_as_the_plan_says() -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_by_default_no_update_is_missed() -> None:
     plan = compiled(2).plan
     assert plan.staleness == (0, 0) and plan.weights == "flush"
@@ -84,6 +86,7 @@ def test_what_is_asked_of_the_trainer_goes_before() -> None:
         mixed().trainer(adagrad, staleness=(1, 0, 0))
 
 
+@pytest.mark.slow
 def test_only_what_misses_nothing_is_verified() -> None:
     assert compiled(2).verify(steps=1).passed
     with pytest.raises(FxpartError, match="asynchronous"):
@@ -101,6 +104,7 @@ def test_an_applied_plan_minds_the_mode() -> None:
         fxpart.compile(model(), plan=program.plan, example_inputs=batch(), mode="sync")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wishes", "why"),
     [
@@ -188,6 +192,7 @@ def test_a_plan_of_version_7_takes_turns() -> None:
     assert not found.problems()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), max_size=4), st.sampled_from(("flush", "stash", "vertical")))
 def test_a_plan_with_queues_is_valid_or_says_why(each: list[int], weights: str) -> None:
     plan = msgspec.structs.replace(turns((2, 1)), staleness=tuple(each), weights=weights)
@@ -200,6 +205,7 @@ def test_a_plan_with_queues_is_valid_or_says_why(each: list[int], weights: str) 
     assert places <= {"staleness", "weights"}
 
 
+@pytest.mark.slow
 def test_degrees_are_proposed_with_rows_that_are_gathered() -> None:
     """A gathering moves half of an all-reduce of as many bytes, and rows are counted twice."""
     problem = fxpart.compile(

@@ -44,6 +44,7 @@ def queues(counts: tuple[int, ...]) -> Any:
     return trainer(plan(counts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "lose", "second"),
     [
@@ -71,6 +72,7 @@ def test_another_goes_on(tmp_path: Path, first: Any, lose: int | None, second: A
     other.close()
 
 
+@pytest.mark.slow
 def test_the_same_trainer_goes_back(tmp_path: Path) -> None:
     made = queues((2, 1))
     train(made, 0, 2)
@@ -83,6 +85,7 @@ def test_the_same_trainer_goes_back(tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stash", "naive", "spectrain-v2"])
 def test_staleness_begins_anew(tmp_path: Path, mode: str) -> None:
     """What is in flight is finished first; then weights, rules and numbers are the saved ones."""
@@ -131,6 +134,7 @@ def test_staleness_begins_anew(tmp_path: Path, mode: str) -> None:
     assert runs[0] == pytest.approx(runs[1], rel=1e-6) and len(runs[0]) == 6
 
 
+@pytest.mark.slow
 def test_schedulers_go_on(tmp_path: Path) -> None:
     def halving(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -153,6 +157,7 @@ def data() -> list[Any]:
     return [batch(rows, step) for step, rows in enumerate(ROWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_goes_on(tmp_path: Path, staleness: int) -> None:
     """Asked to end after some steps, and run again by the same script."""
@@ -176,6 +181,7 @@ def test_a_run_goes_on(tmp_path: Path, staleness: int) -> None:
     assert told == list(range(1, len(ROWS) + 1))
 
 
+@pytest.mark.slow
 def test_what_is_lost_in_a_run_is_saved_by_others(tmp_path: Path) -> None:
     made = queues((2, 2))
 
@@ -193,6 +199,7 @@ def test_what_is_lost_in_a_run_is_saved_by_others(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.slow
 def test_of_another_model_it_is_refused(tmp_path: Path) -> None:
     made = queues((2, 1))
     made.step(batch())
@@ -211,6 +218,7 @@ def test_of_another_model_it_is_refused(tmp_path: Path) -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_file_that_will_not_come_is_not_waited_for(tmp_path: Path) -> None:
     """The rank has ended since the save began; one that has ended after its file is not missed."""
     made = queues((2, 1))

@@ -137,6 +137,7 @@ def same_bits(made: Any) -> None:
     assert all(torch.equal(each[0], other) for each in held.values() for other in each[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_numbers_of_one_process(counts: tuple[int, ...], clip: float | None) -> None:
@@ -148,6 +149,7 @@ def test_the_numbers_of_one_process(counts: tuple[int, ...], clip: float | None)
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", range(1, 24, 4))
 @pytest.mark.parametrize("copy", [0, 2, 4])
 def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
@@ -175,6 +177,7 @@ def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "naive", "spectrain-v2", "pipeoptim"])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 2)])
 def test_updates_that_are_missed(counts: tuple[int, ...], weights: str) -> None:
@@ -188,6 +191,7 @@ def test_updates_that_are_missed(counts: tuple[int, ...], weights: str) -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     """With stash: of what is held twice each holder's part with the version that it read."""
     made = trainer((1, 1, 1), sgd, staleness=2)
@@ -234,6 +238,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_planned_with_queues() -> None:
     program = compiled(
         3, mode="queue", constraints={
@@ -250,6 +255,7 @@ def test_planned_with_queues() -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_no_copy_holds_more_than_is_planned(
@@ -300,6 +306,7 @@ class Twice(nn.Module):
         return self.head(x + self.table(others))
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_refused() -> None:
     ids, y = batch()
 
@@ -327,6 +334,7 @@ def test_a_holder_without_a_backward_is_refused() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_lookup_with_sparse_gradients_and_a_head() -> None:
     """The sum is dense, as in one process."""
     made = trainer((1, 1, 2), sgd, sparse=True)

@@ -96,6 +96,7 @@ def hold(program: Program) -> None:
     assert found.exact == (chained(program.spec) and summed_in_order(program.spec))
 
 
+@pytest.mark.slow
 @FEW
 @given(random_models(longest=6), st.data())
 def test_random_programs(model: RandomModel, data: Any) -> None:

@@ -68,6 +68,7 @@ def test_the_shortest_simulated_step_wins_whatever_the_closed_form_says() -> Non
     assert tried > 10
 
 
+@pytest.mark.slow
 def test_the_best_of_every_number_of_stages_is_compared() -> None:
     """Also where the closed form prefers the most stages; no kind of answer stands there twice."""
     tried = 0

@@ -151,6 +151,7 @@ def test_it_is_told_what_passes_above_the_promise() -> None:
     assert "equal within 1e-06" in text and "by more" not in text
 
 
+@pytest.mark.slow
 def test_double_precision_alone_covers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without nudges it passes, and without both it does not."""
     seen = trained(halved())
@@ -169,6 +170,7 @@ def scaled(name: str, factor: float) -> Callable[[Seen], Seen]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [

@@ -127,6 +127,7 @@ def by_hand(m: int, rows: tuple[RankPrediction, ...]) -> float:
     return (ends[end - 1] - ends[first - 1]) / (end - first)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_a_minibatch_takes_what_the_order_of_each_stage_says(seed: int) -> None:
     r = random.Random(seed)
@@ -192,6 +193,7 @@ def test_memory_has_what_a_stream_keeps(mode: str) -> None:
     assert found.problems() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["spectrain", "stash", "naive"])
 def test_a_plan_says_both_times_and_comes_back(mode: str) -> None:
     plan = asynchronous(mode)
@@ -251,6 +253,7 @@ def test_asked_to_weigh_it_takes_the_faster() -> None:
     assert compiled(microbatches=4).plan == same and same.schedule == "1f1b"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_a_mode_that_does() -> None:
     width = 512
     roomy = compiled("local:2", width, mode="async", weights="naive", microbatches=1).plan

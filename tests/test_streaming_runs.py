@@ -38,6 +38,7 @@ def counted(trainer: Any) -> Counter[int]:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mode", ["stash", "spectrain", "spectrain-v2", "xpipe", "pipemare"])
 def test_a_run_holds_and_predicts_what_was_planned(mode: str, count: int) -> None:
@@ -63,6 +64,7 @@ def test_a_run_holds_and_predicts_what_was_planned(mode: str, count: int) -> Non
         trainer.close()
 
 
+@pytest.mark.slow
 def test_plan_explain_simulate_and_train(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def chain(stages: int) -> list[StageEdge]:
     return [StageEdge(k, k + 1, True) for k in range(stages - 1)]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_nobody_waits_for_the_messages_that_are_left_out(data: st.DataObject) -> None:

@@ -59,6 +59,7 @@ def line_of(model: type[nn.Module]) -> str:
     return f"test_capture_errors.py:{number}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "codes", "fix"),
     [

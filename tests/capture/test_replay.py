@@ -18,6 +18,7 @@ from fxpart.capture.replay import REAL, Repeats
 from fxpart.pipeline import KEY
 
 
+@pytest.mark.slow
 def test_equal_layers_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     assert repeated(monkeypatch, model) == REPEATED
@@ -28,6 +29,7 @@ def test_equal_layers_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(captured.graph(X)[1], model(X))
 
 
+@pytest.mark.slow
 def test_layers_on_meta_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = Stack()
@@ -113,6 +115,7 @@ def test_layers_that_are_always_traced(
     assert repeated(monkeypatch, Stack(layer)) == 0
 
 
+@pytest.mark.slow
 def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
     for layer in model.layers:

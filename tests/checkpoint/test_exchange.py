@@ -235,6 +235,7 @@ def test_rest_comes_back() -> None:
             parse_rest(text, "x")
 
 
+@pytest.mark.slow
 def test_one_tensor_in_memory(tmp_path: Path) -> None:
     """Sixteen tensors of 2 MB: what is held at a time is a few of them."""
     import tracemalloc

@@ -68,6 +68,7 @@ def cut_tensors(draw) -> tuple[tuple[int, ...], Attr]:
     return shape, {"process_shape": mesh, "process_group": group, "dims_mapping": mapping}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(cut_tensors(), min_size=1, max_size=3), st.sampled_from(["float32", "bfloat16"]))
 def test_any_cut(cuts, dtype) -> None:

@@ -104,6 +104,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 @settings(max_examples=120, deadline=None)
 def test_values_come_back_as_they_were(value: Any) -> None:
@@ -120,6 +121,7 @@ def test_values_that_json_lacks() -> None:
         values.stored({"a": [1, object()]}, "extra")
 
 
+@pytest.mark.slow
 @given(st.recursive(
     st.none() | st.integers() | st.text() | st.sampled_from(["inf", "0x", "=="]),
     lambda inner: st.lists(inner) | st.dictionaries(

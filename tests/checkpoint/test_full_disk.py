@@ -155,6 +155,7 @@ def fails_once(root: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> boo
     return calls >= failing
 
 
+@pytest.mark.slow
 def test_every_call_that_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a save asks the disk for the first fails, the second, ...: nothing is lost."""
     count = 1

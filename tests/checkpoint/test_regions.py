@@ -28,6 +28,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     return region
 
 
+@pytest.mark.slow
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=4).map(tuple))
 @settings(max_examples=400, deadline=None)
 def test_a_copy_moves_what_both_hold_and_nothing_else(
@@ -75,6 +76,7 @@ def test_what_is_split_is_covered_and_less_or_more_is_not(
         assert cover.fault(tensor(shape, [*parts, lost]))
 
 
+@pytest.mark.slow
 @given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
 @settings(max_examples=300, deadline=None)
 def test_any_parts_are_covered_as_counting_says(

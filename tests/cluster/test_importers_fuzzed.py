@@ -36,6 +36,7 @@ def survives(text: str, form: str, facts: Facts) -> None:
         assert found.cluster.problems() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)

@@ -137,6 +137,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 @given(documents())
 @settings(max_examples=80, deadline=None)
 def test_in_and_out(document: dict[str, Any]) -> None:

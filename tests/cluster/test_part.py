@@ -14,6 +14,7 @@ from fxpart.cluster import Cluster
 from fxpart.errors import FxpartError
 
 
+@pytest.mark.slow
 @given(clusters(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_part_is_valid_and_says_the_same(whole: Cluster, data: st.DataObject) -> None:

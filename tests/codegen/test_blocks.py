@@ -113,6 +113,7 @@ def test_pieces_cover_all_operations_once() -> None:
     assert "def block_" not in emit(stage)
 
 
+@pytest.mark.slow
 def test_a_stage_keeps_what_lies_between_blocks() -> None:
     """Memory after the forward, and while one block at a time runs again."""
     captured, stage = stage_of(width=64, depth=6)

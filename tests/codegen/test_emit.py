@@ -51,6 +51,7 @@ def digest() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_emitting_twice_gives_the_same_text(built: Stages) -> None:
     assert [emit(stage) for stage in built.graphs] == built.sources
 
@@ -71,6 +72,7 @@ def test_another_process_with_another_hash_seed_gives_the_same_text() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_no_path_of_this_machine(built: Stages) -> None:
     for source in built.sources:
         for path in (

@@ -25,6 +25,7 @@ LIKE: list[tuple[Any, tuple[Any, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, len(LIKE) - 1), st.sampled_from(CUTS),
     st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3)), st.integers(0, 99),

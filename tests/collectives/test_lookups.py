@@ -89,6 +89,7 @@ def test_bags_by_rows(case: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([0, 1, 2]))
 def test_bags_by_bags(count: int, each: int, mode: int) -> None:
     bags, total = 2 * count, 2 * count * each

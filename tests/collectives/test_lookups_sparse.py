@@ -28,6 +28,7 @@ def whole_gradient(found: torch.Tensor, table: torch.Tensor, towards: torch.Tens
     return gradient
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 9), st.integers(1, 3), st.integers(0, 4), st.sampled_from([-1, 0]),
     st.integers(0, 1000),

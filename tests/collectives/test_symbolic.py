@@ -85,6 +85,7 @@ FORMS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FORMS))
 def test_forms(mode: FakeTensorMode, name: str) -> None:
     x = symbolic(mode, 6, 8)

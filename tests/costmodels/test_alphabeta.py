@@ -87,6 +87,7 @@ def gather_text(n: int, m: int, size: float, per: float, h: int) -> float:
     return BASE + (n - m) * INTRA + (m - 1) * (INTER + h * SWITCH) + (n - 1) / n * size * per
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "text"),
     [

@@ -53,6 +53,7 @@ def test_lines_between_points(row: list[tuple[int, float]], at: int) -> None:
         assert a[1] >= found >= b[1]
 
 
+@pytest.mark.slow
 @given(slope=st.floats(1e-6, 1e-3), start=st.floats(0, 1e-3), rows=st.integers(1, 200))
 @settings(max_examples=15, deadline=None)
 def test_what_grows_along_a_line_is_found_on_it(slope: float, start: float, rows: int) -> None:
@@ -129,6 +130,7 @@ def attention(rows: int, of: int = 0, keys: int = 32) -> OpSpec:
     return OpSpec(name, (query, key, key), (query,), (("4", 0.1), *whole), 3)
 
 
+@pytest.mark.slow
 @given(
     start=st.floats(0, 1e-4), own=st.floats(1e-9, 1e-7), draw=st.floats(1e-9, 1e-7),
     rows=st.integers(1, 64), ranks=st.integers(2, 8), seen=st.tuples(numbers, st.integers(2, 4)),

@@ -91,6 +91,7 @@ _CUTS = st.integers(1, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(_CUTS, _CUTS, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_no_way_to_seat_moves_less(
     before: set[int], after: set[int], lost: int, random: object

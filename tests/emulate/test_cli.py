@@ -26,6 +26,7 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, found.out, found.err
 
 
+@pytest.mark.slow
 def test_table_json_and_picture_say_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_model_with_its_own_loss_and_no_data(capsys: pytest.CaptureFixture[str
     assert out.splitlines()[1].startswith("sync")
 
 
+@pytest.mark.slow
 def test_all_modes_but_those_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, notes = called(capsys, f"{TARGETS}:mlp", *SMALL, "--weights", "all")
     names = [line.split()[0] for line in out.splitlines()[1:]]
@@ -72,6 +74,7 @@ def test_all_modes_but_those_that_cannot_be(capsys: pytest.CaptureFixture[str]) 
     assert names[0] == "sync" and names.count("sync") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "status", "words"),
     [

@@ -65,6 +65,7 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["spectrain", "stash", "xpipe", "lookahead"])
 def test_predictions_look_through_the_rates_to_come(mode: str) -> None:
     emulator, module = made()
@@ -75,6 +76,7 @@ def test_predictions_look_through_the_rates_to_come(mode: str) -> None:
             torch.testing.assert_close(run.state_dict[name], weight, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "stash", "spectrain", "naive"])
 def test_evaluations_see_each_stage_after_as_many_updates_and_change_nothing(mode: str) -> None:
     emulator, module = made()
@@ -119,6 +121,7 @@ def test_sync_is_training_in_one_process_and_runs_begin_anew() -> None:
     made.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 7, 32])
 def test_deep_pipelines(stages: int) -> None:
     emulator, module = made(stages, 31)
@@ -133,6 +136,7 @@ def test_deep_pipelines(stages: int) -> None:
     assert run.staleness == tuple(stages - 1 - k for k in range(stages))
 
 
+@pytest.mark.slow
 def test_stages_are_even_and_too_many_are_refused() -> None:
     emulator, _ = made(4, 31)
     sizes = [len(stage.state) for stage in emulator.program.spec.stages]
@@ -151,6 +155,7 @@ def test_a_model_without_a_loss_is_refused() -> None:
         Emulator(models.mlp(3), stages=2, example_inputs=BATCHES[0][:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "2bw"])
 def test_copies_of_weights_are_those_of_the_schedule(mode: str) -> None:
     emulator, _ = made()
@@ -187,6 +192,7 @@ def test_a_run_that_diverges_ends_and_says_where() -> None:
     json.dumps(run.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_dropout_draws_by_the_seed_and_batch_statistics_are_kept() -> None:
     emulator, _ = made(3, 4, "dropout")
     runs = [emulator.run(BATCHES, optimizer=SGD, steps=6, seed=seed) for seed in (1, 1, 2)]

@@ -86,6 +86,7 @@ def compare(run: Emulation, losses: list[torch.Tensor], weights: dict[str, torch
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -94,6 +95,7 @@ def test_mlp(mode: str, stages: int, a: int, optimizer: str) -> None:
     compare(*by_both("mlp", stages, a, mode, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("mode", PLAIN)
@@ -101,6 +103,7 @@ def test_gpt(mode: str, stages: int, a: int, optimizer: str) -> None:
     compare(*by_both("gpt", stages, a, mode, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
@@ -110,6 +113,7 @@ def test_double_buffer_with_as_many_microbatches_as_stages(
     compare(*by_both(model, stages, stages, "2bw", optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
 def test_double_buffer_with_fewer_is_refused(stages: int, a: int) -> None:
     emulator, _, batches, _ = built("mlp", stages)
@@ -117,6 +121,7 @@ def test_double_buffer_with_fewer_is_refused(stages: int, a: int) -> None:
         emulator.run(batches, weights="2bw", microbatches=a, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_nadam_with_stashing(model: str, stages: int, a: int) -> None:

@@ -82,6 +82,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     assert caught.value.code == "FXP520"
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_changed_files_are_read_or_refused(

@@ -121,6 +121,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_it_outlives_kill_9(tmp_path: Path) -> None:
     """20 real processes killed while they write: whole records, one after another."""
     for number in range(20):
@@ -178,6 +179,7 @@ def _written(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_changed_rings_are_read_or_refused(

@@ -21,6 +21,7 @@ def test_the_same_seed_gives_the_same_file() -> None:
     assert len(set(files)) > 350
 
 
+@pytest.mark.slow
 def test_a_traceback_is_told_with_the_smallest_file() -> None:
     def read(data: bytes) -> None:
         if b"NaN" in data:

@@ -13,7 +13,7 @@ from fuzz.readers import READERS
 from fuzz.trusted import TRUSTED
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 5_000
+COUNTS = (1_000, 5_000)  # the second is left to `make long`
 # What reads files, as it is written; `open` counts unless it writes.
 OPENING = {
     "open", "os.open", "io.open", "read_bytes", "read_text", "reading",
@@ -23,13 +23,14 @@ OPENING = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", READERS)
-def test_changed_files(name: str) -> None:
+def test_changed_files(name: str, count: int) -> None:
     reader = READERS[name]
     samples = reader.samples()
     for sample in samples:
         reader.read(sample.seal(sample.data) if sample.seal else sample.data)  # good ones are read
-    outcome = fuzz(name, reader.read, samples, COUNT)
+    outcome = fuzz(name, reader.read, samples, count)
     refused = outcome.codes.total() - outcome.codes["read"]
     assert outcome.codes["read"] and bool(refused) is not reader.lenient
 
@@ -60,6 +61,7 @@ def _opens(call: ast.Call) -> bool:
     return not any(mode in words for mode in writing)
 
 
+@pytest.mark.slow
 def test_every_place_that_reads_a_file_is_known() -> None:
     """A new reader gets a line in READERS, or one in TRUSTED that says who wrote its files."""
     folders = ("fxpart", "passes", "costmodels")

@@ -182,6 +182,7 @@ def test_a_plan_with_a_number_beyond_a_float(number: int) -> None:
     assert named >= 3
 
 
+@pytest.mark.slow
 def test_a_plan_that_names_ranks_without_end() -> None:
     """Each of its texts stands for no more than a plan can have; together they filled memory."""
     plan = json.loads(READERS["plan"].samples()[0].data)
@@ -226,6 +227,7 @@ def test_nccl_tests_of_sizes_that_cannot_be(size: str) -> None:
         assert refused(READERS[name].read, NCCL.replace("{}", size).encode()) == "FXP407"
 
 
+@pytest.mark.slow
 def test_nccl_tests_of_more_ranks_than_can_be() -> None:
     devices = [{"hostname": f"h{n}", "device": 0, "device_info": "A100"} for n in range(10_000)]
     text = {"config": {"devices": devices, "nthreads": 10_000}, "results": [{"size": 1}]}
@@ -233,6 +235,7 @@ def test_nccl_tests_of_more_ranks_than_can_be() -> None:
         assert refused(READERS["nccl"].read, json.dumps(text).encode()) == "FXP407"
 
 
+@pytest.mark.slow
 def test_slurm_cores_of_more_nodes_than_can_be() -> None:
     """Each part stood for 16384 nodes, however many there were already."""
     text = "SLURM_JOB_NODELIST=n[1-2]\nSLURM_GPUS_ON_NODE=1\nSLURM_JOB_CPUS_PER_NODE="

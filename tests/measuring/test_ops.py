@@ -184,6 +184,7 @@ def strides(text: str, shape: torch.Size) -> list[int]:
     return [round(found[dim]) for dim in sorted(found)]
 
 
+@pytest.mark.slow
 def test_values_in_graphs_have_the_layout_that_runs_have() -> None:
     """Transposes, pieces and broadcasts of a real graph, run on real tensors."""
 

@@ -98,6 +98,7 @@ def on_unlike(given: Plan) -> Plan:
     return replace(given, cluster=replace(given.cluster, devices=devices))
 
 
+@pytest.mark.slow
 def test_only_what_is_on_such_devices() -> None:
     """Copies on several kinds are of each; a stage that is on another kind alone is not timed."""
     given = on_unlike(copies((2, 1)))
@@ -121,6 +122,7 @@ def test_only_what_is_on_such_devices() -> None:
     assert [w and w.stages.timed for w in timed] == [[0, 1], [1]]
 
 
+@pytest.mark.slow
 def test_plans_for_others_are_refused() -> None:
     given = copies((2, 1))
     front = clicks_front(given)

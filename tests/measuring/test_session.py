@@ -48,6 +48,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
         path,
         budget=900.0,
         date="2026-01-31",
+        rehearse=False,
         progress=lambda what, done, of: heard.append(what),
     )
     assert first.ops > 0 and first.stages > 0 and first.left_out == ()
@@ -62,7 +63,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
         assert len(held.get("stages", place, StageTiming)) == 2 * first.stages
         assert len(held.get("calibrations", place, Calibration)) == 1
         assert len(held.get("crowding", place, Crowding)) == 1
-    again = profile(workload(), one_rank(), path, budget=900.0)
+    again = profile(workload(), one_rank(), path, budget=900.0, rehearse=False)
     assert (again.ops, again.stages) == (0, 0)
     assert again.known_stages == first.stages + first.known_stages
     assert again.calibration == first.calibration and again.crowding == first.crowding
@@ -82,8 +83,11 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
-def test_the_best_plan_is_known_as_a_whole(tmp_path: Path, mesh: str) -> None:
+def test_the_best_plan_is_known_as_a_whole(
+    tmp_path: Path, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of several ranks, where plans are not run: those that it turns out to be, in turn."""
+    monkeypatch.setattr(Phases, "_crowding", lambda self, left_out: None)  # takes its time
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     path, asked = tmp_path / "model.profile", {"mesh": mesh}
     found = profile(workload(), cluster, path, budget=900.0, rehearse=False, constraints=asked)
@@ -115,7 +119,8 @@ def test_of_unlike_devices_the_plan_for_all_is_timed(
         return real(self)
 
     monkeypatch.setattr(Phases, "best_plan", best_plan)
-    monkeypatch.setattr(Phases, "_rehearsed", lambda self, left_out: None)  # takes its time
+    for phase in ("_crowding", "_rehearsed"):  # they take their time
+        monkeypatch.setattr(Phases, phase, lambda self, left_out: None)
     asked = Asked(None, None, None, "roofline", {}, 0)
     made = Profiling.of(workload(), unlike, asked)
     made.run(tmp_path / "model.profile", 900.0, place=0)
@@ -137,7 +142,7 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     more = profile(workload(), cluster, path, budget=4.0)
     assert more.known_ops >= found.ops and more.ops + more.stages > 0
     apart = profile(workload(), cluster, tmp_path / "b.profile", budget=1e-3, rehearse=False)
-    assert "stages of 1 of 1 plans" in apart.left_out
+    assert "stages of 1 of 1 plans" in apart.left_out and "of one rank" in apart.plan
     assert "the stages of the plan that is the best by now" in apart.left_out
 
 
@@ -150,11 +155,11 @@ def test_under_a_quota_seconds_are_the_processors(
     held = msgspec.structs.replace(device, quota=0.01)
     under = msgspec.structs.replace(one_rank(), devices=(held,))
     monkeypatch.setattr("fxpart.measuring.setting.quota", lambda: 0.01)
-    found = profile(workload(), under, path, budget=20.0)
+    found = profile(workload(), under, path, budget=20.0, rehearse=False)
     assert found.crowding is not None and found.crowding.baseline > 50e6
     assert not found.crowding.slowdown and not found.crowding.wake
     monkeypatch.setattr("fxpart.measuring.setting.quota", lambda: None)
-    profile(workload(), one_rank(), path, budget=20.0)
+    profile(workload(), one_rank(), path, budget=20.0, rehearse=False)
     with Profile(path) as kept:
         whole, mine = kept.settings()
         assert (whole.quota, mine.quota) == (0.0, 0.01)

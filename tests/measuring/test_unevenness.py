@@ -50,6 +50,7 @@ def irregular(ranks: int, seed: int, most: float = 30e-3) -> list[list[tuple[flo
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "uneven",
     [
@@ -65,6 +66,7 @@ def test_what_was_lost_is_found(uneven: Unevenness) -> None:
     assert seen.seconds == pytest.approx(uneven.seconds, rel=0.15)
 
 
+@pytest.mark.slow
 def test_less_is_lost_where_who_stops_has_computed_for_a_moment() -> None:
     """Two that go on for long, and others that hardly begin: a mean would say a third of it."""
     uneven = Unevenness(cores=2, seconds=0.008, fallen=0.9)
@@ -73,6 +75,7 @@ def test_less_is_lost_where_who_stops_has_computed_for_a_moment() -> None:
     assert seen.fallen == pytest.approx(0.9, abs=0.1)
 
 
+@pytest.mark.slow
 def test_cores_that_are_all_used() -> None:
     seen = found(on_cores(irregular(4, 3), Unevenness(cores=2, seconds=0.0, fallen=0.0)), 2)
     assert seen.fallen < 0.03 and seen.risen < 0.03

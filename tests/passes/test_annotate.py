@@ -37,6 +37,7 @@ def test_the_pipeline_text_round_trips() -> None:
     assert PassManager().parse('annotate{mesh="dp=2"}') == (Annotate("dp=2"),)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_keys() -> None:
     seeds = {
         "input:x": "dp:S(0)",

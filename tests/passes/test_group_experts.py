@@ -128,6 +128,7 @@ def same(whole: Captured, given: list[Any]) -> list[fx.Node]:
 X = torch.randn(TOKENS // 2, 2, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "parts", "count"),
     [("", "halves", 2), ("plain", "halves", 2), ("no gate", "", 2), ("pairs", "pairs", 7),

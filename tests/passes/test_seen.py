@@ -43,6 +43,7 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "lstm", "frozen"])
 def test_a_model_captured_again_is_not_observed_again(name: str, observed: list[str]) -> None:
     first = told(marked(name))

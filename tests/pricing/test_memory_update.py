@@ -85,6 +85,7 @@ def plan_for(memory: int) -> fxpart.Plan:
     ).plan
 
 
+@pytest.mark.slow
 def test_a_limit_leaves_room_for_it() -> None:
     row = plan_for(1 << 30).prediction.ranks[0]
     table = 30_000 * 16 * 4

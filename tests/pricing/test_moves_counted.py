@@ -63,6 +63,7 @@ HELD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "mesh", "cut"),
     [

@@ -74,6 +74,7 @@ def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> Non
         assert numbers.evaluate(choice).seconds >= one.bound * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -116,6 +117,7 @@ def test_the_zoo_runs_with_what_is_chosen_under_tight_memory(name: str) -> None:
     assert_same(found, wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_chosen_placements_are_written_where_axes_are_open() -> None:
     captured, graph = model("layer")
     whole = propagated(graph, "dp=2,tp=2", {"input:x": "dp:S(0)", "mlp.up.weight": "tp:S(0)"})

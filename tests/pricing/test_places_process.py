@@ -91,6 +91,7 @@ def _compiled(memory: int, model: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_its_processes_take_and_fits_with_them() -> None:
     model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
     plan = _compiled(GIB, model).plan

@@ -59,6 +59,7 @@ def test_certificate_in_words(status: str, bound: float, word: str) -> None:
     assert word in certificate(msgspec.structs.replace(plan, certificate=given_))[0]
 
 
+@pytest.mark.slow
 @given(sample_plans.plans())
 @settings(max_examples=50, deadline=None)
 def test_any_valid_plan_can_be_told(plan: Plan) -> None:

@@ -86,6 +86,7 @@ def test_names_of_a_model_are_escaped(name: str) -> None:
     assert sum(name in w for w in page.words) >= 6
 
 
+@pytest.mark.slow
 @given(sample_plans.plans())
 @settings(max_examples=25, deadline=None)
 def test_any_valid_plan_can_be_drawn(plan: Plan) -> None:

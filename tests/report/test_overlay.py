@@ -88,6 +88,7 @@ def test_a_right_plan_differs_in_nothing(stages: int, microbatches: int) -> None
         assert memory.needed == memory.predicted
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4),
     st.integers(1, 6),

@@ -30,6 +30,7 @@ def trainer(cut: tuple[int, ...] = (1, 1, 1, 1), **options: Any) -> Trainer:
     return make(language(cut, **model), InProcess(len(cut)), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 2, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("frozen", [False, True])

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from fxpart.runtime import footprint
@@ -50,6 +51,7 @@ def test_where_linux_says_nothing(monkeypatch) -> None:  # type: ignore[no-untyp
     assert peaks.peak >= peaks.baseline > 0 and not peaks.exact
 
 
+@pytest.mark.slow
 def test_live_tensors_count_each_storage_once_until_it_is_freed() -> None:
     footprint_ = Footprint(tensors=True)
     footprint_.start()

@@ -58,6 +58,7 @@ def life(world: int, port: int, seed: int, timeout: float = 20.0, **more: Any) -
     return {each.result.generation for each in made if isinstance(each.result, Meeting)}
 
 
+@pytest.mark.slow
 def test_every_life_has_a_number_of_its_own(port: int) -> None:
     found = [life(4, port, seed) for seed in range(6)]
     assert found == [{1}, {2}, {3}, {4}, {5}, {6}]
@@ -68,6 +69,7 @@ def test_numbers_go_on_from_an_earlier_store(port: int) -> None:
     assert life(2, port, 0, after=7) == {9}
 
 
+@pytest.mark.slow
 def test_an_earlier_life_that_never_met(port: int) -> None:
     """Of four ranks two came, and died; their words are in the store."""
     dead = [Process(process(rank, 4, port), 0.3) for rank in (0, 2)]
@@ -78,6 +80,7 @@ def test_an_earlier_life_that_never_met(port: int) -> None:
     assert life(4, port, 1) == {2}
 
 
+@pytest.mark.slow
 def test_others_come_before_rank_0_has_counted(port: int) -> None:
     """They find the earlier life's number, wait in it, and leave it for the new one."""
     life(3, port, 0)
@@ -90,6 +93,7 @@ def test_others_come_before_rank_0_has_counted(port: int) -> None:
         assert isinstance(each.result, Meeting) and each.result.generation == 2
 
 
+@pytest.mark.slow
 def test_one_of_an_earlier_life_is_sent_away(port: int) -> None:
     """Rank 1 waits twice, as if its machine's launcher had not yet ended the first."""
     stale = Process(process(1, 3, port), 1.5)
@@ -118,6 +122,7 @@ def test_rank_0_may_own_the_store() -> None:
     assert stores[1].get("word") == b"yes"
 
 
+@pytest.mark.slow
 def test_no_store_is_said_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -18,6 +18,7 @@ from fxpart.runtime import InProcess
 MESHES = ["dp=2", "tp=2", "dp=2,tp=2", "tp=2,dp=2", "dp=3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_a_sharded_program_trains_like_one_process(mesh: str, microbatches: int) -> None:
@@ -60,6 +61,7 @@ def test_copies_of_one_parameter_stay_equal_in_every_bit() -> None:
             assert shards.setdefault(key, value) == value, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_branches_that_share_a_matrix_on_lanes(zero: int, schedule: str) -> None:
@@ -97,6 +99,7 @@ def test_a_smaller_batch_makes_fewer_and_larger_pieces() -> None:
     assert all(p.inputs[0]["ids"].untyped_storage().data_ptr() == storage for p in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("what", ["raise", "backward"])
 @pytest.mark.parametrize(("stage", "lanes"), [(0, (1,)), (1, (0,)), (0, (0, 1))])

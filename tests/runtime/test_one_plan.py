@@ -138,6 +138,7 @@ class Talks:
         self.each = [one_plan._Talk(self.store, rank, world) for rank in range(world)]
 
 
+@pytest.mark.slow
 def test_a_wait_without_word_ends_and_was_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_wait_without_word_ends_and_was_told(
     assert "rank 1 waits for the plan of rank 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_long_search_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the silence: what is heard of it counts."""
     monkeypatch.setattr(one_plan, "SILENCE", 0.6)
@@ -199,6 +201,7 @@ def test_the_same_wish_twice_is_two_plans() -> None:
     assert (first.next("one")[0], number) == (1, 0) and first.next("one")[1] != ask
 
 
+@pytest.mark.slow
 def test_a_plan_larger_than_a_stores_message() -> None:
     """Names repeat, so that the text becomes small."""
     answer = one_plan.Answer(plan='{"layer": 1}' * 2_000_000)

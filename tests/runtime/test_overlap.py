@@ -25,6 +25,7 @@ CLIPPED = {"clip_norm": 0.5}
 KINDS = [("dp=2", 0), ("dp=3", 1), ("dp=2,tp=2", 0), ("tp=2,dp=2", 1), ("dp=2", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "zero"), KINDS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_early_sums_are_the_late_ones(mesh: str, zero: int, calls: int) -> None:
@@ -37,6 +38,7 @@ def test_early_sums_are_the_late_ones(mesh: str, zero: int, calls: int) -> None:
         assert_close(early["numbers"], one_process()[-1]["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 150, 1 << 20])
 @pytest.mark.parametrize("room", [1, 4])
 def test_neither_size_nor_number_of_buckets_changes_a_bit(size: int, room: int) -> None:
@@ -58,6 +60,7 @@ def test_all_lanes_start_the_same_buckets_in_the_same_order(schedule: str) -> No
         assert [armed for lane, armed, _ in step[0] if lane == 0] == [True] * 4 + [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["raise", "backward"])
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("lanes", [(0,), (1,), (0, 1)])

@@ -85,6 +85,7 @@ def _pinned() -> tuple[list[int], int, list[int], int]:
     return during, count, before, threads
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one core"
 )

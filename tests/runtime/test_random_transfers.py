@@ -15,6 +15,7 @@ from fxpart.schedule.make import make
 TINY, LARGE = 5, 2 << 20  # elements of float32: 20 bytes and 8 MiB
 
 
+@pytest.mark.slow
 def test_cases_are_of_every_sort() -> None:
     """Builders, any order, split backwards, several stages a rank, copies of stages, skips."""
     found = Counter[str]()
@@ -32,6 +33,7 @@ def test_cases_are_of_every_sort() -> None:
     assert all(found[sort] for sort in (*sorts, "copies", "virtual", "split", "skip")), found
 
 
+@pytest.mark.slow
 def test_in_process_every_value_is_right() -> None:
     checked = Counter[str]()
     for seed in range(12):

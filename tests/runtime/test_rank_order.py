@@ -91,6 +91,7 @@ def test_a_chain_on_any_ranks_over_gloo(pool: Pool) -> None:
     assert found == [expected] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "table"), [("dp=2", ((3, 0), (1, 2))), ("", ((2,), (0,), (3,), (1,)))]
 )

@@ -20,6 +20,7 @@ from fxpart.runtime.split_backward import Halves
 MODES = ("selective", "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
@@ -53,6 +54,7 @@ def as_stage(module: nn.Module) -> Any:
     return lambda key, *given: (module(*given),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved"])
 @pytest.mark.parametrize("mode", [*MODES, {0: "full", 2: "selective"}], ids=["sel", "full", "mix"])
 def test_trained_bits_are_those_of_one_process(schedule: str, mode: Any) -> None:

@@ -77,6 +77,7 @@ def check_sums(recording: Recording) -> None:
             assert {s.name for s in inner if s.lane == "step"} == set(PHASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 1, 1, 1)])
 def test_in_one_process(cut: tuple[int, ...], schedule: str) -> None:

@@ -123,6 +123,7 @@ def test_k_calls_give_k_times(schedule: str) -> None:
         assert torch.allclose(thrice[name], 3 * gradient, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_lanes_of_every_schedule(schedule: str, zero: int) -> None:

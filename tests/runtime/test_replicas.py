@@ -107,6 +107,7 @@ def check(found: tuple, wanted: tuple) -> None:  # type: ignore[type-arg]
         assert found[2][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("counts", [(2, 3), (1, 2), (3, 1), (2, 1, 2)])
 def test_the_numbers_of_one_process(counts: tuple[int, ...], name: str) -> None:

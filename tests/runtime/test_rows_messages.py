@@ -58,6 +58,7 @@ tables = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(wanted=st.lists(tables, min_size=1, max_size=6), bucket=st.sampled_from([1, 64, 1 << 20]))
 def test_all_tables_round_trip(wanted: list[Any], bucket: int) -> None:

@@ -10,6 +10,7 @@ from ranks import Pool
 from fxpart.runtime.same_weights import checksum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tied", "shown"),
     [("dp=2", False, "0.weight on ranks 0 and 1"), ("none", True, "0.weight on ranks 0 and 1")],
@@ -26,6 +27,7 @@ def test_models_that_differ_are_refused_on_every_rank(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_weights_that_nobody_shares_may_be_any(pool: Pool) -> None:
     found = pool.run(same_weights_programs.begin, False, "none", False, ranks=2, timeout=120.0)
     assert found == [[], []]

@@ -73,6 +73,7 @@ def play(
         return list(threads.map(one, range(ranks)))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.sampled_from([FORWARD, BACKWARD, STATE]), st.integers(1, 5000)),
@@ -181,6 +182,7 @@ def test_a_stranger_is_turned_away() -> None:
     answers[0].close()
 
 
+@pytest.mark.slow
 def test_more_messages_than_a_socket_holds() -> None:
     """Both ends send thousands before either receives any."""
 

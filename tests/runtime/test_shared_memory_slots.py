@@ -45,6 +45,7 @@ def test_a_slot_is_large_enough_and_little_larger(size: int) -> None:
     assert found % 64 == 0 and slot_size(found) == found
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), max_size=40))
 def test_no_message_changes_while_it_is_held(steps: list[tuple[int, bool]]) -> None:
     pair, held = Pair(), list[tuple[int, torch.Tensor]]()
@@ -66,6 +67,7 @@ def test_a_slot_is_used_again_when_the_last_reference_is_gone() -> None:
     assert pair.move(torch.zeros(3)).data_ptr() == address
 
 
+@pytest.mark.slow
 def test_what_autograd_saved_keeps_its_slot() -> None:
     pair = Pair()
     received = pair.move(torch.full((4,), 3.0)).requires_grad_()
@@ -152,6 +154,7 @@ def test_a_slot_that_does_not_exist_is_refused() -> None:
         pair.mapped[0].message(7, 64)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     """Maps and their descriptors go with the last tensor."""
     gc.collect()

@@ -52,6 +52,7 @@ def test_tables_have_the_bits_of_one_process(way: str, again: bool) -> None:
             torch.testing.assert_close(found[name], want[name], **near)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     found = trained(made("data", "sgd"), range(3))
     want = alone(model(), OPTIMIZERS["sgd"], range(3))
@@ -144,6 +145,7 @@ def test_gloo(pool: Pool, way: str, again: bool) -> None:
                 assert numbers == want[name].tolist()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_takes_no_sparse_gradient_is_refused_at_once() -> None:
     with pytest.raises(FxpartError, match="SparseAdam") as caught:
         made("data", "adamw").trainer()

@@ -191,6 +191,7 @@ class Random(nn.Module):
         return values[-1], values[-1 - len(self.ops) // 2]
 
 
+@pytest.mark.slow
 @given(graphs(), st.integers(0, 511), st.sampled_from([(), (0,), (1,), (0, 1)]), st.integers(0, 63))
 def test_random_graphs(
     ops: list[tuple[str, int, int]], frozen: int, wanted: tuple[int, ...], tied: int

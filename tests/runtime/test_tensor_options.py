@@ -61,6 +61,7 @@ def test_state_dicts(mode: str) -> None:
         assert bits(other.state_dict()) == bits(one.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["", *STREAMS])
 def test_checkpoints(mode: str, tmp_path: Path) -> None:
     one, other = trainer(mode), trainer(mode, lr=torch.tensor(0.5))

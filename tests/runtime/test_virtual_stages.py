@@ -36,6 +36,7 @@ def placed(schedule: str, ranks: tuple[int, ...], hand: Any = None, **options: A
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("ranks", RANKS, ids=lambda r: "".join(map(str, r)))
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "plain"])
@@ -74,6 +75,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
         assert all(action.peer != 0 for action in sends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("what", ["raise", "backward", "shape"])
 def test_a_stage_that_fails(schedule: str, what: str) -> None:

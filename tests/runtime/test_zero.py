@@ -26,6 +26,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), KINDS)
 def test_zero_trains_like_one_process(mesh: str, options: dict[str, Any]) -> None:
     """Uneven pieces too: 7 rows, 6 and 10 columns, one number, on two and on three lanes."""

@@ -19,6 +19,7 @@ from fxpart.schedule.simulate import simulate
 from fxpart.schedule.steps import simulate_steps
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 6), st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_one_long_step_of_1f1b(data: st.DataObject, stages: int, count: int) -> None:
@@ -30,6 +31,7 @@ def test_one_long_step_of_1f1b(data: st.DataObject, stages: int, count: int) -> 
     assert run_threads(found, edges).right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("every", [1, 2, 4, 8])
 def test_bubbles_and_gain(stages: int, every: int) -> None:

@@ -41,6 +41,7 @@ def step(schedule: Schedule, forward: float, first: float, second: float) -> flo
     ).step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 2.0), (2.0, 3.0), (1.0, 1.0)])

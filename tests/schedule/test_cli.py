@@ -188,6 +188,7 @@ def test_versions_are_of_a_stash(capsys: Capsys, tmp_path: Path) -> None:
     assert load(path).ranks[0][2].kind is Kind.F
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_weights_of_a_stream(name: str, capsys: Capsys, tmp_path: Path) -> None:
     """Named, written, read from a file, proved and run in time, in every mode."""

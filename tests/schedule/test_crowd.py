@@ -93,6 +93,7 @@ def agrees(case: crowd_oracle.Case) -> None:
         assert found[action] == pytest.approx(times, rel=1e-9, abs=1e-9), action
 
 
+@pytest.mark.slow
 @given(crowded())
 @settings(max_examples=60, deadline=None)
 def test_against_a_machine(case: crowd_oracle.Case) -> None:
@@ -106,6 +107,7 @@ def test_against_a_machine_at_length(case: crowd_oracle.Case) -> None:
     agrees(case)
 
 
+@pytest.mark.slow
 @given(crowded())
 @settings(max_examples=60, deadline=None)
 def test_no_work_is_lost(case: crowd_oracle.Case) -> None:

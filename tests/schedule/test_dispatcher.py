@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from queued_rehearsal import Rehearsal
@@ -11,6 +12,7 @@ from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
 from fxpart.schedule.queues.orders import Begun, Failed, Forward, Lost, Met, Ran, Stop
 
 
+@pytest.mark.slow
 @given(shapes(), st.integers(1, 5), st.integers(0, 2**32), st.data())
 def test_every_gradient_once(shape: Queues, count: int, seed: int, data: st.DataObject) -> None:
     minibatches, groups = 4, len(shape.groups)

@@ -31,6 +31,7 @@ def times(
     )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 9), st.floats(0, 2), st.floats(0, 2))
 def test_equal_copies_of_one_stage(copies: int, count: int, once: float, sums: float) -> None:
     """Each does its share, then they exchange and update: ceil(m / n) (F + B) + sums + once."""
@@ -43,6 +44,7 @@ def test_equal_copies_of_one_stage(copies: int, count: int, once: float, sums: f
     assert run.missed == (0,) and sum(run.taken.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4), st.integers(1, 6), st.floats(0.0, 0.5),
     st.floats(0.0, 1.0),
@@ -68,6 +70,7 @@ def test_without_copies_it_is_1f1b(
     assert run.seconds >= busiest - 1e-9
 
 
+@pytest.mark.slow
 @given(shapes(), st.data())
 def test_bounds(shape: Queues, data: st.DataObject) -> None:
     """No faster than the busiest group's copies together, no slower than one after the other."""

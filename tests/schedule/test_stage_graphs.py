@@ -40,6 +40,7 @@ def simulated(problem: PartitionProblem, choice: BranchChoice) -> float:
     return simulate(schedule, edges, forward, backward).step_seconds
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 8), st.integers(1, 9))
 def test_any_stage_graph_is_safe_and_keeps_its_depth_in_flight(
     data: st.DataObject, stages: int, microbatches: int

@@ -44,6 +44,7 @@ def test_a_stream_goes_as_fast_as_its_slowest_stage() -> None:
     assert len(found.timeline.updates) == 27
 
 
+@pytest.mark.slow
 @given(cases(4, 5), st.data())
 @settings(max_examples=80, deadline=None)
 def test_steps_with_a_flush(case: Case, data: st.DataObject) -> None:

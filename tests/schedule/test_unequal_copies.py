@@ -87,6 +87,7 @@ def drawn(seed: int) -> tuple[int, list[tuple[int, ...]], tuple[StageEdge, ...]]
     return first, units, edges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(150))
 def test_no_round_deadlocks(seed: int) -> None:
     """Proved by the verifier for sends that wait; what is in flight is as the builder says."""

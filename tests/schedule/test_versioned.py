@@ -38,6 +38,7 @@ def test_stash_by_hand() -> None:
     assert versioned(found, "flush", 1) == asynchronous(2, 4)
 
 
+@pytest.mark.slow
 @given(
     st.data(), st.integers(1, 6), st.integers(1, 20), st.integers(1, 7), st.sampled_from(STREAMED)
 )

@@ -128,6 +128,7 @@ def test_a_later_stream_counts_on() -> None:
                 assert (a.look_forward, a.look_backward) == (b.look_forward, b.look_backward)
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 7), st.integers(1, 30), st.integers(1, 7))
 @settings(max_examples=60, deadline=None)
 def test_counted_from_the_lists(data: st.DataObject, stages: int, count: int, every: int) -> None:

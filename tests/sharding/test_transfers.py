@@ -102,6 +102,7 @@ def options(dims: int) -> list[Placement]:
     return [REPLICATE, PARTIAL, *(Shard(d) for d in range(dims))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["a=2", "a=2,b=2"])
 @pytest.mark.parametrize("second", ["", "a=2", "a=3", "a=2,b=2"])
 @pytest.mark.parametrize("apart", [False, True])

@@ -188,6 +188,7 @@ def _bare(
     return evaluate(problem, choice).seconds, BUILDERS[schedule](n, m), chain(n)
 
 
+@pytest.mark.slow
 def test_objective_and_schedule_in_time() -> None:
     """What the objective is to the simulated schedule: as its docstring says, and no more."""
     r, short = random.Random(5), {"gpipe": 0, "1f1b": 0}

@@ -96,6 +96,7 @@ def test_each_point_alone_is_a_relaxation(seed: int, data: st.DataObject) -> Non
     assert alone[numbers.fullest(choice)].bytes == pytest.approx(whole.bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), FORMS, TIGHT)
 def test_highs_agrees_with_brute_force(seed: int, form: Form, tight: float) -> None:
@@ -222,6 +223,7 @@ def clique(nodes: int) -> PlacementProblem:
     )
 
 
+@pytest.mark.slow
 def test_wide_graphs_go_to_highs() -> None:
     given_ = clique(9)
     with pytest.raises(TooWideError):

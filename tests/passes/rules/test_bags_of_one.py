@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -23,6 +24,7 @@ class Model(nn.Module):
         return self.out(found[0] * found[1]).squeeze(1)
 
 
+@pytest.mark.slow
 def test_they_are_cut_over_replicas() -> None:
     torch.manual_seed(0)
     model, ids, wanted = Model(), torch.randint(0, 20, (8, 2)), torch.rand(8)

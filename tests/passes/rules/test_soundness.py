@@ -44,6 +44,7 @@ def listed(names: Iterable[str], fast: set[str]) -> list[Any]:
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in sorted(names)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", listed(EXAMPLES, COMMON))
 @settings(max_examples=4)
 @given(seed=st.integers(0, 100_000))

@@ -228,6 +228,7 @@ def test_a_folder_that_another_rank_gives_back_meanwhile(
 FILES = ("manifest.json", "rank-0", "rank-1")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_is_chosen(data: st.DataObject) -> None:

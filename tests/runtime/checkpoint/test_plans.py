@@ -96,6 +96,7 @@ def test_from_plan_to_plan(tmp_path: Path) -> None:
         made = new
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_says_of_its_plan(tmp_path: Path) -> None:
     from fxpart.checkpoint.reader import Checkpoint
 
@@ -106,6 +107,7 @@ def test_what_a_checkpoint_says_of_its_plan(tmp_path: Path) -> None:
     assert (found.manifest.weights, found.manifest.world) == ("flush", 2)
 
 
+@pytest.mark.slow
 def test_a_plan_run_as_a_stream(tmp_path: Path) -> None:
     """Weights of a mode, saved and loaded by a plan on as many and on fewer stages."""
     old = trainer("pipeline 4", weight_mode="pipemare", total_updates=30)

@@ -80,6 +80,7 @@ PREDICTED = [(mode, "sgd") for mode in STREAMS]
 PREDICTED += [("spectrain linear", "adamw"), ("spectrain linear", "nadam"), ("pipemare", "adamw")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "optimizer"), PREDICTED)
 def test_a_stream_goes_on_with_its_predictions(mode: str, optimizer: str, tmp_path: Path) -> None:
     """What a rule keeps is saved: a new trainer goes on as the one that was drained there."""

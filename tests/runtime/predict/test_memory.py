@@ -39,6 +39,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "name", "kept", "allocated"), EXPECTED)
 def test_a_prediction(rule: str, name: str, kept: int, allocated: int) -> None:
     weights = [nn.Parameter(torch.randn(NUMBERS)), nn.Parameter(torch.randn(3, 5))]
@@ -82,6 +83,7 @@ def warm_up(rule: str, name: str) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_correction() -> None:
     weights = [nn.Parameter(torch.randn(NUMBERS))]
     optimizer = torch.optim.SGD(weights, lr=0.1)

@@ -61,6 +61,7 @@ def exact(rule: str, momentum: float, delay: int) -> float:
     return float(low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "momentum", "delay", "noted"), CASES)
 def test_the_limits(rule: str, momentum: float, delay: int, noted: float) -> None:
     found = largest_stable(rule, momentum, delay)
@@ -71,6 +72,7 @@ def test_the_limits(rule: str, momentum: float, delay: int, noted: float) -> Non
         assert found == pytest.approx(2 * math.sin(math.pi / (4 * delay + 2)), rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", DELAYS[1:])
 def test_linear_prediction_lowers_the_limit_without_momentum(delay: int) -> None:
     found = largest_stable("linear", 0.0, delay)
@@ -78,6 +80,7 @@ def test_linear_prediction_lowers_the_limit_without_momentum(delay: int) -> None
     assert found < 0.65 * largest_stable("", 0.0, delay)
 
 
+@pytest.mark.slow
 def test_the_page_has_these_limits() -> None:
     """python tests/delayed_quadratic.py writes them."""
     page = PAGE.read_text(encoding="utf-8")

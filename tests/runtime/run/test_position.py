@@ -102,6 +102,7 @@ def whole(make: Callable[[], Any]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("at", [0, 1, 3, 5, 8, 12])
 def test_it_goes_on(name: str, at: int) -> None:

@@ -28,6 +28,7 @@ def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> StreamTra
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_reads_what_its_schedule_says(mode: str, stages: int) -> None:

@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages", "every"), CASES)
 def test_as_many_as_are_counted(name: str, stages: int, every: int) -> None:
     """The most at once over a stream, stage by stage, for every mode."""

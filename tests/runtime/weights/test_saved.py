@@ -230,6 +230,7 @@ def test_what_is_written_after_the_forward_is_told() -> None:
             out.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_dropped_is_freed() -> None:
     """Ops that save their own results do not keep themselves alive."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Softmax(-1))

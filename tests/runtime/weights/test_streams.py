@@ -46,6 +46,7 @@ def cut(model: nn.Sequential, stages: int) -> tuple[list[nn.Module], dict[str, i
     return [nn.Sequential(*(m for _, m in group)) for group in groups], of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "stages", "a", "which"), CASES)
 def test_mlp(mode: str, stages: int, a: int, which: str) -> None:
     torch.manual_seed(0)

@@ -142,6 +142,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine(mode, versions, draw(st.integers(0, len(ahead) - 1)))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(machines(), st.lists(st.integers(1, 6), min_size=1, max_size=2))
 def test_any_stream(machine: Machine, counts: list[int]) -> None:
@@ -161,6 +162,7 @@ def table() -> Iterator[tuple[str, int, int]]:
                     yield mode.name, every, stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "every", "stage"), list(table()))
 def test_memory_is_that_of_the_table(mode: str, every: int, stage: int) -> None:
     """Storage bytes at the most: exactly the copies that are counted from the schedule."""

@@ -59,6 +59,7 @@ class Versioned(Stages):
             super()._backward(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

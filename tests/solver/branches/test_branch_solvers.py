@@ -55,6 +55,7 @@ def test_the_best_of_all(tens: int) -> None:
         assert found.status == "optimal", seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", BRANCHING[:60])
 def test_no_bound_is_above_the_optimum(seed: int) -> None:
     problem = random_branches(seed)
@@ -65,6 +66,7 @@ def test_no_bound_is_above_the_optimum(seed: int) -> None:
         assert branch_bound(one, 0, graph) <= least
 
 
+@pytest.mark.slow
 def test_every_kind_has_its_best_graph() -> None:
     """Each number of stages and microbatches is its own search; what is proven stays of all."""
     tried = 0
@@ -103,6 +105,7 @@ def test_kinds_end_with_the_time() -> None:
     assert list(kinds(made, time_limit=0.0)) == [made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", BRANCHING[:30])
 def test_cp_sat_without_a_hint(seed: int) -> None:
     problem = msgspec.structs.replace(random_branches(seed), no_cut_after=())
@@ -120,6 +123,7 @@ def test_cp_sat_without_a_hint(seed: int) -> None:
         assert found.bound <= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", BRANCHING[:40])
 def test_heuristics_make_stages(seed: int) -> None:
     """Series-parallel parts and small moves give acyclic stages of all blocks, never better."""
@@ -148,6 +152,7 @@ WORKED = [  # microbatches, memory, chain, branches: solver notes, section E
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("microbatches", "memory", "chain", "wanted"), WORKED)
 def test_four_branches_and_a_trunk(
     microbatches: int, memory: int, chain: float, wanted: float

@@ -41,6 +41,7 @@ def agree(problem: JointProblem) -> int:
     return compared
 
 
+@pytest.mark.slow
 def test_every_entry_is_the_scorers() -> None:
     assert sum(agree(random_problem(seed)) for seed in range(60)) > 5000
 
@@ -52,6 +53,7 @@ def test_experts_too() -> None:
     assert sum(agree(problem) for problem in with_experts) > 500
 
 
+@pytest.mark.slow
 def test_a_transformer_of_two_pools() -> None:
     problem = transformer(3, (4, 2), batch=8, hidden=64, vocabulary=500, memory=10**9)
     assert agree(problem) > 1000

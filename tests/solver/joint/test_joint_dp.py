@@ -41,6 +41,7 @@ def check(problem: JointProblem, *, proven: bool = True) -> JointSolution:
     return best
 
 
+@pytest.mark.slow
 def test_forty_random_problems() -> None:
     best = [check(random_problem(seed)) for seed in range(20)]
     best += [check(rich_problem(seed)) for seed in range(20)]
@@ -61,6 +62,7 @@ def test_five_hundred_with_pins_experts_and_three_pools(start: int) -> None:
     assert sum(b.choice is not None for b in best) > 25
 
 
+@pytest.mark.slow
 def test_interleaved_that_is_not_enumerated_has_a_sound_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

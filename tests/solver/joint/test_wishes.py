@@ -152,6 +152,7 @@ WISHES = [*FORBID, "fix tp=1", "fix dp=1,2", "fix recompute=none", "fix pp=2", "
           "stage #1=-1", "fix microbatches=2", "forbid pp"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", WISHES)
 def test_exactly_the_choices_that_keep_a_wish_are_left(text: str) -> None:
     """Against a filter over all choices that knows nothing of how wishes are applied."""

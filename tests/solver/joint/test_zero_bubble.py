@@ -52,6 +52,7 @@ def agree(problem: JointProblem) -> JointChoice | None:
     return best.choice
 
 
+@pytest.mark.slow
 def test_all_solvers_agree_where_memory_is_short() -> None:
     """Each optimum is made too large for its memory, a few times; often 1F1B's would still fit."""
     binding = deep = 0
@@ -71,6 +72,7 @@ def test_all_solvers_agree_where_memory_is_short() -> None:
     assert binding >= 3 and deep >= 3
 
 
+@pytest.mark.slow
 def test_numbers_of_stages_are_told_apart() -> None:
     """A transformer whose memory allows 1F1B more stages than ZB-H1: each solver's own answer."""
     problem = transformer(6, (6,), hidden=256, batch=12, vocabulary=1000)

@@ -32,6 +32,7 @@ def together(instance: Instance, blocks: Blocks) -> Instance:
     return replace(instance, nodes=nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["chain", "any"])
 def test_reductions_keep_an_optimum(mode: Mode) -> None:
     merged = 0
@@ -86,6 +87,7 @@ def pairs(blocks: Blocks, ideals: Ideals, draw: random.Random) -> list[tuple[int
     return draw.sample(every, min(60, len(every)))
 
 
+@pytest.mark.slow
 def test_loads_of_the_programme_are_those_of_the_objective() -> None:
     """For pairs of ideals: what lies between them on accelerator 0, the rest on accelerator 1."""
     draw, compared = random.Random(0), 0

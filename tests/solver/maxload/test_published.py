@@ -48,6 +48,7 @@ def valid(one: Instance, found: Answer, mode: str) -> bool:
     return found.objective == evaluate(one, found.assignment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,solver",
     [

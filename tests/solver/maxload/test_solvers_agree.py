@@ -125,6 +125,7 @@ def test_one_byte_too_many(mode: Mode) -> None:
         assert solve(none, mode=mode, solver=solver, time_limit=20).status == "infeasible"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices,cpus", [(3, 0), (4, 1)])
 def test_a_transformer_of_134_ops(devices: int, cpus: int) -> None:
     """More blocks than a machine word has bits."""

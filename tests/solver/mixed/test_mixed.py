@@ -53,6 +53,7 @@ def small(seed: int) -> MixedProblem:
     return MixedProblem(base=base, kinds=kinds, ranks=ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(120))
 def test_as_good_as_every_choice(seed: int) -> None:
     """The bound is below the optimum, always; the answer is the optimum where it says so."""
@@ -70,6 +71,7 @@ def test_as_good_as_every_choice(seed: int) -> None:
         assert best.choice is None
 
 
+@pytest.mark.slow
 def test_most_answers_are_proven() -> None:
     words = [solve_mixed(small(seed)).status for seed in range(120)]
     assert words.count("optimal") + words.count("infeasible") > 100

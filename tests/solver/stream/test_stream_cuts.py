@@ -32,6 +32,7 @@ def problem(seed: int) -> StreamProblem:
     return StreamProblem(problem=base, weights=r.choice(STREAMS), passes=passes)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_the_programme_finds_what_enumeration_finds(seed: int) -> None:
     given_problem = problem(seed)

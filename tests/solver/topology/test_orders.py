@@ -28,6 +28,7 @@ def agrees(seed: int) -> None:
     assert again.feasible and again.seconds == pytest.approx(found.objective, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 200, 10))
 def test_enumeration_agrees(seed: int) -> None:
     agrees(seed)

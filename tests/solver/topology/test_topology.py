@@ -86,6 +86,7 @@ def test_two_hundred_problems_agree_with_enumeration(part: int) -> None:
             assert evaluate(topology, found.seats).faults == (), seed
 
 
+@pytest.mark.slow
 def test_the_cheap_bound_holds_for_every_placement() -> None:
     for seed in range(60):
         topology = random_topology(seed, lanes=5)
