@@ -44,6 +44,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_others_left() -> None:
+    """Graphs that other files keep are not looked through whenever garbage is collected here."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Up to four rank processes over gloo, kept for the whole run; see tests/ranks.py."""

@@ -38,6 +38,7 @@ from fxpart.runtime.heap import keep_freed
 Progress = Callable[[str], None]
 
 _LINES = 12  # of a failed rank's output that its error shows
+_LAST = 1.0  # seconds in which ranks end that have lost another
 _POLL = 0.05  # seconds between looks at the processes: rare, as they are being measured
 _CHILD = "from fxpart.measuring.processes import serve; serve()"
 _PR_SET_PDEATHSIG = 1
@@ -180,8 +181,7 @@ class _Job:
             states = [process.poll() for process in self.processes]
             self._listen()
             if any(states):
-                time.sleep(_POLL)  # the one that the others lost may end a moment after them
-                raise self._first_failure([process.poll() for process in self.processes])
+                raise self._first_failure(self._ended())
             if all(state == 0 for state in states):
                 return [self._outcome(rank)["answer"] for rank in range(self.count)]
             if time.monotonic() > end:
@@ -201,6 +201,15 @@ class _Job:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+
+    def _ended(self) -> list[int | None]:
+        """How processes ended once one has failed: the one that it lost may end after it."""
+        last = time.monotonic() + _LAST
+        while True:
+            states = [process.poll() for process in self.processes]
+            if None not in states or time.monotonic() > last:
+                return states
+            time.sleep(_POLL)
 
     def _first_failure(self, states: list[int | None]) -> FxpartError:
         """Of the rank that failed first: the others may have failed for want of it."""

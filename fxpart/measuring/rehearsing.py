@@ -39,6 +39,7 @@ def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """
     del world
     folder, number = Path(payload["folder"]), 0
+    dist.barrier()  # a rank that is still connecting would be lost where another leaves
     dist.destroy_process_group()  # each plan makes a group of its own ranks
     with ExitStack() as loaded:
         while asked := _request(folder / f"request-{number}.json"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from zoo import ZOO
 
 import fxpart
@@ -16,6 +17,7 @@ from fxpart.errors import FxpartError
 from fxpart.measuring.contest import by_name, words
 from fxpart.measuring.playoff import LEAST, play
 from fxpart.measuring.rehearsals import Rehearsals
+from fxpart.measuring.rehearsing import serve
 from fxpart.measuring.session import profile
 from fxpart.plan import Plan
 from fxpart.planned.decided import plan_key
@@ -65,6 +67,18 @@ def test_plans_that_are_held_train_in_turns() -> None:
         assert all(taken > 0 for taken in second.go_on(2, warm=0))
         after = first.run(two.plan, two.parts, steps=4, label="x")
         assert len(after.cpu) == 2 and after.seconds.seconds > 0
+
+
+def test_nobody_leaves_the_group_while_others_are_connecting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo's mesh fails where a rank that is connected closes before another is."""
+    called: list[str] = []
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda name=name: called.append(name))
+    (tmp_path / "request-0.json").write_text("{}")
+    assert serve(0, 2, {"folder": str(tmp_path)}) == {"done": 0}
+    assert called == ["barrier", "destroy_process_group"]
 
 
 @pytest.mark.slow
