@@ -252,7 +252,9 @@ def _steps(plan: Plan) -> int:
 
 
 def words(plan: Plan) -> str:
-    """A plan in words: "dp=2, 1 stage, 4 microbatches"; of copies "2 stages of 1 + 2 copies"."""
+    """A plan in words: "dp=2, 1 stage, 4 microbatches", "2 stages of one rank, 4 microbatches,
+    1f1b", "2 stages of 1 + 2 copies, 6 microbatches, 1f1b".
+    """
     first = plan.stages[0]
     axes = (("dp", first.data_parallel), ("tp", first.tensor_parallel), ("zero", first.zero))
     mesh = [f"{name}={size}" for name, size in axes if size > (name != "zero")]
@@ -262,6 +264,8 @@ def words(plan: Plan) -> str:
         groups = {group[0]: len(set(group)) for group in plan.replicas}
         copies = " + ".join(str(groups.get(stage, 1)) for stage in plan.firsts)
         stages += f" of {copies} copies"
+    elif plan.world == count:
+        stages += " of one rank"
     schedule = [plan.schedule] if count > 1 else []
     return ", ".join([*mesh, stages, f"{plan.microbatches} microbatches", *schedule])
 

@@ -57,7 +57,8 @@ def check_places(plans: Iterable[Plan], measured: Sequence[Device]) -> None:
                 "FXP305",
                 where=f"plan for {plan.cluster.name}: {_names(held)}",
                 why=f"it has no rank on a device like those that are measured, {_names(measured)}",
-                fix="--cluster with a device of the plan (first without torchrun), on its machine",
+                fix="--cluster with a device of the plan, on its machine; the first one counts, or "
+                "under torchrun all",
             )
 
 

@@ -14,7 +14,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     measured now; known_ops, known_stages, known_rehearsals: found in the profile. calibration,
     crowding: of this model here, None where there was no time for them. median_error, worst_error:
     of stages predicted from ops with these factors, relative. plan: the best, in words (of one rank
-    a stage, where there was no time to plan); step_seconds: what it took when it was rehearsed, or
+    a stage, where none fits the memory); step_seconds: what it took when it was rehearsed, or
     is predicted to take. left_out: in words, what the budget did not reach.
     """
 

@@ -41,23 +41,24 @@ class StagePhases(Run):
         """Those of the plan that would be chosen now, if plans are not run anyway; and that plan.
 
         What a plan takes as a whole may be more than its ops came to, and another is the best then:
-        so on, until the best is known as a whole or the budget is used.
+        so on, until the best is known as a whole or the budget is used. The last one is the best by
+        all that was measured.
         """
         done = found = 0
-        best = None
-        run_anyway = self.rehearses and self.planned_for is self.front
-        for _ in range(0 if run_anyway else _TRIES):
-            if self.left() <= 0:
-                left_out.append("the stages of the plan that is the best by now")
-                break
+        if self.rehearses and self.planned_for is self.front:
+            return done, found, None
+        for share in (*[1.0] * _TRIES, 0.0):
             try:
                 best = self.best_plan()
             except FxpartError:  # nothing fits: whoever plans is told
-                break
-            made, known = self.of_plans([best], 1.0, left_out)
+                return done, found, None
+            short: list[str] = []
+            made, known = self.of_plans([best], share, short)
             done, found = done + made, found + known
             if not made:
                 break
+        if short:
+            left_out.append("the stages of the best plan")
         return done, found, best
 
     def of_plans(self, plans: Sequence[Plan], share: float, left_out: list[str]) -> tuple[int, int]:

@@ -44,6 +44,11 @@ def failing(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
         if payload["how"] == "die":
             os.write(2, b"about to die\n")
             os._exit(9)
+        if payload["how"] == "slowly":
+            dist.destroy_process_group()  # the others are lost now, and end at once
+            time.sleep(0.3)
+            os.write(2, b"slow to die\n")
+            os._exit(9)
         if payload["how"] == "fxpart":
             raise error("FXP403", where="a -> b", why="no link", fix="add one")
         if payload["how"] == "raise":
@@ -81,6 +86,7 @@ def test_answers_come_by_rank_and_processes_are_gone() -> None:
     ("how", "code", "text"),
     [
         ("die", "FXP507", "about to die"),
+        ("slowly", "FXP507", "slow to die"),
         ("raise", "FXP507", "ValueError: a wrong number"),
         ("fxpart", "FXP403", "a -> b"),
     ],

@@ -121,10 +121,14 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
     assert (again.rehearsals, again.known_rehearsals) == (0, first.rehearsals)
     assert (again.ops, again.known_ops) == (0, first.ops + first.known_ops)
     assert again.plan == first.plan and again.seconds < 1.0
-    without = profile(
-        workload(), "local:2", tmp_path / "b.profile", budget=900.0, microbatches=2, rehearse=False
-    )
-    assert without.rehearsals == 0 and "2 microbatches" in without.plan
+    path = tmp_path / "b.profile"
+    without = profile(workload(), "local:2", path, budget=900.0, microbatches=2, rehearse=False)
+    program = fxpart.compile(
+        work.model, "local:2", example_inputs=work.example, loss=work.loss, cost_model=path,
+        microbatches=2,
+    )  # fmt: skip
+    assert without.rehearsals == 0 and without.plan == words(program.plan)
+    assert without.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
 class Model:
