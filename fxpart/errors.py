@@ -31,6 +31,10 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP110": ("the weights cannot be loaded", EXIT_INPUT),
     "FXP111": ("an annotation is wrong", EXIT_INPUT),
     "FXP112": ("annotations contradict each other", EXIT_INPUT),
+    "FXP113": ("the captured program differs from the module", EXIT_INPUT),
+    "FXP114": ("the objective depends on how the batch is divided", EXIT_INPUT),
+    "FXP115": ("the optimizer or its scheduler cannot be honored", EXIT_INPUT),
+    "FXP116": ("an ambient mode cannot be honored", EXIT_INPUT),
     # 2xx: planning
     "FXP201": ("the stages cannot be formed", EXIT_INFEASIBLE),
     "FXP202": ("the constraints cannot hold together", EXIT_INFEASIBLE),

@@ -16,11 +16,12 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.prediction import HostLoad, Memory, Prediction, RankPrediction
 
 __all__ = [
-    "VERSION", "Alternative", "Certificate", "HostLoad", "Memory", "Placed", "Plan", "PlanInput",
-    "PlanModel", "PlanSharding", "Prediction", "RankPrediction", "Stage", "Tie",
+    "VERSION", "Alternative", "Certificate", "Equivalence", "HostLoad", "Memory", "ModuleCheck",
+    "Placed", "Plan", "PlanInput", "PlanModel", "PlanSharding", "Prediction", "RankPrediction",
+    "Stage", "Tie",
 ]  # fmt: skip
 
-VERSION = 8
+VERSION = 9
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +162,29 @@ class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unfit_seconds: float | None = None
 
 
+class Equivalence(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the results of training by the plan relate to those of single-process training.
+
+    promise: "bitwise" (identical in every bit), "rounding" (the same sums in another order), or "per
+    microbatch" (the listed parts are computed for each microbatch, not for the batch). reasons: one
+    sentence for each cause of a promise other than "bitwise", such as "BatchNorm in layers.1".
+    """
+
+    promise: Literal["bitwise", "rounding", "per microbatch"]
+    reasons: tuple[str, ...] = ()
+
+
+class ModuleCheck(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the captured program was compared with the module as written at compile time.
+
+    status: "passed", "skipped" (the check was too expensive or impossible), or "off" (the user
+    switched it off). reason: why it was skipped, empty otherwise.
+    """
+
+    status: Literal["passed", "skipped", "off"]
+    reason: str = ""
+
+
 class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions for one model on one cluster; canonical JSON, no time and no host in it.
 
@@ -189,6 +213,8 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
     alternatives: the best choices that were rejected; changes: this one with one decision changed.
+    equivalence: the promised relation to single-process training, None in plans made before version
+    9. check: the comparison of the captured program with the module, None where none is recorded.
     certificate: of the cuts, given the degrees; degrees: of the degrees themselves, over the costs
     of the blocks one by one; None where they were given.
     In a file ranks, devices and order are runs: "0-7,16".
@@ -229,6 +255,8 @@ class Plan(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     order: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     staleness: tuple[int, ...] = ()
+    equivalence: Equivalence | None = None
+    check: ModuleCheck | None = None
 
     @staticmethod
     def load(path: str | Path) -> Plan:

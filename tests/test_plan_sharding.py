@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LATER = ("predict_seconds", "staleness")  # of a rank, since version 6
 # Of a rank since version 7; and "sums" of its memory.
 LAST = ("update", "process", "allocator", "microbatches")
+NINE = ("equivalence", "check")  # of a plan, since version 9
 
 
 def plan(stages: int = 2, mesh: str = "dp=2,tp=2") -> Plan:
@@ -91,7 +92,7 @@ def test_a_plan_of_lanes_is_valid_and_round_trips() -> None:
 def test_a_plan_of_version_1_still_loads() -> None:
     raw = json.loads((GOLDEN / "plan_version_1.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_1.json")
-    assert found.version == 8 and Plan.loads(found.dumps()) == found
+    assert found.version == 9 and Plan.loads(found.dumps()) == found
     assert [entry.ranks for entry in found.prediction.ranks] == [(0,), (1,)]
     # Sums of shared parameters, which were all that a stage of one rank summed up.
     assert [entry.tie_seconds for entry in found.prediction.ranks] == [
@@ -119,7 +120,7 @@ def test_a_plan_of_version_2_says_equal_ranks_once() -> None:
 def test_a_plan_of_version_3_minds_no_hosts() -> None:
     raw = json.loads((GOLDEN / "plan_version_3.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_3.json")
-    assert found.version == 8 and Plan.loads(found.dumps()) == found
+    assert found.version == 9 and Plan.loads(found.dumps()) == found
     assert found.prediction.hosts == ()
     assert {entry.overhead_seconds for entry in found.prediction.ranks} == {0.0}
     again = json.loads(found.dumps())
@@ -129,7 +130,7 @@ def test_a_plan_of_version_3_minds_no_hosts() -> None:
         del entry["memory"]["copies"], entry["memory"]["sums"]
     for name in ("hosts", "rehearsed_seconds", "corrected_seconds", "flushed_seconds"):
         del again["prediction"][name]
-    for name in ("actions", "precision", "transfer_dtype", "replicas", "staleness"):
+    for name in ("actions", "precision", "transfer_dtype", "replicas", "staleness", *NINE):
         del again[name]
     assert {**again, "version": 3} == raw
 
@@ -137,7 +138,7 @@ def test_a_plan_of_version_3_minds_no_hosts() -> None:
 def test_a_plan_of_version_5_keeps_the_copies_of_its_stash_among_its_weights() -> None:
     raw = json.loads((GOLDEN / "plan_version_5.json").read_text())
     found = Plan.load(GOLDEN / "plan_version_5.json")
-    assert found.version == 8 and Plan.loads(found.dumps()) == found
+    assert found.version == 9 and Plan.loads(found.dumps()) == found
     assert (found.schedule, found.weights) == ("async", "stash")
     again = json.loads(found.dumps())
     for entry in again["prediction"]["ranks"]:
@@ -148,6 +149,7 @@ def test_a_plan_of_version_5_keeps_the_copies_of_its_stash_among_its_weights() -
         again["prediction"].pop("corrected_seconds") == 0.0
         and again.pop("replicas") == again.pop("staleness") == []
     )
+    assert [again.pop(name) for name in NINE] == [None, None]
     assert {**again, "version": 5} == raw
 
 

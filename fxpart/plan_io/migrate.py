@@ -66,6 +66,11 @@ def _seven(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _eight(raw: dict[str, Any]) -> dict[str, Any]:
+    """Version 9 records the equivalence with single-process training and the module check."""
+    return raw
+
+
 def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
     """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
     found: list[Any] = []
@@ -101,7 +106,9 @@ def _list(value: Any) -> list[Any]:
 
 
 # version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
-MIGRATIONS: dict[int, Step] = {1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven}
+MIGRATIONS: dict[int, Step] = {
+    1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven, 8: _eight,
+}  # fmt: skip
 
 
 def upgrade(
