@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.shapes import Sizes, dim
+from fxpart.runtime.totals import BatchTotals
 
 Path = tuple[str | int, ...]
 Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
@@ -24,7 +25,8 @@ class Cut:
     inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
     process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
     of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
-    they were given; ``inputs`` are meta tensors then.
+    they were given; ``inputs`` are meta tensors then. totals: numbers of the whole batch, such as how
+    many targets count, by the stage input that takes them; also among the inputs of each microbatch.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
@@ -32,6 +34,7 @@ class Cut:
     rows: tuple[int, ...]
     weights: tuple[float, ...]
     local: Mapping[str, torch.Tensor] | None = None
+    totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
         """Per microbatch the inputs of these names, on the device."""
@@ -68,6 +71,7 @@ class Reader:
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
+        self.totals = None if spec.totals is None else BatchTotals(spec.totals, spec.symbols)
         self._multiple = multiple
         self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
         self._constants = {c.path: c.value for c in spec.constants}
@@ -117,7 +121,8 @@ class Reader:
         total = sum(rows)
         weights = tuple(n / total for n in rows)
         local = seen.tensors if seen.local else None
-        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, local)
+        totals = {} if self.totals is None else self.totals.feed(tensors, pieces, weights)
+        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, local, totals)
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
         """Some rank has every input that a size is read from."""

@@ -104,7 +104,8 @@ class _Change:
 
     def run(self) -> Totals:
         """All changes; inputs that the changed graph takes."""
-        live = _live(self.found)
+        live, loss = _live(self.found), self.found.loss
+        assert loss is not None
         reads = list(_reads(self.found, live))
         for user, total in reads:
             user.replace_input_with(total, self._total(total))
@@ -119,12 +120,10 @@ class _Change:
             if node in live:
                 source = ends.get(operand, operand)
                 node.replace_input_with(source, self._mean(source))
-        loss = self.found.loss
-        assert loss is not None
         if self.found.kind(loss).relation is Relation.SUM:
             source = ends.get(loss, loss)
             self._return(self._mean(source))
-        elif loss in self.copies and self.found.kind(loss).total:
+        elif self.found.kind(loss).total:
             self._return(self._total(loss))
         self.totals.output(tuple(node for _, node in self.outputs))
         names = tuple(name for name, _ in self.outputs)
