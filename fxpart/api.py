@@ -13,7 +13,7 @@ from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
-from fxpart.constraints import captured_so, check_trainable, with_numbers
+from fxpart.constraints import captured_so, check_trainable, with_coupling, with_numbers
 from fxpart.errors import error
 from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
@@ -26,6 +26,7 @@ from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
 from fxpart.runtime.one_plan import plan_of_all
 from fxpart.schedule.action import Schedule
+from fxpart.sharded.coupling import couplings, settled_microbatches, with_equivalence
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 from fxpart.weighing import request_of, weigh
@@ -58,6 +59,7 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -85,8 +87,10 @@ def compile(
     simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
     with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
     stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". progress:
-    told of incumbent and bound while the planner solves.
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash".
+    batch_coupling: "per-microbatch" computes what couples the rows of a batch (batch statistics, a
+    loss over pairs of rows) for each microbatch; without it such a batch is one microbatch.
+    progress: told of incumbent and bound while the planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -99,8 +103,12 @@ def compile(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(
-                with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights, chosen
+            with_coupling(
+                with_mode(
+                    with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
+                    chosen,
+                ),
+                batch_coupling,
             ),
             seed,
         ),
@@ -108,6 +116,7 @@ def compile(
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        _settled(front, chosen.microbatches, chosen)
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
@@ -132,6 +141,7 @@ def propose(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -148,10 +158,15 @@ def propose(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
+            with_coupling(
+                with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
+                batch_coupling,
+            ),
+            seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
     )  # fmt: skip
+    microbatches = _settled(front, microbatches)
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
@@ -360,6 +375,13 @@ class Program:
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
+def _settled(front: Front, microbatches: int | None, plan: Plan | None = None) -> int | None:
+    """The number of microbatches that the model's couplings allow; FXP114 for another one."""
+    constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
+    found = couplings(front.graph, front.captured)
+    return settled_microbatches(found, constraints, microbatches)
+
+
 def _solve(
     front: Front,
     microbatches: int | None,
@@ -370,12 +392,16 @@ def _solve(
     Where the process is one of several ranks, rank 0 searches and the others apply what it found.
     """
     made: list[Program] = []
+    found_couplings = couplings(front.graph, front.captured)
+    microbatches = settled_microbatches(
+        found_couplings, front.request.constraints, microbatches
+    )
 
     def search() -> Plan:
         answer = weigh(front, microbatches, progress)
         found = answer.decided
         program = Program(
-            found.plan,
+            with_equivalence(found.plan, found_couplings),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

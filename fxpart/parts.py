@@ -98,7 +98,7 @@ def make_parts(
     whose blocks can run again by themselves, to recompute activations. microbatches: of a step;
     with several, totals of the batch become inputs.
     """
-    assigned = assign(graph, starts, order)
+    assigned = divided(assign(graph, starts, order), captured, microbatches)
     lanes = None
     if sharded is not None:
         lanes = Lanes(
@@ -106,8 +106,7 @@ def make_parts(
         )
         spec, sources = lanes.program(0)
     else:
-        whole = divided(assigned, captured, microbatches)
-        spec, sources = generate(whole, captured, seed, None, transfer_dtype, in_blocks)
+        spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
     return Parts(captured, graph, assigned, spec, sources, lanes)
 
 

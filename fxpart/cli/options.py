@@ -50,6 +50,7 @@ class Request:
     transfer_dtype: str | None = None
     mode: str | None = None
     weights: str | None = None
+    batch_coupling: str | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
@@ -143,6 +144,7 @@ class Request:
             "transfer_dtype": self.transfer_dtype,
             "mode": self.mode,
             "weights": self.weights,
+            "batch_coupling": self.batch_coupling,
         }
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
@@ -164,6 +166,11 @@ _MODES = (
         "--weights", metavar="NAME",
         help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}; of queue: "
         f"{', '.join(QUEUED)}.",
+    ),
+    click.option(
+        "--batch-coupling", type=click.Choice(("per-microbatch",)),
+        help="Compute batch statistics and losses over pairs of rows for each microbatch; by "
+        "default such a batch is one microbatch.",
     ),
 )  # fmt: skip
 

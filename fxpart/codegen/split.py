@@ -124,8 +124,7 @@ class _Split:
         nodes = [n for n in self.graph.nodes if n.op == "placeholder" and n.name != RNG_KEY]
         count = len(self.captured.inputs)
         named = {n: spec.name for n, spec in zip(nodes[:count], self.captured.inputs, strict=True)}
-        given = () if self.totals is None else self.totals.inputs
-        return named | dict(zip(nodes[count:], given, strict=True))
+        return named | {node: node.name for node in nodes[count:]}
 
     def _value_names(self, returned: Iterable[fx.Node]) -> dict[fx.Node, str]:
         """Names of values that may leave a stage; a returned input or weight gets its own."""
