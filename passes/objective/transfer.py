@@ -73,9 +73,12 @@ def _culprit(call: Transfer) -> fx.Node:
 
 def _of_rows(call: Transfer, ruled: Ruled) -> Outcome | None:
     """Rows along one factor of the rule; None where the op couples them."""
+    numbered = _row_numbers(call)
+    if numbered is not None:
+        return numbered
     name = _factor(call, ruled)
     if name is None:
-        return _row_numbers(call)
+        return None
     made = ruled.along(name, 0)
     if made is None:
         return None
