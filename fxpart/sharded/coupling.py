@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import fx
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.passes.objective import Coupling, analyze, coupling_of
+from fxpart.passes.objective import NUMBERS_KEY, Coupling, analyze, coupling_of
 from fxpart.plan import Equivalence, Plan
 from fxpart.sharded.divided import batch_dims
 
@@ -26,6 +26,27 @@ def couplings(graph: fx.GraphModule, captured: Captured) -> tuple[Coupling, ...]
     """What couples the rows of different microbatches in a prepared graph, loss included."""
     given = captured.loss_kind != "mean-square"
     return coupling_of(analyze(graph, batch_dims(captured)), loss=given)
+
+
+def mark_numbers(whole: Captured, microbatch: Captured) -> None:
+    """Note in a graph of one microbatch which nodes have numbers that follow from the batch size.
+
+    whole: the same model, captured at another size. Where the two graphs have other operations,
+    every node counts.
+    """
+    one, two = list(whole.graph.graph.nodes), list(microbatch.graph.graph.nodes)
+    alike = [(n.op, n.target) for n in one] == [(n.op, n.target) for n in two]
+    pairs = zip(one, two, strict=True) if alike else ((None, n) for n in two)
+    names = {
+        n.name for m, n in pairs
+        if n.op == "call_function" and (m is None or _plain(m) != _plain(n))
+    }  # fmt: skip
+    microbatch.graph.meta[NUMBERS_KEY] = frozenset(names)
+
+
+def _plain(node: fx.Node) -> str:
+    """The arguments of a call without the nodes among them."""
+    return str(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
 
 
 def is_accepted(constraints: Mapping[str, object]) -> bool:

@@ -9,11 +9,12 @@ input of the graph.
 
 from __future__ import annotations
 
-from .analysis import Analysis, analyze
+from .analysis import NUMBERS_KEY, Analysis, analyze
 from .coupling import Coupling, coupling_of
 from .divide import OBJECTIVE_KEY, Divided, Totals, divide
 
 __all__ = [
+    "NUMBERS_KEY",
     "OBJECTIVE_KEY",
     "Analysis",
     "Coupling",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -33,9 +33,11 @@ from ..propagation.ruled import Ruled, Rules
 from ..rules import operands
 from .kinds import FIXED, MEAN, Kind, Relation, coupled, rows
 from .losses import Loss, loss_of
-from .transfer import Transfer, transfer
+from .transfer import Transfer, place_of, transfer
 
 AXIS = Mesh((("batch", 1),))
+# A graph of one size: names of the nodes whose numbers differ in a graph of another batch size.
+NUMBERS_KEY = "fxpart_batch_numbers"
 LARGEST_CONSTANT = 1 << 16  # elements of a buffer that totals of the batch may depend on
 
 _UNIFORM = frozenset(
@@ -44,6 +46,8 @@ _UNIFORM = frozenset(
         "zeros ones full empty new_zeros new_ones new_full new_empty rand randn randint"
     ).split()
 )
+_QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
+_REPEATED = frozenset({"aten.expand", "aten.expand_as", "aten.repeat"})
 _ARITHMETIC = frozenset(
     f"aten.{name}"
     for name in (
@@ -103,6 +107,8 @@ class _Analyzer:
         self.found = Analysis(module.graph)
         self.rules = Rules(AXIS)
         self.symbols: set[sympy.Symbol] = set()
+        self.sizes: set[int] = set()  # of the batch dims of a graph of one size
+        self.numbers: frozenset[str] = module.meta.get(NUMBERS_KEY, frozenset())
         written = state_written(module.graph)
         self.found.writers = written
         self.changed = {name for names in written.values() for name in names}
@@ -125,7 +131,10 @@ class _Analyzer:
             return FIXED
         if dim is None:
             return FIXED.of(True)
-        self.symbols |= _symbols(value.shape[dim])
+        size = value.shape[dim]
+        self.symbols |= _symbols(size)
+        if isinstance(size, int):
+            self.sizes.add(size)
         return rows(Shard(dim)).of(True)
 
     def _is_constant(self, name: str) -> bool:
@@ -141,6 +150,8 @@ class _Analyzer:
         own = all(k.from_inputs for k in known) and not is_random(node)
         if own and node in self.found.writers:
             own = False
+        if node.name in self.numbers:
+            own = False  # its numbers are those of a microbatch
         total = any(k.total for k in known)
         settled = []
         for kind, tensor in zip(kinds, tensors(node.meta["val"]), strict=True):
@@ -151,7 +162,7 @@ class _Analyzer:
             elif kind.relation in (Relation.ROWS, Relation.INDEX):
                 settled.append(kind.of(True))
             elif kind.relation is Relation.FIXED:
-                settled.append(Kind(Relation.FIXED, from_inputs=True, total=total or kind.total))
+                settled.append(replace(kind, from_inputs=True, total=total or kind.total))
             elif self._grows(tensor):
                 settled.append(kind.of(True))
             else:
@@ -167,6 +178,12 @@ class _Analyzer:
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         return bool(_symbols(value) & self.symbols)
+
+    def _scales(self, size: Any) -> bool:
+        """Whether a size grows with the rows of the batch."""
+        if self.symbols:
+            return self._of_batch(size)
+        return isinstance(size, int) and any(size % rows == 0 for rows in self.sizes)
 
     def _call(self, node: fx.Node) -> tuple[Kind, ...]:
         count = len(tensors(node.meta["val"]))
@@ -195,7 +212,7 @@ class _Analyzer:
         (tensor,) = tensors(node.meta["val"])
         grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
         if not grows:
-            return FIXED
+            return Kind(Relation.FIXED, uniform=not self.symbols)
         outer = _outer(tensor.shape[grows[0]], self.symbols)
         return rows(Shard(grows[0], outer)) if len(grows) == 1 and outer else coupled(node)
 
@@ -208,10 +225,13 @@ class _Analyzer:
         if not given:
             return (self._from_sizes(node),) * count
         sized = [a for a in _numbers(node) if self._of_batch(a)]
+        if not sized and node.name in self.numbers and name in _ARITHMETIC:
+            mean = known[0].relation is Relation.SUM and len(known) == 1 and name in _QUOTIENTS
+            return (MEAN if mean else coupled(node),) * count
         if sized and name in _ARITHMETIC:
             return self._with_size(node, name, known, sized, count)
         ruled = self.rules.of(node)
-        made = transfer(Transfer(node, name, given, known, ruled, count, self.accept))
+        made = transfer(Transfer(node, name, given, known, ruled, count, self._scales, self.accept))
         for operand in made.conversions:
             self.found.conversions[node, operand] = None
         return self._expanded(node, ruled, made.kinds)
@@ -221,7 +241,10 @@ class _Analyzer:
         (tensor,) = tensors(node.meta["val"])[:1]
         if packet_name(op_of(node)) == "aten.arange" and self._of_batch(tensor.shape[0]):
             return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
+        if packet_name(op_of(node)) == "aten.arange" and node.name in self.numbers:
+            return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
         depends = any(self._of_batch(a) for a in _numbers(node)) or self._grows(tensor)
+        depends = depends or node.name in self.numbers
         return coupled(node) if depends else FIXED
 
     def _with_size(
@@ -230,14 +253,14 @@ class _Analyzer:
         """Arithmetic with the batch size as a number: a sum divided by it is a mean over rows."""
         (kind, *others) = known
         alone = not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
-        if alone and kind.relation is Relation.SUM and name in ("aten.div", "aten.divide"):
+        if alone and kind.relation is Relation.SUM and name in _QUOTIENTS:
             rounded = argument(node, "rounding_mode") is not None
             if not rounded and _proportional(sized[0], self.symbols):
                 return (MEAN,) * count
         if len(sized) != 1 or not alone:
             return (coupled(node),) * count
         ruled = self.rules.of(node)
-        made = transfer(Transfer(node, name, operands(node), known, ruled, count, self.accept))
+        made = transfer(Transfer(node, name, operands(node), known, ruled, count, self._scales, self.accept))
         self.found.sizes[node, sized[0]] = None
         for operand in made.conversions:
             self.found.conversions[node, operand] = None
@@ -253,21 +276,22 @@ class _Analyzer:
         ):
             grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
             if kind.relation is not Relation.FIXED or not grows:
-                found.append(kind)
+                repeated = not self.symbols and packet_name(op_of(node)) in _REPEATED
+                found.append(replace(kind, uniform=True) if repeated else kind)
                 continue
             place = None if ruled is None or len(grows) > 1 else self._cut(ruled, index, grows[0])
             found.append(coupled(node) if place is None else rows(place))
         return tuple(found)
 
     def _cut(self, ruled: Ruled, index: int, dim: int) -> Shard | None:
-        """Where a result can be cut into rows while no operand is."""
-        for factor in ruled.rule.results[index][dim]:
-            made = ruled.along(factor, 0)
-            if made is None or any(isinstance(p[0], Shard) for p in made.operands):
+        """Where a result has rows that no operand has."""
+        rule = ruled.rule
+        for factor in rule.results[index][dim]:
+            if not self._of_batch(rule.sizes[factor]) or factor in rule.whole:
                 continue
-            place = made.results[index][0]
-            if isinstance(place, Shard):
-                return place
+            part = (factor, 1)
+            if all(place_of(dims, part, rule) is None for dims in rule.operands):
+                return place_of(rule.results[index], part, rule)
         return None
 
 

@@ -28,7 +28,8 @@ class Kind:
     place: of ROWS and INDEX, where the rows are. from_inputs: whether it is computed from inputs and
     constants alone, so that it can be computed for the whole batch before training. total: the
     value has to be that of the whole batch, computed from inputs; then the relation is FIXED.
-    cause: the node that couples rows, for an error message.
+    cause: the node that couples rows, for an error message. uniform: of FIXED, every row of it is
+    equal, in a graph of one size, whose shapes do not tell which dims are rows.
     """
 
     relation: Relation
@@ -36,6 +37,7 @@ class Kind:
     from_inputs: bool = False
     total: bool = False
     cause: fx.Node | None = None
+    uniform: bool = False
 
     @property
     def coupled(self) -> bool:

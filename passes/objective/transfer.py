@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import sympy
 from torch import fx
 
 from fxpart.pipeline.effects import argument
-from fxpart.sharding import PARTIAL, Placement, Shard
+from fxpart.pipeline.sizes import expression
+from fxpart.sharding import PARTIAL, Shard
 
 from ..propagation.ruled import Ruled
+from ..rules.rule import Dims, Rule
 from .kinds import FIXED, MEAN, SUM, Kind, Relation, coupled, rows
 
 # Forms in which the rows of a mesh rank are treated as the op itself treats those of a microbatch.
@@ -27,12 +31,15 @@ _LOSSES = frozenset(
 )
 _AFFINE = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.subtract"})
 
+Part: TypeAlias = tuple[str, Any]  # a factor, and the size of what comes before the rows in it
+
 
 @dataclass(frozen=True)
 class Transfer:
     """One call: its op's name, tensor operands, their kinds, its rule, and how many results.
 
-    accept: batch statistics are computed for each microbatch.
+    scales: whether a size grows with the rows of the batch. accept: batch statistics are computed
+    for each microbatch.
     """
 
     node: fx.Node
@@ -41,6 +48,7 @@ class Transfer:
     known: Sequence[Kind]
     ruled: Ruled | None
     count: int
+    scales: Callable[[Any], bool]
     accept: bool = False
 
 
@@ -76,19 +84,22 @@ def _of_rows(call: Transfer, ruled: Ruled) -> Outcome | None:
     numbered = _row_numbers(call)
     if numbered is not None:
         return numbered
-    name = _factor(call, ruled)
-    if name is None:
+    part = _factor(call, ruled.rule)
+    if part is None or part[0] in ruled.rule.whole:
         return None
-    made = ruled.along(name, 0)
-    if made is None:
-        return None
-    form = ruled.rule.forms.get(name)
+    name, rule = part[0], ruled.rule
+    form = rule.forms.get(name)
     if call.accept and form == _STATISTICS:
         form = None
-    for kind, (wanted, *_) in zip(call.known, made.operands, strict=True):
-        if not _fits(kind, wanted, form):
+    results = [place_of(dims, part, rule) for dims in rule.results]
+    for index, (kind, dims) in enumerate(zip(call.known, rule.operands, strict=True)):
+        summed = index in rule.additive and None in results
+        if summed or not _fits(kind, place_of(dims, part, rule), form):
             return None
-    found = [_result(place, form) for (place, *_) in made.results]
+    told = rule.results_of.get(name, ())
+    if any(fixed is not None and fixed != PARTIAL for fixed in told):
+        return None
+    found = [_result(place, form) for place in results]
     if any(kind is None for kind in found):
         return None
     return Outcome(tuple(kind for kind in found if kind is not None))
@@ -106,35 +117,68 @@ def _row_numbers(call: Transfer) -> Outcome | None:
     return Outcome((Kind(Relation.INDEX, place, cause=kind.cause),))
 
 
-def _factor(call: Transfer, ruled: Ruled) -> str | None:
+def _factor(call: Transfer, rule: Rule) -> Part | None:
     """The factor that all rows lie along; None where there is no common one."""
-    names = set()
-    for kind, dims in zip(call.known, ruled.rule.operands, strict=True):
+    found = set()
+    for kind, dims in zip(call.known, rule.operands, strict=True):
         if kind.relation in (Relation.ROWS, Relation.INDEX):
             assert kind.place is not None
-            names.add(ruled.cut(dims, kind.place, 0))
-    return names.pop() if len(names) == 1 else None
+            found.add(_locate(dims, kind.place, rule, call.scales))
+    return found.pop() if len(found) == 1 else None
 
 
-def _fits(kind: Kind, wanted: Placement | None, form: str | None) -> bool:
+def _locate(
+    dims: Dims, place: Shard, rule: Rule, scales: Callable[[Any], bool]
+) -> Part | None:
+    """The factor in which rows lie at this place, and how much of it comes before them.
+
+    It has to grow with the rows: a batch seen as two halves has none that does.
+    """
+    if place.dim >= len(dims):
+        return None
+    before: Any = 1
+    for factor in dims[place.dim]:
+        inner = sympy.cancel(sympy.sympify(place.outer) / before)
+        size = sympy.sympify(expression(rule.sizes[factor]))
+        if inner == 1:
+            return (factor, 1) if scales(rule.sizes[factor]) else None
+        if not inner.is_polynomial() or sympy.fraction(inner)[1] != 1:
+            return None
+        left = sympy.cancel(size / inner)
+        if left != 1 and sympy.fraction(left)[1] == 1:
+            return (factor, inner) if scales(rule.sizes[factor]) else None
+        before *= size
+    return None
+
+
+def place_of(dims: Dims, part: Part, rule: Rule) -> Shard | None:
+    """Where the rows along a factor lie in a tensor; None where it does not have the factor."""
+    name, inner = part
+    for dim, factors in enumerate(dims):
+        if name in factors:
+            outer: Any = inner
+            for factor in factors[: factors.index(name)]:
+                outer *= expression(rule.sizes[factor])
+            plain = sympy.sympify(outer)
+            return Shard(dim, int(plain) if plain.is_number else plain)
+    return None
+
+
+def _fits(kind: Kind, wanted: Shard | None, form: str | None) -> bool:
     """Whether an operand is as the op needs it, when it works on the rows of a microbatch."""
     if kind.relation is Relation.INDEX:
         return kind.place == wanted and form in _LOCAL_FORMS
     if kind.relation is Relation.ROWS:
         return kind.place == wanted
-    if kind.relation is Relation.FIXED:
-        return not isinstance(wanted, Shard) and wanted != PARTIAL
-    return False
+    return kind.relation is Relation.FIXED and (wanted is None or kind.uniform)
 
 
-def _result(place: Placement | None, form: str | None) -> Kind | None:
+def _result(place: Shard | None, form: str | None) -> Kind | None:
     """What an op gives that worked on rows; None where rows of the whole batch are needed."""
     if form is None or form in _LOCAL_FORMS:
-        if isinstance(place, Shard):
-            return rows(place)
-        return SUM if place == PARTIAL else None
+        return SUM if place is None else rows(place)
     if form == _MEANS or form in _LOSSES:
-        return rows(place) if isinstance(place, Shard) else MEAN
+        return MEAN if place is None else rows(place)
     return None
 
 
