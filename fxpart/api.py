@@ -255,6 +255,8 @@ class Program:
         checked = captured_so(dict(constraints or {}), self.captured.precision)
         if "granularity" in self.plan.constraints:
             checked["granularity"] = self.plan.constraints["granularity"]
+        if "batch_coupling" in self.plan.constraints:
+            checked.setdefault("batch_coupling", self.plan.constraints["batch_coupling"])
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
