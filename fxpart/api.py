@@ -395,9 +395,7 @@ def _solve(
     """
     made: list[Program] = []
     found_couplings = couplings(front.graph, front.captured)
-    microbatches = settled_microbatches(
-        found_couplings, front.request.constraints, microbatches
-    )
+    microbatches = settled_microbatches(found_couplings, front.request.constraints, microbatches)
 
     def search() -> Plan:
         answer = weigh(front, microbatches, progress)

@@ -97,9 +97,7 @@ def _in_evaluation(
         )
         return [_evaluated(captured, *_copied(plan, *made), lane) for lane in lanes]
     like = program.lanes.sharded.like(graph, captured)
-    sharded = divided_lanes(
-        replace(like, whole_outputs=keep_outputs), captured, plan.microbatches
-    )
+    sharded = divided_lanes(replace(like, whole_outputs=keep_outputs), captured, plan.microbatches)
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))

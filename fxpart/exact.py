@@ -170,9 +170,7 @@ class _Answer:
         )
         return rehearsed(plan, request.cost_model), parts
 
-    def parts(
-        self, choice: Choice, order: Sequence[int] = (), microbatches: int = 1
-    ) -> Parts:
+    def parts(self, choice: Choice, order: Sequence[int] = (), microbatches: int = 1) -> Parts:
         """The program of a choice, made once."""
         count = microbatches
         key, seed = (choice.starts, tuple(order), count > 1), self.request.seed

@@ -102,8 +102,9 @@ def make_parts(
     lanes = None
     if sharded is not None:
         lanes = Lanes(
-            divided_lanes(sharded, captured, microbatches), captured, tuple(starts), seed, tuple(order), transfer_dtype, in_blocks
-        )
+            divided_lanes(sharded, captured, microbatches), captured, tuple(starts), seed,
+            tuple(order), transfer_dtype, in_blocks,
+        )  # fmt: skip
         spec, sources = lanes.program(0)
     else:
         spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)

@@ -25,8 +25,8 @@ class Cut:
     inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
     process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
     of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
-    they were given; ``inputs`` are meta tensors then. totals: numbers of the whole batch, such as how
-    many targets count, by the stage input that takes them; also among the inputs of each microbatch.
+    they were given; ``inputs`` are meta tensors then. totals: numbers of the whole batch, such as
+    how many targets count, by the stage input that takes them; each microbatch has them too.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]

@@ -252,7 +252,9 @@ class _Analyzer:
     ) -> tuple[Kind, ...]:
         """Arithmetic with the batch size as a number: a sum divided by it is a mean over rows."""
         (kind, *others) = known
-        alone = not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
+        alone = (
+            not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
+        )
         if alone and kind.relation is Relation.SUM and name in _QUOTIENTS:
             rounded = argument(node, "rounding_mode") is not None
             if not rounded and _proportional(sized[0], self.symbols):
@@ -260,7 +262,9 @@ class _Analyzer:
         if len(sized) != 1 or not alone:
             return (coupled(node),) * count
         ruled = self.rules.of(node)
-        made = transfer(Transfer(node, name, operands(node), known, ruled, count, self._scales, self.accept))
+        made = transfer(
+            Transfer(node, name, operands(node), known, ruled, count, self._scales, self.accept)
+        )
         self.found.sizes[node, sized[0]] = None
         for operand in made.conversions:
             self.found.conversions[node, operand] = None
@@ -271,9 +275,7 @@ class _Analyzer:
     ) -> tuple[Kind, ...]:
         """A fixed value that is expanded to the size of the batch has equal rows."""
         found = []
-        for index, (kind, tensor) in enumerate(
-            zip(kinds, tensors(node.meta["val"]), strict=True)
-        ):
+        for index, (kind, tensor) in enumerate(zip(kinds, tensors(node.meta["val"]), strict=True)):
             grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
             if kind.relation is not Relation.FIXED or not grows:
                 repeated = not self.symbols and packet_name(op_of(node)) in _REPEATED

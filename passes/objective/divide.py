@@ -249,8 +249,8 @@ class _Change:
 
     def _return(self, loss: fx.Node) -> None:
         output = self.graph.output_node()
-        (_, *others) = output.args[0]  # type: ignore[misc, union-attr]
-        output.args = ((loss, *others),)
+        returned: Any = output.args[0]
+        output.args = ((loss, *returned[1:]),)
 
 
 def _live(found: Analysis) -> set[fx.Node]:

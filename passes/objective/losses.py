@@ -43,7 +43,7 @@ def loss_of(node: fx.Node, kind: Callable[[fx.Node], Kind]) -> Loss | None:
     if name in _BY_CLASS:
         return _by_class(node, kind)
     if name in _BY_ROW:
-        return _by_row(node, kind, {a: 0 for a in operands(node)})
+        return _by_row(node, kind, dict.fromkeys(operands(node), 0))
     if name == "aten.ctc_loss":
         return _ctc(node, kind)
     return None
@@ -91,7 +91,7 @@ def _by_row(node: fx.Node, kind: Callable[[fx.Node], Kind], dims: dict[fx.Node, 
 
 
 def _ctc(node: fx.Node, kind: Callable[[fx.Node], Kind]) -> Loss:
-    """ctc_loss: rows are dim 1 of the log-probabilities; targets as a matrix, lengths as tensors."""
+    """ctc_loss, where targets are a matrix and lengths are tensors."""
     given = operands(node)
     tensors = [argument(node, n) for n in ("log_probs", "targets")]
     lengths = [argument(node, n) for n in ("input_lengths", "target_lengths")]
@@ -102,7 +102,10 @@ def _ctc(node: fx.Node, kind: Callable[[fx.Node], Kind]) -> Loss:
 
 
 def count_of(
-    graph: fx.Graph, node: fx.Node, copied: Callable[[fx.Node], fx.Node], add: Callable[..., fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    copied: Callable[[fx.Node], fx.Node],
+    add: Callable[..., fx.Node],
 ) -> fx.Node:
     """The number of counted targets of a loss, or the sum of their weights, in another graph."""
     aten = torch.ops.aten

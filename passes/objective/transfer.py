@@ -127,9 +127,7 @@ def _factor(call: Transfer, rule: Rule) -> Part | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _locate(
-    dims: Dims, place: Shard, rule: Rule, scales: Callable[[Any], bool]
-) -> Part | None:
+def _locate(dims: Dims, place: Shard, rule: Rule, scales: Callable[[Any], bool]) -> Part | None:
     """The factor in which rows lie at this place, and how much of it comes before them.
 
     It has to grow with the rows: a batch seen as two halves has none that does.

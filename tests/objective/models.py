@@ -167,9 +167,7 @@ def plainly(given: nn.Module, loss: Loss, data: Sequence[Batch]) -> tuple[list[f
     return losses, trained
 
 
-def difference(
-    loss: Loss, data: Sequence[Batch], *, seed: int = 0, **options: Any
-) -> float:
+def difference(loss: Loss, data: Sequence[Batch], *, seed: int = 0, **options: Any) -> float:
     """The largest difference of a loss or weight between fxpart and plain PyTorch."""
     given = model(seed)
     losses, trained = plainly(given, loss, data)

@@ -27,9 +27,7 @@ LAYOUTS = {
 def test_microbatches_and_replicas_have_the_loss_of_the_batch(name: str) -> None:
     for layout, count in (("pipeline", 4), ("replicas", 2), ("both", 4)):
         data = batches(8)
-        found = difference(
-            LOSSES[name], data, microbatches=count, constraints=LAYOUTS[layout]
-        )
+        found = difference(LOSSES[name], data, microbatches=count, constraints=LAYOUTS[layout])
         assert found < 1e-12, (layout, found)
 
 
@@ -67,9 +65,9 @@ def test_coupled_rows_are_one_microbatch(name: str) -> None:
 def test_one_microbatch_on_a_pipeline_has_every_bit() -> None:
     for name in ("smoothed", "class_weights", "two_masks"):
         data = batches(8)
-        assert difference(
-            LOSSES[name], data, microbatches=1, constraints=LAYOUTS["pipeline"]
-        ) == 0.0
+        assert (
+            difference(LOSSES[name], data, microbatches=1, constraints=LAYOUTS["pipeline"]) == 0.0
+        )
 
 
 def test_a_mean_over_rows_takes_no_totals() -> None:
