@@ -14,6 +14,7 @@ from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
+from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
@@ -132,7 +133,7 @@ class Assembly:
         )
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
-        self._pending = 0  # batches accumulated since the last update
+        self._accumulation = Accumulation()  # batches since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
