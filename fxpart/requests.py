@@ -16,6 +16,7 @@ from fxpart.modes import QUEUE, Constraints, mode_of, weights_of
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.sharding import Mesh
+from fxpart.solver.joint.wishes.parse import read_wishes
 
 DATA_AXIS = "dp"
 ONE_LANE = "none"  # as a mesh: every stage is one rank
@@ -119,13 +120,13 @@ def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None)
     most = len(request.cluster.devices) // lanes.size
     if stages is None and request.ranks is not None:
         stages = request.ranks // lanes.size
-    wish = request.constraints.get("stages", stages)
+    wish = fixed_stages(request.constraints) or stages
     return replace(
         request,
         mesh=lanes,
         zero=zero,
         zero_axis=DATA_AXIS if zero else "",
-        stages=(1, most) if wish is None else (int(wish), int(wish)),
+        stages=(1, most) if wish is None else (wish, wish),
         open=False,
     )
 
@@ -208,6 +209,17 @@ def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
     return found.world
 
 
+def fixed_stages(constraints: Constraints) -> int | None:
+    """The number of stages that ``stages`` or ``pp`` fixes, None where neither fixes one."""
+    counts = {
+        number
+        for wish in read_wishes(constraints)
+        if (wish.kind, wish.key) == ("fix", "pp")
+        for number in wish.numbers
+    }
+    return counts.pop() if len(counts) == 1 else None
+
+
 def _stages(
     constraints: Constraints,
     mesh: Mesh,
@@ -217,9 +229,7 @@ def _stages(
 ) -> tuple[int, int]:
     """The least and most stages: as wished, as there are ranks, or as devices allow."""
     lanes, devices = mesh.size, len(cluster.devices)
-    given = constraints.get("stages")
-    number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-    wish = int(given) if number and given is not None else None
+    wish = fixed_stages(constraints) if not problems else None
     if lanes > devices:
         problems.append(Problem(
             "FXP202",
