@@ -240,8 +240,16 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)

@@ -15,7 +15,7 @@ import msgspec
 from torch import fx
 
 from fxpart.arranging import priced_as
-from fxpart.constraints import CUTS
+from fxpart.constraints import constrains_cuts
 from fxpart.errors import FxpartError, error
 from fxpart.modes import ASYNC, QUEUE, drained
 from fxpart.optimizers import choose
@@ -302,7 +302,7 @@ def certificate(chosen: Chosen) -> Certificate:
 
 def seats_of(chosen: Chosen, one: Proposal, request: Request) -> Seats:
     """Which devices the proposal's stages take, where they begin if the user said so, and sizes."""
-    fixed = any(request.constraints.get(key) for key in CUTS)
+    fixed = constrains_cuts(request.constraints)
     placement = seat(request.cluster, chosen.problem, one.choice)
     return Seats(
         order=None if placement is None else order_of(request.cluster, placement),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fxpart.errors import Problem, error
 from fxpart.modes import ASYNC, NAMES, QUEUE, Constraints, drained, mode_of
@@ -37,7 +37,6 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "staleness": (object, ()),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
-CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
 WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
 # The schedules that this version's runtime knows; by the first two cuts are chosen.
@@ -142,6 +141,23 @@ def beside(constraints: Constraints, mesh: Mesh) -> list[Problem]:
         for wish in read_wishes(constraints)
         if wish.kind == "fix" and wish.key in said and said[wish.key] not in wish.values
     ]
+
+
+def constrains_cuts(constraints: Constraints) -> bool:
+    """Whether a constraint says where stages begin, or where they must not."""
+    return any(w.kind in ("stage", "layout") or w.key == "cut" for w in read_wishes(constraints))
+
+
+def allowed_stages(constraints: Constraints, most: int) -> tuple[int, ...]:
+    """Return the numbers of stages up to ``most`` that the constraints allow."""
+    allowed: Sequence[int] = range(1, most + 1)
+    for wish in read_wishes(constraints):
+        if wish.key == "pp" and wish.kind == "fix":
+            allowed = [n for n in allowed if n in wish.numbers]
+        elif wish.key == "pp":
+            forbidden = wish.numbers or range(2, most + 1)
+            allowed = [n for n in allowed if n not in forbidden]
+    return tuple(allowed)
 
 
 def with_numbers(

@@ -18,7 +18,7 @@ from fxpart.choosing import (
     others,
     seats_of,
 )
-from fxpart.constraints import CUTS
+from fxpart.constraints import constrains_cuts
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.exact import Look, solve_exactly
 from fxpart.front import Front
@@ -32,7 +32,6 @@ from fxpart.requests import Request, with_mesh
 from fxpart.reranking import Stages, is_measured, plan_seconds
 from fxpart.seating import Seats
 from fxpart.solver.joint.problem import JointProblem
-from fxpart.solver.joint.wishes.parse import read_wishes
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -143,14 +142,13 @@ def _fixed_cuts(
     for a mesh with other axes than dp and tp, which the joint problem does not have.
     """
     request = front.request
-    keys = [key for key in CUTS if request.constraints.get(key)]
-    if not any(w.kind in CUTS[:2] or w.key == "cut" for w in read_wishes(request.constraints)):
+    if not constrains_cuts(request.constraints):
         return None
     axes = dict(request.mesh.axes)
     if others := sorted(set(axes) - {"dp", "tp"}):
         raise error(
             "FXP109",
-            where=", ".join(f"constraint {key}={request.constraints[key]!r}" for key in keys),
+            where=f"mesh {request.mesh}",
             why=f"cuts cannot be constrained on a mesh with the axis {others[0]}",
             fix="use a mesh of dp and tp, or leave the constraint out",
         )

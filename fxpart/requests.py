@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpart import costmodels
 from fxpart.cluster import Cluster
-from fxpart.constraints import beside, faults
+from fxpart.constraints import allowed_stages, beside, faults
 from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
@@ -120,13 +120,16 @@ def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None)
     most = len(request.cluster.devices) // lanes.size
     if stages is None and request.ranks is not None:
         stages = request.ranks // lanes.size
-    wish = fixed_stages(request.constraints) or stages
+    problems: list[Problem] = []
+    allowed = _bounds(request.constraints, most, problems)
+    if problems:
+        raise FxpartError(problems)
     return replace(
         request,
         mesh=lanes,
         zero=zero,
         zero_axis=DATA_AXIS if zero else "",
-        stages=(1, most) if wish is None else (wish, wish),
+        stages=allowed if stages is None else (stages, stages),
         open=False,
     )
 
@@ -211,13 +214,33 @@ def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
 
 def fixed_stages(constraints: Constraints) -> int | None:
     """The number of stages that ``stages`` or ``pp`` fixes, None where neither fixes one."""
-    counts = {
-        number
+    counts = [
+        wish.numbers
         for wish in read_wishes(constraints)
-        if (wish.kind, wish.key) == ("fix", "pp")
-        for number in wish.numbers
-    }
-    return counts.pop() if len(counts) == 1 else None
+        if (wish.kind, wish.key) == ("fix", "pp") and len(wish.numbers) == 1
+    ]
+    return min(counts)[0] if counts else None
+
+
+def _bounds(constraints: Constraints, most: int, problems: list[Problem]) -> tuple[int, int]:
+    """The least and most stages up to ``most`` that the constraints allow; FXP202 if there is none.
+
+    A number between them that is not allowed is found when the plan is checked.
+    """
+    allowed = allowed_stages(constraints, most)
+    if not allowed:
+        problems.append(Problem(
+            "FXP202",
+            ", ".join(
+                f"constraint {key}={constraints[key]!r}"
+                for key in ("stages", "pp", "forbid")
+                if key in constraints
+            ),
+            f"no number of stages from 1 to {most} satisfies all of them",
+            "give one number of stages",
+        ))  # fmt: skip
+        return 1, 1
+    return allowed[0], allowed[-1]
 
 
 def _stages(
@@ -238,8 +261,10 @@ def _stages(
             f"a cluster of {lanes} devices or more, or a smaller mesh",
         ))  # fmt: skip
         return 1, 1
-    if constraints.get("mesh") in (None, "", "auto"):
-        return (wish, wish) if wish is not None else (1, devices)
+    if problems:
+        return 1, 1
+    if constraints.get("mesh") in (None, "", "auto") and mode_of(constraints) != QUEUE:
+        return _bounds(constraints, devices, problems)
     if ranks is not None and wish is None:
         if ranks % lanes:
             why = f"each stage has {lanes} ranks, and there are {ranks} processes"
@@ -263,4 +288,7 @@ def _stages(
             f"they need {wish * lanes} devices, and {cluster.name} has {devices}",
             f"at most {devices // lanes} stages of {lanes} ranks",
         ))  # fmt: skip
-    return (wish, wish) if wish is not None else (1, devices // lanes)
+    if wish is None or wish * lanes <= devices:
+        bounds = _bounds(constraints, devices // lanes, problems)
+        return bounds if wish is None else (wish, wish)
+    return wish, wish

@@ -59,6 +59,8 @@ def _unmet(
             found = _forbidden_cut(plan, wish, blocks)
         elif wish.key in _ONE_STAGE_IS_ENOUGH and _is_one_process(plan, wish):
             found = ""
+        elif wish.key == "schedule" and plan.schedule == ASYNC and mode_of(constraints) == "auto":
+            found = ""  # the schedules are those of the synchronous plan
         else:
             found = _other_value(facts[wish.key], wish)
         if found:
@@ -183,6 +185,11 @@ def _mesh(plan: Plan, constraints: Constraints) -> str:
     return "" if same else f"the mesh {plan.sharding.mesh if plan.sharding else 'none'}"
 
 
+def _granularity(plan: Plan, constraints: Constraints) -> str:
+    found = plan.constraints.get("granularity", "block")
+    return "" if found == constraints["granularity"] else f"blocks of granularity={found}"
+
+
 def _precision(plan: Plan, constraints: Constraints) -> str:
     return "" if plan.precision == constraints["precision"] else f"precision={plan.precision}"
 
@@ -194,5 +201,6 @@ _FIELDS: dict[str, Callable[[Plan, Constraints], str]] = {
     "mode": _mode,
     "weights": _weights,
     "mesh": _mesh,
+    "granularity": _granularity,
     "precision": _precision,
 }
