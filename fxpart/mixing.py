@@ -57,7 +57,9 @@ def mixes(request: Request) -> bool:
     """
     wish = str(request.constraints.get("copies", "auto"))
     free = request.open or (request.mesh.size == 1 and request.zero == 0)
-    stages = ("pp",) if fixed_stages(request.constraints) is not None else ()  # by the name that is kept to
+    stages = (
+        ("pp",) if fixed_stages(request.constraints) is not None else ()
+    )  # by the name that is kept to
     wishes = read_wishes(request.constraints)
     kept = all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes)
     if wish == "none" or not (free and kept) or request.mode != "sync":

@@ -13,7 +13,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
-from fxpart.rng import microbatch_key
+from fxpart.rng import RepeatedKey, microbatch_key
 from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.asks import Asks
@@ -37,6 +37,7 @@ from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
+from fxpart.runtime.repetition import Results, check_equal
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
@@ -131,6 +132,7 @@ class Assembly:
             schedule,
             around=self._held.around,
         )
+        self._trial: Engine | None = None  # runs training stages forward alone
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
         self._accumulation = Accumulation()  # batches since the last update
@@ -204,7 +206,14 @@ class Assembly:
         )  # fmt: skip
 
     def _keys(self, cut: Cut) -> list[int]:
-        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        keys = [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        if not cut.repeated or not any(stage.random_ops for stage in self.spec.stages):
+            return keys
+        axes = self._feed.row_axes
+        return [
+            key if count == 1 else RepeatedKey.of(key, count, axes)
+            for key, count in zip(keys, cut.repeats, strict=True)
+        ]
 
     def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
         """``do`` for every lane of this process, at the same time."""
@@ -253,6 +262,48 @@ class Assembly:
         self._engine.check_whole()
         mode = f"{mode} call {self.calls}"
         return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
+
+    def _check_repetition(
+        self, source: Source, read: Reading, run: Callable[[Cut], Results]
+    ) -> None:
+        """Check that the results of a batch whose rows are repeated do not depend on how often.
+
+        run: gives the results of a cut. Once for each number of rows; FXP114 on every rank.
+        """
+        cut = read.cut
+        key = (cut.rows, cut.repeats)
+        if not cut.repeated or key in source.repeatable:
+            return
+        once, twice = run(cut), run(read.repeated_again())
+        agree(
+            self._transport, "a batch whose rows are repeated",
+            lambda: (check_equal(once, twice, cut, source.feed.multiple), ""),
+        )  # fmt: skip
+        source.repeatable.add(key)
+
+    def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
+        """Run forward as in training; the loss and what buffers become, which are restored."""
+        if self._trial is None:
+            self._trial = self._make_engine(self._lanes, "forward")
+        buffers = list({
+            id(b): b for own in self._lanes for m in own.modules.values() for b in m.buffers()
+        }.values())  # fmt: skip
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            loss = self._trial.run(
+                self._feed.parts(cut), self._keys(cut), train=False, gate=gate
+            ).loss
+            after = [buffer.clone() for buffer in buffers]
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+        assert loss is not None, "there is one to train with"
+        changed = any(
+            b.is_floating_point() and not torch.equal(b, a)
+            for b, a in zip(before, after, strict=True)
+        )
+        return Results([loss, *after], statistics=changed)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Trainer(Inference):
         self.events.step = self.updates + 1
         self.events.write(self._reads)
         read = self._read(self._source, batch, mode, local)
+        self._check_repetition(self._source, read, partial(self._training_results, read.confirm))
         if self._stale:
             self.zero_grad()
         try:
@@ -93,9 +95,7 @@ class Trainer(Inference):
             weight = batch_weight(read.cut)
             factor = self._accumulation.factor(weight)
             self._held.closing = closing
-            loss = self._engine.run(
-                cuts, keys, train=True, gate=read.confirm, factor=factor
-            ).loss
+            loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
             if self._held.zero == 2 and self.spec.ties:
                 with reporting(self._transport, "sharing gradients"):
                     self._each_lane(self._held.collect)
