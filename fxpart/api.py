@@ -20,7 +20,7 @@ from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
-from fxpart.planned.constraint_check import block_names, check_plan
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
@@ -109,7 +109,7 @@ def compile(
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
-        check_plan(chosen, front.request.constraints, block_names(front.graph), "FXP305")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
@@ -384,7 +384,7 @@ def _solve(
     def search() -> Plan:
         answer = weigh(front, microbatches, progress)
         found = answer.decided
-        check_plan(found.plan, front.request.constraints, block_names(front.graph))
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
             found.plan,
             request=answer.request,

@@ -81,7 +81,9 @@ def faults(constraints: Constraints) -> list[Problem]:
         problems += [*wish_faults(constraints), *mode_faults(constraints)]
     if not problems:
         problems += [*_virtual_faults(constraints), *_solver_faults(constraints)]
-    needing = SHARDING if constraints.get("mesh") in (None, "", "none") else ()
+    needing: tuple[str, ...] = ()
+    if constraints.get("mesh") in (None, "", "none"):
+        needing = SHARDING
     if constraints.get("mesh") == "auto" and constraints.get("zero_axis", DEGREES[0]) != DEGREES[0]:
         needing = ("zero_axis",)  # of a mesh that is searched for it is the data-parallel axis
     fix = 'add the constraint "mesh", such as "dp=2,tp=2"'

@@ -127,6 +127,20 @@ def train_and_evaluate(constraints: dict[str, Any], rows: Sequence[int]) -> dict
     }
 
 
+def refused(rows: int) -> list[str]:
+    """The codes of a step, and of an evaluation, of an objective that is a sum over rows."""
+    model, loss = seeded(dense), nn.MSELoss(reduction="sum")
+    made = trainer(model, dense_batch(8), loss, {"mesh": "dp=2"}, microbatches=1)
+    codes = []
+    for call in (made.step, made.eval_step):
+        try:
+            call(dense_batch(rows))
+        except fxpart.FxpartError as fault:
+            codes.append(fault.code)
+    made.step(dense_batch(4))
+    return codes
+
+
 def fit_accumulated(constraints: dict[str, Any], clip: float | None) -> dict[str, Any]:
     """Three batches to an update, of which the last update of an epoch has fewer."""
     model, loss = seeded(dense), nn.MSELoss()

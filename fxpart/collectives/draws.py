@@ -81,8 +81,12 @@ def _mask(
     def draw(size: list[Size]) -> torch.Tensor:
         if like.device.type == "cpu" and 0 < p < 1:
             drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(size), 1 - p)
-            return drawn.div_(1 - p)
-        return seeded(key, index, _ATEN.dropout.default, like.new_ones(size), p, True)
+            scaled: torch.Tensor = drawn.div_(1 - p)
+            return scaled
+        found: torch.Tensor = seeded(
+            key, index, _ATEN.dropout.default, like.new_ones(size), p, True
+        )
+        return found
 
     with torch.no_grad():
         return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)

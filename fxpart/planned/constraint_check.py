@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from torch import fx
-
 from fxpart.errors import FxpartError, Problem
 from fxpart.modes import ASYNC, QUEUE, mode_of
-from fxpart.pipeline import BLOCKS_KEY
 from fxpart.plan import Plan
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.wishes.megatron import starts_of
@@ -32,11 +29,6 @@ def check_plan(
     ]
     if problems:
         raise FxpartError(problems)
-
-
-def block_names(graph: fx.GraphModule) -> tuple[str, ...]:
-    """Return the names of a prepared graph's blocks."""
-    return tuple(block.name for block in graph.meta[BLOCKS_KEY])
 
 
 def _fix(code: str) -> str:

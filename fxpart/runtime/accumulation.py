@@ -1,4 +1,4 @@
-"""Gradient accumulation: several batches make one update, which is that of one batch of all rows."""
+"""Gradient accumulation: the update of several batches is that of one batch of all their rows."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
-from fxpart.runtime.repetition import Results, check_equal
+from fxpart.runtime.repetition import Results
+from fxpart.runtime.repetition_check import check_repetition, with_buffers
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
@@ -263,47 +264,21 @@ class Assembly:
         mode = f"{mode} call {self.calls}"
         return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
 
-    def _check_repetition(
-        self, source: Source, read: Reading, run: Callable[[Cut], Results]
-    ) -> None:
-        """Check that the results of a batch whose rows are repeated do not depend on how often.
-
-        run: gives the results of a cut. Once for each number of rows; FXP114 on every rank.
-        """
-        cut = read.cut
-        key = (cut.rows, cut.repeats)
-        if not cut.repeated or key in source.repeatable:
-            return
-        once, twice = run(cut), run(read.repeated_again())
-        agree(
-            self._transport, "a batch whose rows are repeated",
-            lambda: (check_equal(once, twice, cut, source.feed.multiple), ""),
-        )  # fmt: skip
-        source.repeatable.add(key)
+    def _check_training_rows(self, read: Reading) -> None:
+        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        check_repetition(
+            self._transport, self._source, read, partial(self._training_results, read.confirm)
+        )
 
     def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
         """Run forward as in training; the loss and what buffers become, which are restored."""
-        if self._trial is None:
-            self._trial = self._make_engine(self._lanes, "forward")
-        buffers = list({
-            id(b): b for own in self._lanes for m in own.modules.values() for b in m.buffers()
-        }.values())  # fmt: skip
-        before = [buffer.clone() for buffer in buffers]
-        try:
-            loss = self._trial.run(
-                self._feed.parts(cut), self._keys(cut), train=False, gate=gate
-            ).loss
-            after = [buffer.clone() for buffer in buffers]
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
-        assert loss is not None, "there is one to train with"
-        changed = any(
-            b.is_floating_point() and not torch.equal(b, a)
-            for b, a in zip(before, after, strict=True)
-        )
-        return Results([loss, *after], statistics=changed)
+        trial = self._trial = self._trial or self._make_engine(self._lanes, "forward")
+
+        def run() -> torch.Tensor | None:
+            parts, keys = self._feed.parts(cut), self._keys(cut)
+            return trial.run(parts, keys, train=False, gate=gate).loss
+
+        return with_buffers([m for own in self._lanes for m in own.modules.values()], run)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

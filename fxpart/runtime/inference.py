@@ -17,6 +17,7 @@ from fxpart.runtime.loader import each, guarded
 from fxpart.runtime.outputs import Outputs, collect
 from fxpart.runtime.reading import Reading
 from fxpart.runtime.repetition import Results, undo
+from fxpart.runtime.repetition_check import check_repetition
 from fxpart.runtime.saving import Saving
 
 Metric = Callable[[Any, Any], Any]
@@ -89,7 +90,7 @@ class Inference(Saving):
                 raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
             return loss
 
-        self._check_repetition(source, read, lambda cut: Results([run(cut)]))
+        check_repetition(self._transport, source, read, lambda cut: Results([run(cut)]))
         return run(read.cut), sum(read.cut.rows)
 
     def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
@@ -106,7 +107,7 @@ class Inference(Saving):
             assert found is not None, "every rank gets them"
             return Results([*found.values(), *([] if result.loss is None else [result.loss])])
 
-        self._check_repetition(source, read, results)
+        check_repetition(self._transport, source, read, results)
         return read, run(read.cut), outputs
 
     def _whole(
@@ -116,10 +117,7 @@ class Inference(Saving):
         device = self._devices[self._transport.local[0]]
         dims = {spec.value: spec.dim for spec in outputs.specs}
         parts = {
-            name: {
-                m: tensor if dims[name] is None else undo(tensor, cut.repeats[m], dims[name])
-                for m, tensor in found.items()
-            }
+            name: {m: undo(tensor, cut.repeats[m], dims[name]) for m, tensor in found.items()}
             for name, found in result.outputs.items()
         }
         return collect(self._transport, outputs, parts, cut.rows, device, first_only=first_only)

@@ -46,9 +46,11 @@ def repeat(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     return tensor if count == 1 else torch.cat([tensor] * count, dim)
 
 
-def undo(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
-    """Return the first of ``count`` equal parts along the dim."""
-    return tensor if count == 1 else tensor.narrow(dim, 0, tensor.shape[dim] // count)
+def undo(tensor: torch.Tensor, count: int, dim: int | None) -> torch.Tensor:
+    """Return the first of ``count`` equal parts along the dim of the rows, if there is one."""
+    if count == 1 or dim is None:
+        return tensor
+    return tensor.narrow(dim, 0, tensor.shape[dim] // count)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ class Trainer(Inference):
     """Trains a program's stages; every rank makes one and gives it the same global batches.
 
     updates: how many were made, those before a checkpoint that was loaded among them. last_rows:
-    rows of the last global batch. last_weight: of that batch in a mean over batches. last_grad_norm: the global norm before clipping, after an update
+    rows of the last global batch. last_weight: of that batch in a mean over batches.
+    last_grad_norm: the global norm before clipping, after an update
     with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter group, by its
     name or number.
     """
@@ -86,7 +86,7 @@ class Trainer(Inference):
         self.events.step = self.updates + 1
         self.events.write(self._reads)
         read = self._read(self._source, batch, mode, local)
-        self._check_repetition(self._source, read, partial(self._training_results, read.confirm))
+        self._check_training_rows(read)
         if self._stale:
             self.zero_grad()
         try:
@@ -162,7 +162,7 @@ class Trainer(Inference):
         that returns one; an iterator is one epoch. Keywords (:class:`~fxpart.runtime.fit.Run`):
         steps and epochs: how many updates and passes at most (one pass if neither is given);
         accumulate: batches to an update, which takes their mean weighted by rows (the last update
-        of an epoch may have fewer batches); evaluate: batches, evaluated on after each epoch or after
+        of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or after
         ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch learning-rate
         scheduler of :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
         each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number

@@ -7,7 +7,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -235,7 +234,7 @@ class StreamTrainer(Whole):
         read = self._read(self._source, batch, "asynchronous training", local)
         read.confirm()
         cut = read.cut
-        self._check_repetition(self._source, read, partial(self._training_results, read.confirm))
+        self._check_training_rows(read)
         self._shapes, self._others = read.value.shapes, read.others
         return cut
 
