@@ -158,6 +158,7 @@ def propose(
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
+    check_plan(plan, front.request.constraints, front.blocks)
     return Proposed(plan, problem)
 
 

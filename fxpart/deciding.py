@@ -17,6 +17,7 @@ from fxpart.choosing import (
     costed,
     others,
     seats_of,
+    with_degrees,
 )
 from fxpart.constraints import constrains_cuts
 from fxpart.errors import FxpartError, Problem, error
@@ -144,20 +145,9 @@ def _fixed_cuts(
     request = front.request
     if not constrains_cuts(request.constraints):
         return None
-    axes = dict(request.mesh.axes)
-    if others := sorted(set(axes) - {"dp", "tp"}):
-        raise error(
-            "FXP109",
-            where=f"mesh {request.mesh}",
-            why=f"cuts cannot be constrained on a mesh with the axis {others[0]}",
-            fix="use a mesh of dp and tp, or leave the constraint out",
-        )
-    fixed: dict[str, int | float | str | bool] = {
-        "dp": axes.get("dp", 1), "tp": axes.get("tp", 1), "zero": request.zero,
-    }  # fmt: skip
-    if axes.get("dp", 1) == 1:
-        del fixed["zero"]
-    constraints = {**priced_as(request.constraints), **fixed}
+    constraints = priced_as(with_degrees(request))
+    if dict(request.mesh.axes).get("dp", 1) > 1:
+        constraints["zero"] = request.zero
     degrees = replace(request, constraints=constraints)
     problem, provenance = costed(front.graph, front.captured, degrees, microbatches)
     chosen = choose_degrees(problem, provenance, degrees, progress=progress)

@@ -16,6 +16,7 @@ from fxpart.modes import QUEUE, Constraints, mode_of, weights_of
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.sharding import Mesh
+from fxpart.solver.joint.wishes.parse import faults as wish_faults
 from fxpart.solver.joint.wishes.parse import read_wishes
 
 DATA_AXIS = "dp"
@@ -252,7 +253,9 @@ def _stages(
 ) -> tuple[int, int]:
     """The least and most stages: as wished, as there are ranks, or as devices allow."""
     lanes, devices = mesh.size, len(cluster.devices)
-    wish = fixed_stages(constraints) if not problems else None
+    if wish_faults(constraints):
+        return 1, 1
+    wish = fixed_stages(constraints)
     if lanes > devices:
         problems.append(Problem(
             "FXP202",
@@ -260,8 +263,6 @@ def _stages(
             f"a stage has {lanes} ranks, and {cluster.name} has {devices} devices",
             f"a cluster of {lanes} devices or more, or a smaller mesh",
         ))  # fmt: skip
-        return 1, 1
-    if problems:
         return 1, 1
     if constraints.get("mesh") in (None, "", "auto") and mode_of(constraints) != QUEUE:
         return _bounds(constraints, devices, problems)

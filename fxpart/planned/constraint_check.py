@@ -64,15 +64,26 @@ def _unmet(
 
 def _facts(plan: Plan) -> dict[str, set[str]]:
     """The plan's value of each decision, as text; several where its stages differ."""
-    axes = {} if plan.sharding is None else dict(Mesh.parse(plan.sharding.mesh).axes)
     return {
         "pp": {str(len(plan.firsts))},
-        **{axis: {str(axes.get(axis, 1))} for axis in ("dp", "tp", "ep")},
+        **_degrees(plan),
         "zero": {str(stage.zero) for stage in plan.stages},
         "recompute": {stage.recompute for stage in plan.stages},
         "microbatches": {str(plan.microbatches)},
         "schedule": {plan.schedule},
         "virtual": {str(plan.virtual)},
+    }
+
+
+def _degrees(plan: Plan) -> dict[str, set[str]]:
+    """The degrees of the mesh by axis, or where none is worked out those of the stages."""
+    if plan.sharding is not None:
+        axes = dict(Mesh.parse(plan.sharding.mesh).axes)
+        return {axis: {str(axes.get(axis, 1))} for axis in ("dp", "tp", "ep")}
+    return {
+        "dp": {str(stage.data_parallel) for stage in plan.stages},
+        "tp": {str(stage.tensor_parallel) for stage in plan.stages},
+        "ep": {str(stage.expert_parallel) for stage in plan.stages},
     }
 
 
@@ -171,10 +182,15 @@ def _mesh(plan: Plan, constraints: Constraints) -> str:
     text = str(constraints["mesh"])
     if text in ("", "auto"):
         return ""
-    wanted = () if text == "none" else Mesh.parse(text).axes
-    found = () if plan.sharding is None else Mesh.parse(plan.sharding.mesh).axes
-    same = {axis: size for axis, size in wanted if size > 1} == {a: n for a, n in found if n > 1}
-    return "" if same else f"the mesh {plan.sharding.mesh if plan.sharding else 'none'}"
+    wanted = {} if text == "none" else dict(Mesh.parse(text).axes)
+    if plan.sharding is not None:
+        found = dict(Mesh.parse(plan.sharding.mesh).axes)
+        same = all(wanted.get(a, 1) == found.get(a, 1) for a in {*wanted, *found})
+        return "" if same else f"the mesh {plan.sharding.mesh}"
+    degrees = _degrees(plan)
+    wrong = [a for a in degrees if degrees[a] != {str(wanted.pop(a, 1))}]
+    missing = [a for a, size in wanted.items() if size > 1]
+    return " ".join(f"{a}={','.join(sorted(degrees.get(a, {'1'})))}" for a in (*wrong, *missing))
 
 
 def _granularity(plan: Plan, constraints: Constraints) -> str:
