@@ -53,4 +53,4 @@ def with_buffers(modules: Sequence[nn.Module], run: Callable[[], torch.Tensor | 
         old.is_floating_point() and not torch.equal(old, new)
         for old, new in zip(before, after, strict=True)
     )
-    return Results([*([] if loss is None else [loss]), *after], statistics=changed)
+    return Results([] if loss is None else [loss], after, changed)

@@ -24,7 +24,8 @@ from torch import nn
 
 import fxpart
 from fxpart.errors import FxpartError
-from fxpart.runtime.repetition import divide, times
+from fxpart.runtime.batch import Cut
+from fxpart.runtime.repetition import Results, check_equal, divide, times
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"mesh": "none", "stages": 2},
@@ -128,6 +129,26 @@ def test_running_statistics_of_repeated_rows_are_refused(rows: int) -> None:
     value, outputs = Plain(model, loss).evaluate(dense_batch(rows))
     assert abs(made.eval_step(dense_batch(rows)).item() - value) < 1e-6
     assert torch.allclose(made.predict(dense_batch(rows)[:1]), outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_equal_to_rounding(dtype: torch.dtype) -> None:
+    """A factor is refused in every precision; buffers are compared more closely than losses."""
+    cut = Cut(({},), ({},), (6,), (1.0,), (2,))
+    one, near = torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    near[0] += 100 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.01
+    check_equal(Results([one]), Results([near]), cut, 4)
+    check_equal(Results([one * float("nan")]), Results([one * float("nan")]), cut, 4)
+    for once, twice in (
+        (Results([one]), Results([2 * one])),
+        (Results([one]), Results([1.05 * one])),
+        (Results([one], [one.cumsum(0)]), Results([one], [1.05 * one.cumsum(0)])),
+    ):
+        with pytest.raises(FxpartError, match="FXP114"):
+            check_equal(once, twice, cut, 4)
+    if dtype != torch.bfloat16:
+        with pytest.raises(FxpartError, match="FXP114"):
+            check_equal(Results([], [one]), Results([], [near]), cut, 4)
 
 
 def test_pairs_of_rows_cannot_be_repeated() -> None:
