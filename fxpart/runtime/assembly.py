@@ -13,7 +13,8 @@ from fxpart.errors import FxpartError, error
 from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
-from fxpart.rng import microbatch_key
+from fxpart.rng import RepeatedKey, microbatch_key
+from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
@@ -36,6 +37,8 @@ from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
+from fxpart.runtime.repetition import Results
+from fxpart.runtime.repetition_check import check_repetition, with_buffers
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
@@ -130,9 +133,10 @@ class Assembly:
             schedule,
             around=self._held.around,
         )
+        self._trial: Engine | None = None  # runs training stages forward alone
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
-        self._pending = 0  # batches accumulated since the last update
+        self._accumulation = Accumulation()  # batches since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -203,7 +207,14 @@ class Assembly:
         )  # fmt: skip
 
     def _keys(self, cut: Cut) -> list[int]:
-        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        keys = [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        if not cut.repeated or not any(stage.random_ops for stage in self.spec.stages):
+            return keys
+        axes = self._feed.row_axes
+        return [
+            key if count == 1 else RepeatedKey.of(key, count, axes)
+            for key, count in zip(keys, cut.repeats, strict=True)
+        ]
 
     def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
         """``do`` for every lane of this process, at the same time."""
@@ -252,6 +263,22 @@ class Assembly:
         self._engine.check_whole()
         mode = f"{mode} call {self.calls}"
         return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
+
+    def _check_training_rows(self, read: Reading) -> None:
+        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        check_repetition(
+            self._transport, self._source, read, partial(self._training_results, read.confirm)
+        )
+
+    def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
+        """Run forward as in training; the loss and what buffers become, which are restored."""
+        trial = self._trial = self._trial or self._make_engine(self._lanes, "forward")
+
+        def run() -> torch.Tensor | None:
+            parts, keys = self._feed.parts(cut), self._keys(cut)
+            return trial.run(parts, keys, train=False, gate=gate).loss
+
+        return with_buffers([m for own in self._lanes for m in own.modules.values()], run)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

@@ -234,6 +234,7 @@ class StreamTrainer(Whole):
         read = self._read(self._source, batch, "asynchronous training", local)
         read.confirm()
         cut = read.cut
+        self._check_training_rows(read)
         self._shapes, self._others = read.value.shapes, read.others
         return cut
 
