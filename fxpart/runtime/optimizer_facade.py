@@ -62,7 +62,7 @@ class FacadeGroup(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Note that parameters are read, also where a C function looks into the list."""
         found = super().__getitem__(key)
-        if key == "params" and list.__len__(found):
+        if key == "params":
             found.touch()
         return found
 
@@ -106,8 +106,8 @@ class OptimizerFacade(torch.optim.Optimizer):
             _options(g) for g in ([] if user is None else user.instance.param_groups)
         ]
         replace_step(self, OptimizerFacade._step)
-        if self._user is not None:
-            _follow(self._user, self)
+        if user is not None and user.followed:
+            _follow(user.instance, self)
 
     def __repr__(self) -> str:
         """Return the class that steps, and the options of each group."""
