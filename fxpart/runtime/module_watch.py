@@ -7,6 +7,7 @@ seen by the next step are refused. Freezing a parameter takes effect.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from fxpart.errors import FxpartError, Problem
 
 Slots = Mapping[str, tuple[MutableMapping[str, Any], str]]
 
+_VERSION, _FLAG = attrgetter("_version"), attrgetter("requires_grad")
 _SAMPLE = 64  # numbers of a parameter that are compared at a time
-_EACH_STEP = 64  # parameters of which some numbers are compared in one step
+_EACH_STEP = 16  # parameters of which some numbers are compared in one step
 _SHOWN = 3
 
 
@@ -24,7 +26,7 @@ class ModuleWatch:
     """Compares the module's tensors with what they were when the trainer was made.
 
     Replaced tensors, writes that autograd counts and ``requires_grad`` are seen at the next call;
-    writes through ``.data`` by some numbers of each parameter, of 64 parameters a call.
+    writes through ``.data`` by some numbers of each parameter, of 16 parameters a call.
     """
 
     def __init__(self, slots: Slots, parameters: Iterable[str], *, values: bool) -> None:
@@ -40,7 +42,6 @@ class ModuleWatch:
         self._flags = {name: self._tensors[name].requires_grad for name in self._parameters}
         self._values = values
         self._frozen: frozenset[str] = frozenset()
-        self._turn = 0
         self.accept()
 
     def accept(self) -> None:
@@ -51,9 +52,10 @@ class ModuleWatch:
                 self._tensors[name] = now
         self._places = list(self._slots.values())
         self._live = list(self._tensors.values())
-        self._versions = [_version(t) for t in self._live]
+        self._counted = [t for t in self._live if self._values and not t.is_inference()]
+        self._versions = list(map(_VERSION, self._counted))
         self._trained = [self._tensors[name] for name in self._parameters]
-        self._known = [t.requires_grad for t in self._trained]
+        self._known: list[bool] = []  # flags are looked at with the next call
         others = set(self._tensors) - set(self._parameters)
         self._buffers = {n: self._tensors[n].detach().clone() for n in others if self._values}
         self._samples = [
@@ -61,7 +63,11 @@ class ModuleWatch:
             for name in self._parameters
             if self._values and _is_sampled(self._tensors[name])
         ]
-        self._numbers = [view.clone() for _, _, view in self._samples]
+        self._turns = [
+            self._samples[at : at + _EACH_STEP] for at in range(0, len(self._samples), _EACH_STEP)
+        ]
+        self._numbers = [torch.cat([view for _, _, view in these]) for these in self._turns]
+        self._turn = 0
 
     def frozen(self) -> frozenset[str]:
         """Return the names of parameters that were frozen since the trainer was made.
@@ -70,13 +76,12 @@ class ModuleWatch:
         gradient is to be trained now.
         """
         live = [place.get(key) for place, key in self._places]
-        if any(a is not b for a, b in zip(live, self._live, strict=True)) or (
-            self._values and [_version(t) for t in self._live] != self._versions
-        ):
+        replaced = any(map(is_not, live, self._live))
+        if replaced or list(map(_VERSION, self._counted)) != self._versions:
             self._compare(live)
         if self._samples:
             self._compare_some()
-        flags = [t.requires_grad for t in self._trained]
+        flags = list(map(_FLAG, self._trained))
         if flags != self._known:
             self._known = flags
             self._frozen = self._flagged(flags)
@@ -86,7 +91,7 @@ class ModuleWatch:
         now = dict(zip(self._parameters, flags, strict=True))
         free = [name for name, flag in now.items() if flag and not self._flags[name]]
         if free:
-            self._known = []  # it is looked at again
+            self._known.clear()  # flags are looked at again
             raise FxpartError(
                 Problem(
                     "FXP109", f"parameter {name}",
@@ -99,42 +104,34 @@ class ModuleWatch:
 
     def _compare(self, live: list[Any]) -> None:
         """A tensor was replaced or written to: refuse it, unless its numbers are the same."""
+        versions = dict(zip(map(id, self._counted), self._versions, strict=True))
         changed: list[str] = []
-        for at, (name, now) in enumerate(zip(self._tensors, live, strict=True)):
-            before = self._live[at]
-            if now is before and _version(before) == self._versions[at]:
+        for name, before, now in zip(self._tensors, self._live, live, strict=True):
+            counted = versions.get(id(before))
+            if now is before and (counted is None or counted == before._version):
                 continue
             known = self._buffers.get(name)
             same = known is not None and isinstance(now, torch.Tensor) and _equal(now, known)
             if self._values and not same:
                 changed.append(name)
-            elif isinstance(now, torch.Tensor):
-                self._tensors[name] = self._live[at] = now
-                self._versions[at] = _version(now)
         if changed:
             raise _changed(changed)
-        self._trained = [self._tensors[name] for name in self._parameters]
+        self.accept()
 
     def _compare_some(self) -> None:
         """Compare some numbers of some parameters, in turn."""
-        count = len(self._samples)
-        start = self._turn if count > _EACH_STEP else 0
-        these = slice(start, start + _EACH_STEP)
-        self._turn = start + _EACH_STEP if start + _EACH_STEP < count else 0
-        moved = [n for n, at, _ in self._samples[these] if self._tensors[n].data_ptr() != at]
+        these, numbers = self._turns[self._turn], self._numbers[self._turn]
+        self._turn = (self._turn + 1) % len(self._turns)
+        moved = [name for name, at, _ in these if self._tensors[name].data_ptr() != at]
         if moved:
             raise _changed(moved)
-        views, numbers = [view for _, _, view in self._samples[these]], self._numbers[these]
-        if torch.equal(torch.cat(views), torch.cat(numbers)):
+        if torch.equal(torch.cat([view for _, _, view in these]), numbers):
             return
-        pairs = zip(self._samples[these], numbers, strict=True)
-        changed = [name for (name, _, view), before in pairs if not _equal(view, before)]
+        parts = numbers.split([len(view) for _, _, view in these])
+        pairs = zip(these, parts, strict=True)
+        changed = [name for (name, _, view), part in pairs if not _equal(view.to(part.dtype), part)]
         if changed:
             raise _changed(changed)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:

@@ -185,7 +185,11 @@ def _compare(
 ) -> str:
     """See :func:`_differs`; dtypes: those of small tensors in place of others."""
     make = torch.Generator().manual_seed(_SEED)
-    starts = [[(p, _small(p, make, dtypes)) for p in group for _ in range(2)] for group in real]
+    starts = [
+        # Two for each part, of which one begins with zeros, as biases do.
+        [(p, _small(p, make, dtypes) * (n < 2)) for p in group for n in range(4)]
+        for group in real
+    ]
     flat = [pair for group in starts for pair in group]
     gradients = [
         [_drawn(p, scale, make) * (1 + 2 * (at % 2)) for at, (_, p) in enumerate(flat)]
