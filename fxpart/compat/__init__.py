@@ -34,9 +34,14 @@ from fxpart.compat.modules import (
     watched_calls,
 )
 from fxpart.compat.optimizers import (
+    has_step_hooks,
+    mark_stepped,
+    optimizer_over,
     optimizer_standing_in,
+    replace_step,
     scheduler_standing_in,
     step_of,
+    steps_as_its_class,
 )
 from fxpart.compat.saved import release_saved, saved_hooks, saved_slots
 from fxpart.compat.symbols import (
@@ -96,14 +101,17 @@ __all__ = [
     "guards_off",
     "has_kernel",
     "has_module_hooks",
+    "has_step_hooks",
     "has_unbacked_symbols",
     "is_compiled",
     "is_fake",
     "is_plain_fake",
     "like_fake",
+    "mark_stepped",
     "mask_detection_off",
     "may_convert",
     "operation_schema",
+    "optimizer_over",
     "optimizer_standing_in",
     "own_backward",
     "python_dispatcher",
@@ -111,6 +119,7 @@ __all__ = [
     "record_operations",
     "registering_module",
     "release_saved",
+    "replace_step",
     "saved_hooks",
     "saved_slots",
     "scheduler_standing_in",
@@ -118,6 +127,7 @@ __all__ = [
     "size_hint",
     "skip_batches",
     "step_of",
+    "steps_as_its_class",
     "storage_address",
     "storage_identity",
     "symbol_facts",

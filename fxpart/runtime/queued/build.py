@@ -65,7 +65,9 @@ def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
     made: dict[Place, torch.optim.Optimizer] = {}
     for stage in trainer._lanes[0].modules:
         mine = parameters_of(trainer, stage)
-        optimizer = make_optimizer(given, [p for _, p in mine], own(trainer._groups, mine))
+        optimizer = make_optimizer(
+            given, [p for _, p in mine], own(trainer._groups, mine), [name for name, _ in mine]
+        )
         check_gradients(optimizer, trainer._state, trainer._held.rows)
         made[stage, 0] = optimizer
     return made

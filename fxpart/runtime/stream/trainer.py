@@ -319,7 +319,7 @@ class StreamTrainer(Whole):
             self._groups = groups_of(given, groups, self._state.trainable())
             made = make_all(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            check_all(made, self._state, self._held, self._groups)
+            check_all(made, self._state, self._held)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
