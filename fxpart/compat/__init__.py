@@ -34,9 +34,11 @@ from fxpart.compat.modules import (
     watched_calls,
 )
 from fxpart.compat.optimizers import (
+    mark_stepped,
     optimizer_standing_in,
     scheduler_standing_in,
     step_of,
+    steps_as_its_class,
 )
 from fxpart.compat.saved import release_saved, saved_hooks, saved_slots
 from fxpart.compat.symbols import (
@@ -101,6 +103,7 @@ __all__ = [
     "is_fake",
     "is_plain_fake",
     "like_fake",
+    "mark_stepped",
     "mask_detection_off",
     "may_convert",
     "operation_schema",
@@ -118,6 +121,7 @@ __all__ = [
     "size_hint",
     "skip_batches",
     "step_of",
+    "steps_as_its_class",
     "storage_address",
     "storage_identity",
     "symbol_facts",

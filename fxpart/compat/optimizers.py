@@ -73,3 +73,24 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     step: Any = kind.step
     plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return plain
+
+
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the instance's step is its class's, or what a scheduler wraps around that to count.
+
+    Needs ``_wrapped_by_lr_sched`` of torch 2.4 and later; without it a wrapped step counts as
+    another one.
+    """
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    function = getattr(own, "__func__", own)
+    inner = getattr(function, "__wrapped__", None)
+    return bool(getattr(function, "_wrapped_by_lr_sched", False)) and (
+        inner is type(optimizer).step
+    )
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Have schedulers know that the optimizer was stepped (``_opt_called``): others warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

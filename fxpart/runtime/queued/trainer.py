@@ -30,8 +30,9 @@ from fxpart.runtime.queued.worker import Batch, Worker
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
 from fxpart.runtime.stream.fit import StreamFit, checked
-from fxpart.runtime.stream.optimizers import Optimizers
+from fxpart.runtime.stream.optimizers import Optimizers, record_options
 from fxpart.runtime.stream.whole import Ruled, Whole
+from fxpart.runtime.trainer_optimizer import TrainerOptimizer
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.orders import Event, Failed, Here, Met, Stop
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
@@ -95,6 +96,10 @@ class QueueTrainer(Whole):
         self._workers = {
             stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
         }
+        self.update_options = record_options(
+            self._transport, self.optimizer, self.queue.scheduler,
+            [worker.weights for worker in self._workers.values()],
+        )  # fmt: skip
         if isinstance(self._transport, Living):
             (worker,) = self._workers.values()
             self._transport.wire.serve = worker.serve
@@ -143,7 +148,9 @@ class QueueTrainer(Whole):
         except FxpartError as cause:
             self._stop(list(cause.problems))
         self.events.step = call + 1
+        self._submit_options(call)
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
+        text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
             worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
         self.last_rows = sum(cut.rows)
@@ -191,6 +198,10 @@ class QueueTrainer(Whole):
         return self._updates
 
     @property
+    def _next_update(self) -> int:
+        return self._applied  # numbered as minibatches are
+
+    @property
     def weight_mode(self) -> WeightMode:
         """Which weights a backward reads; with staleness 0 there is but one kind."""
         return self.queue.mode if any(self.dealt) else weight_mode("flush")
@@ -207,6 +218,7 @@ class QueueTrainer(Whole):
         if self.dispatcher is not None:
             self.dispatcher.restart(calls)
         self._updates, self.calls, self._applied = updates, calls, calls
+        self._reload_options()
         self._losses.clear()
         self._asked.clear()
 
@@ -312,6 +324,7 @@ class QueueTrainer(Whole):
         self._work(lambda: self._here >= self._met)
         if self._gone != self.lost:
             self._stand_in(self._gone)
+        self._settle_options()
 
     def _stand_in(self, lost: tuple[int, ...]) -> None:
         """A living copy takes the place of each lost one in all that looks at the whole model."""
@@ -355,7 +368,7 @@ class QueueTrainer(Whole):
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        return next(iter(self.optimizers.values()))
+        return TrainerOptimizer(list(self.optimizers.values()))
 
     def _compile(self, splits: bool) -> Compiler | None:
         asked: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fxpart.runtime.groups import Group, own
 from fxpart.runtime.held import Held
+from fxpart.runtime.loader import guarded
 from fxpart.runtime.optimizer import check_elementwise, make_optimizer
 from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.state import ModelState, Place
+from fxpart.runtime.transport import Transport
+from fxpart.runtime.update_options import UpdateOptions
+
+if TYPE_CHECKING:
+    from fxpart.runtime.queued.weights import QueueWeights
+    from fxpart.runtime.weights import StageWeights
 
 Optimizers = Mapping[Place, torch.optim.Optimizer]
 
@@ -44,6 +51,22 @@ def check_all(made: Optimizers, state: ModelState, held: Held, groups: Sequence[
     for each in made.values():
         check_elementwise(each, held.cut(), groups)
         check_gradients(each, state, held.rows)
+
+
+def record_options(
+    transport: Transport,
+    source: torch.optim.Optimizer,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    followers: Iterable[StageWeights | QueueWeights],
+) -> UpdateOptions:
+    """Have stages update with the options that ``source`` had when a minibatch was submitted.
+
+    make_scheduler: of a learning rate, by ``source``; what it raises is raised on every rank.
+    """
+    made = guarded(transport, "the scheduler", lambda: UpdateOptions(source, make_scheduler))
+    for each in followers:
+        each.follow(made)
+    return made
 
 
 def gather(

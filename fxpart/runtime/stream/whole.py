@@ -13,24 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpart.compat import mark_stepped
 from fxpart.errors import error
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.predict import Correction, Predictor
 from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
+from fxpart.runtime.update_options import StageOptions, UpdateOptions
 from fxpart.schedule.weight_modes import WeightMode
 
 
 class Ruled(Protocol):
-    """A stage's weights, as far as a checkpoint has something of them beside the parameters.
-
-    scheduler: of the stage's learning rate, None where there is none.
-    """
+    """A stage's weights, as far as a checkpoint has something of them beside the parameters."""
 
     @property
-    def scheduler(self) -> Any:
-        """As it was given."""
+    def options(self) -> StageOptions | None:
+        """The options of the stage's updates."""
 
     def rules(self) -> list[Predictor | Correction]:
         """What predicts or corrects, and keeps something between updates for it."""
@@ -43,6 +42,7 @@ class Whole(Inference):
     """The calls of a synchronous trainer that drain an asynchronous one first."""
 
     optimizers: Optimizers
+    update_options: UpdateOptions
     _losses: deque[tuple[int, torch.Tensor]]  # that are known and were not taken, by call
     # They travel with every microbatch, before anybody knows how many rows they will have.
     shared_rows = False
@@ -139,6 +139,7 @@ class Whole(Inference):
 
         for load in agree(self._transport, "the optimizer state", plan):
             load()
+        self._reload_options()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Refused, FXP109: each stage drops its gradients with its own update."""
@@ -146,6 +147,31 @@ class Whole(Inference):
             "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
             fix="a synchronous trainer has them",
         )  # fmt: skip
+
+    @property
+    def _next_update(self) -> int:
+        """The number of the update behind those that all stages of this process have made."""
+        return self.updates
+
+    def _submit_options(self, update: int) -> None:
+        """A minibatch is submitted, with this update: the optimizer's options are its own."""
+        assert self.optimizer is not None, "a trainer that updates has one"
+        mark_stepped(self.optimizer)
+        self.update_options.submit(update, self._next_update)
+
+    def _settle_options(self) -> None:
+        """Nothing is in flight: give every stage the options of the next update."""
+        self.update_options.record(self._next_update)
+        for weights in self.weights_of().values():
+            if weights.options is not None:
+                weights.options.apply()
+
+    def _reload_options(self) -> None:
+        """Options were loaded into the stages' optimizers: they count from here on."""
+        self.update_options.reload(next(iter(self.optimizers.values())), self._next_update)
+        for weights in self.weights_of().values():
+            if weights.options is not None:
+                weights.options.reload()
 
     def _as_loss(self, value: float) -> torch.Tensor:
         values = [
