@@ -8,7 +8,7 @@ update of the next minibatch on, on every stage: as in plain PyTorch.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,21 @@ class UpdateOptions:
 
     source: the optimizer whose groups the user and schedulers change. scheduler: of ``source``,
     stepped once for each update that is submitted; None where the user steps one, or none is
-    wanted. digest: of all changes so far, equal on ranks that made the same.
+    wanted. others: optimizers with the same groups that are changed alike: what is set on one of
+    them is set on all. digest: of all changes so far, equal on ranks that made the same.
     """
 
     def __init__(
         self,
         source: torch.optim.Optimizer,
         make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """make_scheduler: makes one of ``source``. FXP115 for one whose step needs an argument."""
         self.source = source
         self.digest = 0
-        self._seen = _copied(source)
+        self._sources = [source, *others]
+        self._seen = [_copied(each) for each in self._sources]
         self._changes: list[tuple[int, list[Options]]] = []  # (first update, what is set)
         self._first = 0  # number of the first of these; older ones are applied everywhere
         self.scheduler = None if make_scheduler is None else make_scheduler(source)
@@ -59,18 +62,20 @@ class UpdateOptions:
 
     def record(self, update: int) -> None:
         """What was changed since the last call counts from this update on."""
-        now = self.source.param_groups
-        if all(map(_same, now, self._seen)):
-            return
-        found = _copied(self.source)
-        changed = [
-            {k: v for k, v in group.items() if k not in seen or not _equal(v, seen[k])}
-            for group, seen in zip(found, self._seen, strict=True)
-        ]
-        text = repr((update, [sorted((k, plain(v)) for k, v in g.items()) for g in changed]))
-        self.digest = zlib.crc32(text.encode(), self.digest)
-        self._seen = found
-        self._changes.append((update, changed))
+        for source, seen in zip(self._sources, self._seen, strict=True):
+            if all(map(_same, source.param_groups, seen)):
+                continue
+            changed = [
+                {k: v for k, v in group.items() if k not in before or not _equal(v, before[k])}
+                for group, before in zip(_copied(source), seen, strict=True)
+            ]
+            text = repr((update, [sorted((k, plain(v)) for k, v in g.items()) for g in changed]))
+            self.digest = zlib.crc32(text.encode(), self.digest)
+            self._changes.append((update, changed))
+            for each in self._sources:
+                if each is not source:
+                    _set(each, changed)
+            self._seen = [_copied(each) for each in self._sources]
 
     def apply(self, optimizer: torch.optim.Optimizer, update: int, applied: int) -> int:
         """Set the optimizer's options for an update. applied: what the last call returned, or 0."""
@@ -78,8 +83,7 @@ class UpdateOptions:
             first, changed = self._changes[applied - self._first]
             if first > update:
                 break
-            for group, options in zip(optimizer.param_groups, changed, strict=True):
-                group.update({k: _copy(v) for k, v in options.items()})
+            _set(optimizer, changed)
             applied += 1
         return applied
 
@@ -109,9 +113,9 @@ class UpdateOptions:
 
     def reload(self, optimizer: torch.optim.Optimizer, update: int) -> None:
         """Take the options of a stage's optimizer, into which a state was loaded."""
-        for group, options in zip(self.source.param_groups, optimizer.param_groups, strict=True):
-            group.update({k: _copy(v) for k, v in options.items() if k not in _NO_OPTIONS})
-        self._seen = _copied(self.source)
+        for source in self._sources:
+            _set(source, _copied(optimizer))
+        self._seen = [_copied(each) for each in self._sources]
         self._first += len(self._changes)
         self._changes.clear()
         self._submitted = update - 1
@@ -160,6 +164,11 @@ def _copied(optimizer: torch.optim.Optimizer) -> list[Options]:
         {k: _copy(v) for k, v in group.items() if k not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
+
+
+def _set(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
+    for group, new in zip(optimizer.param_groups, options, strict=True):
+        group.update({k: _copy(v) for k, v in new.items()})
 
 
 def _copy(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpart.compat import step_of
+from fxpart.errors import error
 from fxpart.runtime.groups import Group, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.loader import guarded
@@ -39,16 +42,54 @@ def owned(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
 
 
 def make_all(given: Any, state: ModelState, groups: Sequence[Group]) -> Optimizers:
-    """An optimizer for each; raises FXP109 as :func:`~fxpart.runtime.optimizer.make_optimizer`."""
+    """An optimizer for each; raises FXP109 as :func:`~fxpart.runtime.optimizer.make_optimizer`.
+
+    FXP115 for an instance that a new one of its class would not repeat.
+    """
+    check_instance(given, state)
     return {
         place: make_optimizer(given, [p for _, p in mine], own(groups, mine))
         for place, mine in owned(state).items()
     }
 
 
+def check_instance(given: Any, state: ModelState) -> None:
+    """FXP115 for an optimizer instance with state, or with other parameters than are trained.
+
+    Each stage gets a new optimizer of the instance's class and options.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        return
+    mine = sorted(tuple(p.shape) for group in given.param_groups for p in group["params"])
+    trained = sorted(tuple(shape) for shape in state.trainable().values())
+    why = ""
+    if given.state:
+        why = "it has state of earlier steps, which the stages' own optimizers would not have"
+    elif mine != trained:
+        why = "its parameters are not all that are trained, and every stage trains its own"
+    if why:
+        raise error(
+            "FXP115", where=f"optimizer {type(given).__name__}", why=why,
+            fix="give a torch.optim class or a function(params) -> optimizer; load its state with "
+            "trainer.load_optimizer_state_dict; freeze what is not trained before compiling",
+        )  # fmt: skip
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """FXP115 for an optimizer whose step evaluates the loss itself, such as LBFGS."""
+    step = inspect.signature(step_of(type(optimizer))).parameters.get("closure")
+    if step is not None and step.default is step.empty:
+        raise error(
+            "FXP115", where=f"optimizer {type(optimizer).__name__}",
+            why="its step needs a closure that computes the loss again",
+            fix="an optimizer whose step() needs no argument",
+        )  # fmt: skip
+
+
 def check_all(made: Optimizers, state: ModelState, held: Held, groups: Sequence[Group]) -> None:
-    """FXP109 where one of them does not take parts of parameters, or its gradients."""
+    """FXP109 where one does not take parts of parameters, or its gradients; FXP115 for closures."""
     for each in made.values():
+        check_closure(each)
         check_elementwise(each, held.cut(), groups)
         check_gradients(each, state, held.rows)
 
