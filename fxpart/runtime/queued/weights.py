@@ -92,7 +92,7 @@ class QueueWeights:
         self._release()
 
     def update(self) -> None:
-        """The optimizer's step on gradients that are complete, and its scheduler's."""
+        """The optimizer's step on gradients that are complete, with the options of this update."""
         now = Source(self.updates)
         if self._keeps and now in self._flying.values():
             self._held.put(now, [p.detach().clone() for p in self._parameters])

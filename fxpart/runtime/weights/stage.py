@@ -60,8 +60,8 @@ class StageWeights:
     what the mode cannot do.
 
     updates: of the weights, since the start. skipped: how many of them the guard left out.
-    scheduler: as it was given. total: ``total_updates``, which may be set later. options: what
-    :meth:`follow` was given, for this stage.
+    total: ``total_updates``, which may be set later. options: what :meth:`follow` was given, for
+    this stage.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class StageWeights:
         versions: Versions,
         stage: int,
         *,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         total_updates: int | None = None,
         guard: bool = False,
     ) -> None:
@@ -86,7 +85,6 @@ class StageWeights:
         self.skipped = 0
         self._module = module
         self._optimizer = optimizer
-        self.scheduler = scheduler
         self.total = total_updates
         self._guard = guard
         listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -94,7 +92,7 @@ class StageWeights:
         self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
         every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
         self._predictor: Predictor | None = (
-            predictor(mode.rule, optimizer, scheduler=scheduler) if mode.predicts else None
+            predictor(mode.rule, optimizer) if mode.predicts else None
         )
         gap = versions.gap(stage)
         self._correction = (
@@ -199,7 +197,7 @@ class StageWeights:
         self._release()
 
     def update(self) -> bool:
-        """The optimizer's step on gradients that are complete, and its scheduler's.
+        """The optimizer's step on gradients that are complete, with the options of this update.
 
         Weights that a computation will still read are copied first. Returns whether the weights
         were updated: False where the guard left them alone. Gradients stay for the caller to clear.
@@ -227,8 +225,6 @@ class StageWeights:
                 self._optimizer.step()
         for observer in observers:
             observer.after_update()
-        if self.scheduler is not None:
-            self.scheduler.step()
         self.skipped += not steps
         self.updates += 1
         if self.options is not None:
