@@ -47,8 +47,8 @@ class Recompute:
     """Calls the pieces of one stage, and makes what they did not keep.
 
     weights: gives the weights that a forward read, where its backward reads others; None: they are
-    the same. unpacked: while it is a list, what the backward has asked for since it was emptied; see
-    :class:`fxpart.runtime.split_backward.Halves`. times: how often a piece was run again.
+    the same. unpacked: while it is a list, what the backward has asked for since it was emptied;
+    see :class:`fxpart.runtime.split_backward.Halves`. times: how often a piece was run again.
     """
 
     def __init__(self, module: nn.Module, mode: Mode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,17 +15,45 @@ from fxpart.errors import FxpartError, error
 _FIX = "leave the call out: trainer.step(batch) updates every stage"
 
 
+class TrainerGroup(dict[str, Any]):
+    """One parameter group; touch: called when its parameters are read, raises where none may be.
+
+    While minibatches are in flight each stage has weights of another update: nobody can read the
+    weights of the model, and what is written to them would not be what plain PyTorch has then.
+    """
+
+    def __init__(self, group: dict[str, Any], touch: Callable[[], None]) -> None:
+        """group: what it begins with."""
+        super().__init__(group)
+        self._touch = touch
+
+    def __getitem__(self, key: str) -> Any:
+        """An option, or the parameters."""
+        if key == "params":
+            self._touch()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As ``group[key]``."""
+        return self[key] if key in self else default
+
+
 class TrainerOptimizer(torch.optim.Optimizer):
     """Parameter groups whose options count for every stage from the next minibatch on.
 
     A learning-rate scheduler of torch, or the user, changes ``param_groups`` between two calls of
-    ``trainer.step``. The groups' parameters are those that this process updates; the state is that
-    of the stages' optimizers. Step hooks are called once for each update, with the optimizer of this
-    process's first stage. What would make other updates than the stages do is refused, FXP115.
+    ``trainer.step``. The groups' parameters are those that this process updates, to be read and
+    written while nothing is in flight; the state is that of the stages' optimizers. Step hooks are
+    called once for each update, with the optimizer of this process's first stage. What would make
+    other updates than the stages do is refused, FXP115.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """optimizers: of the stages of this process, with equal groups."""
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        touch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """optimizers: of the stages of this process, with equal groups. touch: see TrainerGroup."""
         self._each = list(optimizers)
         self._complete = False
         first = self._each[0]
@@ -35,21 +64,22 @@ class TrainerOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(groups):
             group["params"] = [p for o in self._each for p in o.param_groups[index]["params"]]
         super().__init__(groups, dict(first.defaults))
+        self.param_groups = [TrainerGroup(group, touch) for group in self.param_groups]
         self._complete = True
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The state of every parameter of this process, as it is now."""
-        found: dict[torch.Tensor, Any] = {}
+        found: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for each in self._each:
             found |= each.state
         return found
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         """Torch sets an empty one when the optimizer is made."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         """Refused, FXP115: each stage updates by itself."""
         why = "each stage updates its weights by itself, as soon as its gradients are complete"
         raise _refused("step()", why, _FIX)
@@ -57,7 +87,7 @@ class TrainerOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is left to do: each stage drops its gradients with its own update."""
 
-    def state_dict(self) -> NoReturn:  # type: ignore[override]
+    def state_dict(self) -> NoReturn:
         """Refused, FXP115: other processes have parts of it, and updates may be under way."""
         why = "stages of other processes have parts of it, and updates may be under way"
         raise _refused("state_dict()", why, "trainer.optimizer_state_dict()")
@@ -99,12 +129,18 @@ def _looking(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
-    found = []
+    found: list[tuple[int, ...]] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             g = p.grad
             found.append((writes(p), 0, 0) if g is None else (writes(p), id(g), writes(g)))
     return found
+
+
+def flying() -> FxpartError:
+    """Parameters were read while minibatches are in flight."""
+    why = "minibatches are in flight, and each stage has weights of another update"
+    return _refused('param_groups["params"]', why, "trainer.drain() first, on every rank")
 
 
 def _copy(value: Any) -> Any:

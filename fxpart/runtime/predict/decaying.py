@@ -26,9 +26,7 @@ def decaying(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = N
     kind = step_class(optimizer)
     if kind is torch.optim.SGD:
         return DecayingSGD(optimizer, scheduler)
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and all(
-        map(_closed, optimizer.param_groups)
-    ):
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and all(map(_closed, optimizer.param_groups)):
         return DecayingAdam(optimizer, scheduler)
     return Shadow(optimizer, scheduler)
 

@@ -32,7 +32,7 @@ from fxpart.runtime.state import ModelState
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.optimizers import Optimizers, record_options
 from fxpart.runtime.stream.whole import Ruled, Whole
-from fxpart.runtime.trainer_optimizer import TrainerOptimizer
+from fxpart.runtime.trainer_optimizer import TrainerOptimizer, flying
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.orders import Event, Failed, Here, Met, Stop
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
@@ -315,6 +315,11 @@ class QueueTrainer(Whole):
         self._announce(Failed(_rows(problems)))
         raise AgreedError(problems) from cause
 
+    def _touch(self) -> None:
+        """Parameters are read, and may be written to: FXP115 while minibatches are in flight."""
+        if self.in_flight:
+            raise flying()
+
     def _settle(self) -> None:
         """For calls that look at the whole model: drain, meet, and stand in for those lost."""
         self._check_whole()
@@ -368,7 +373,7 @@ class QueueTrainer(Whole):
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        return TrainerOptimizer(list(self.optimizers.values()))
+        return TrainerOptimizer(list(self.optimizers.values()), self._touch)
 
     def _compile(self, splits: bool) -> Compiler | None:
         asked: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}

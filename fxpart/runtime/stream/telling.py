@@ -91,8 +91,8 @@ def differing_options() -> FxpartError:
 def unknown_total(mode: str) -> str:
     """A warning: the learning rate stays divided by a power of the staleness."""
     return (
-        f"FXP109 weights={mode}: the learning rate of a stage is divided by its staleness at first, "
-        "and comes back over total_updates, which is not known: it stays divided. Give "
+        f"FXP109 weights={mode}: the learning rate of a stage is divided by its staleness at "
+        "first, and comes back over total_updates, which is not known: it stays divided. Give "
         "program.trainer(..., total_updates=N), or train with fit(steps=N)"
     )
 

@@ -37,7 +37,7 @@ from fxpart.runtime.stream.telling import (
 )
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Words, number
-from fxpart.runtime.trainer_optimizer import TrainerOptimizer
+from fxpart.runtime.trainer_optimizer import TrainerOptimizer, flying
 from fxpart.runtime.weights import Counters, StageWeights
 from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import WeightMode
@@ -320,6 +320,12 @@ class StreamTrainer(Whole):
         self._hear(drained=True)
         self._begin()
 
+    def _touch(self) -> None:
+        """The owners' parameters are read, and may be written to: FXP115 in a stream."""
+        if self._streaming:
+            raise flying()
+        self._spread = False
+
     def _settle(self) -> None:
         """For calls that look at the whole model: drain, and give holders their owners' weights."""
         self._check_whole()
@@ -348,7 +354,7 @@ class StreamTrainer(Whole):
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        return TrainerOptimizer(list(self.optimizers.values()))
+        return TrainerOptimizer(list(self.optimizers.values()), self._touch)
 
     def _describe(self, optimizer: Any) -> str:
         return f"{super()._describe(optimizer)} stream {self.stream.describe()}"

@@ -102,6 +102,7 @@ class SavedWeights:
         A tensor that is no weight is kept as it is; FXP109 if it was written when it is asked for,
         which autograd itself looks after only where there are no hooks.
         """
+
         def unpack(kept: Any) -> torch.Tensor:
             return self.unpack(kept, microbatch)
 

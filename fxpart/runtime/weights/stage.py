@@ -3,9 +3,9 @@
 The parameters hold the newest weights, which the optimizer updates in place. A computation that is
 to read others finds them in the parameters' ``data`` while it runs, and nothing that autograd saves
 of a forward is a weight (:mod:`fxpart.runtime.weights.saved`): the backward reads the parameters as
-they are then. So does what is gathered again, while pieces that run again read what their forward did. A copy is
-made only of weights that something else will still read: an old version just before an update, a prediction when
-the first to read it runs.
+they are then. So does what is gathered again, while pieces that run again read what their forward
+did. A copy is made only of weights that something else will still read: an old version just before
+an update, a prediction when the first to read it runs.
 """
 
 from __future__ import annotations
@@ -216,9 +216,7 @@ class StageWeights:
             observer.before_update()
         if steps:
             with (
-                discounted(
-                    self._optimizer, self.versions.gap(self.stage), self.updates, self.total
-                )
+                discounted(self._optimizer, self.versions.gap(self.stage), self.updates, self.total)
                 if self.mode.discount
                 else nullcontext()
             ):

@@ -79,9 +79,7 @@ CUSTOM = {
     "looks further back": WeightMode(
         "custom", backward="applied", look_forward="staleness", look_backward="depth"
     ),
-    "difference": WeightMode(
-        "custom", backward="applied", look_forward="depth", rule="difference"
-    ),
+    "difference": WeightMode("custom", backward="applied", look_forward="depth", rule="difference"),
     "decaying": WeightMode("custom", look_forward="depth", rule="decaying"),
 }
 ALL: dict[str, WeightMode] = {**{n: m for n, m in MODES.items() if not m.flush}, **CUSTOM}
