@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.batch import assemble
+from fxpart.capture.live import live_parameters
 from fxpart.cluster import Cluster
 from fxpart.costmodels import Measured
 from fxpart.costs import CostModel
@@ -31,6 +33,7 @@ from fxpart.requests import (
     find_cluster,
     make_request,
 )
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.sharded.decide import find_annotations
 
 
@@ -83,6 +86,8 @@ def make_front(
         precision=request.precision,
         **options,
     )
+    if isinstance(asked.optimizer, torch.optim.Optimizer):
+        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     graph = PassManager().run(_prepare(granularity), captured.graph)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpart.capture.live import live_parameters, take_live
 from fxpart.codegen.export import load_exported
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise, unused_state
@@ -21,6 +22,7 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.connect import local_device
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.options import QueueOptions, routed
@@ -29,6 +31,7 @@ from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
 from fxpart.runtime.transport import Transport
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
@@ -55,7 +58,11 @@ def make_trainer(
     plan, spec = program.plan, program.spec
     queue = routed(plan, weight_mode, options)
     options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)
+    take_live(program.captured)
     _check_frozen(program)
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        given = UserOptimizer(given, live_parameters(program.captured))
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -76,13 +83,16 @@ def make_trainer(
     made = places.trainer(
         lanes,
         queue=queue,
-        optimizer=program.optimizer if optimizer is None else optimizer,
+        optimizer=given,
         evaluation=lambda: evaluation(program, lanes),
         prediction=lambda loss: prediction(program, lanes, loss),
         unused=unused,
         **options,
     )
     made.model_config = program.captured.config
+    made.watch = ModuleWatch(
+        program.captured.slots, program.captured.parameters, values=weights is None
+    )
     return _of_plan(made, plan)
 
 
@@ -240,6 +250,13 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise error(
+            "FXP115",
+            where=f"optimizer {type(optimizer).__name__}",
+            why="an exported program has no module, whose parameters the instance could have",
+            fix="give its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
+        )
     options["queue"] = routed(plan, None, options)
     options["stream"] = None if options["queue"] else chosen_mode(plan, None, options)
     return _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)

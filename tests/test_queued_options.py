@@ -15,6 +15,7 @@ from ranks import Pool
 from torch import nn
 from torch.optim import lr_scheduler
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.plan import Plan
 
@@ -164,15 +165,55 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     assert raised.value.code == "FXP109"
 
 
-def test_optimizers_that_no_copy_can_step_are_refused() -> None:
-    stepped = SGD(model().parameters())
-    for p in stepped.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    momentum = torch.optim.Adam(model().parameters())
-    for p in momentum.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    momentum.step()
-    for given in (torch.optim.LBFGS, momentum, SGD([nn.Parameter(torch.ones(3))])):
+def test_instances_mean_themselves() -> None:
+    """Groups, scheduler and state are those of plain PyTorch; an instance of others is refused."""
+    net, plain_net = model(), model()
+    given, own = (
+        torch.optim.Adagrad([
+            {"params": [p for n, p in m.named_parameters() if "layers" in n], "lr": 0.05},
+            {"params": [p for n, p in m.named_parameters() if "tables" in n]},
+        ], lr=0.1)
+        for m in (net, plain_net)
+    )  # fmt: skip
+    compiled = fxpart.compile(
+        net, plan((2, 1)).cluster, plan=plan((2, 1)), example_inputs=batch(),
+        loss=nn.functional.cross_entropy,
+    )  # fmt: skip
+    made = compiled.trainer(given, routing="queue")
+    schedulers = [lr_scheduler.ExponentialLR(each, 0.5) for each in (given, own)]
+    for step, rows in enumerate(ROWS):
+        x, ids, y = batch(rows, step)
+        own.zero_grad()
+        nn.functional.cross_entropy(plain_net(x, ids), y).backward()
+        own.step()
+        made.step((x, ids, y))
+        for scheduler in schedulers:
+            scheduler.step()
+    same(made.state_dict(), {n: t.detach() for n, t in plain_net.state_dict().items()})
+    assert torch.equal(made.state_dict()["head.weight"], net.head.weight)  # in no group
+    with pytest.raises(FxpartError) as raised:
+        compiled.trainer(torch.optim.SGD(model().parameters(), lr=0.1), routing="queue")
+    assert raised.value.code == "FXP115"
+
+
+def test_changes_of_the_module_are_refused() -> None:
+    for change in (
+        lambda net: net.head.requires_grad_(False),
+        lambda net: net.head.weight.data.zero_(),
+    ):
+        net = model()
+        made = fxpart.compile(
+            net, plan((1, 1)).cluster, plan=plan((1, 1)), example_inputs=batch(),
+            loss=nn.functional.cross_entropy,
+        ).trainer(SGD, routing="queue", staleness=2)  # fmt: skip
+        made.step(batch(12, 0))
+        change(net)
         with pytest.raises(FxpartError) as raised:
-            trainer(plan((1, 1)), given)
-        assert raised.value.code == "FXP115"
+            made.step(batch(12, 1))
+        assert raised.value.code in ("FXP109", "FXP113")
+
+
+def test_an_optimizer_whose_step_needs_the_loss() -> None:
+    with pytest.raises(FxpartError) as raised:
+        trainer(plan((1, 1)), torch.optim.LBFGS)
+    assert raised.value.code in ("FXP109", "FXP115")  # its tables have sparse gradients, too

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxpart.capture.batch import look_up
+from fxpart.capture.state import Slots
 from fxpart.program import ConstantSpec, InputSpec
 
 
@@ -34,6 +35,7 @@ class Captured:
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
+    slots: where the user's modules store each tensor of ``state``.
     """
 
     graph: fx.GraphModule
@@ -62,6 +64,7 @@ class Captured:
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
     config: str = field(default="", repr=False)
+    slots: Slots = field(default_factory=dict, repr=False)
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

@@ -23,7 +23,7 @@ from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
 from fxpart.capture.replay import Repeats
-from fxpart.capture.state import State, loss_prefix, state_of
+from fxpart.capture.state import State, loss_prefix, slots_of, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
 from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
@@ -163,6 +163,7 @@ def _assemble(
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),
+        slots=slots_of(state, request.model, request.loss, loss_prefix(request.model)),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,13 +46,52 @@ def optimizer_standing_in(
 
     parameters: of the real one -> of the new one. It has no hooks.
     """
+    return _copy_without_state(
+        real,
+        [
+            {**group, "params": [parameters[p] for p in group["params"]]}
+            for group in real.param_groups
+        ],
+        {id(p): q for p, q in parameters.items()},
+    )
+
+
+def optimizer_over(
+    real: torch.optim.Optimizer,
+    members: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    fallback: torch.Tensor,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and options, without state, over other parameters.
+
+    members: for each group of the real optimizer, pairs of one of its parameters and a new one; a
+    parameter may have several new ones, or none. fallback: what an attribute refers to in place of
+    a parameter that has none. Tensors among the options are copied; hooks are left out.
+    """
+    groups = []
+    for group, pairs in zip(real.param_groups, members, strict=True):
+        options = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if "param_names" in group:
+            names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+            options["param_names"] = [names[id(p)] for p, _ in pairs]
+        groups.append({"params": [q for _, q in pairs], **options})
+    memo: dict[int, Any] = {id(p): fallback for g in real.param_groups for p in g["params"]}
+    memo |= {id(p): q for pairs in reversed(members) for p, q in reversed(pairs)}
+    return _copy_without_state(real, groups, memo)
+
+
+def _copy_without_state(
+    real: torch.optim.Optimizer, groups: list[dict[str, Any]], parameters: Mapping[int, Any]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer's attributes around other groups; parameters: the new ones, by identity."""
     made = object.__new__(type(real))
     made.state = defaultdict(dict)
-    made.param_groups = [
-        {**group, "params": [parameters[p] for p in group["params"]]} for group in real.param_groups
-    ]
-    memo: dict[int, Any] = {id(p): q for p, q in parameters.items()}
-    memo |= {
+    made.param_groups = groups
+    memo: dict[int, Any] = {
+        **parameters,
         id(real): made,
         id(real.state): made.state,
         id(real.param_groups): made.param_groups,
@@ -94,3 +134,19 @@ def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Have schedulers know that the optimizer was stepped (``_opt_called``): others warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Have an instance run another function as its step, also for schedulers made before.
+
+    step: takes the instance, as a method does. ``_wrapped_by_lr_sched`` says that schedulers need
+    not wrap it, as :func:`mark_stepped` counts.
+    """
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks were registered on the instance's step (``_optimizer_step_*_hooks``)."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(vars(optimizer).get(name) for name in names)

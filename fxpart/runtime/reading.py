@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from fxpart.errors import FxpartError
 from fxpart.runtime.agreement import Pending, digest
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut, Seen, Shape
@@ -44,11 +45,13 @@ class Reading(Pending[Seen]):
         *,
         local: bool = False,
         asks: Asks | None = None,
+        refusal: FxpartError | None = None,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
-        asks: what this process asks of all, sent along, and where theirs is put. Raises FXP105 on
-        every rank if any rank's batch does not fit.
+        asks: what this process asks of all, sent along, and where theirs is put. refusal: why this
+        process cannot take the batch, which is raised on every rank. Raises FXP105 on every rank if
+        any rank's batch does not fit.
         """
         self._source = source
         self._mode = mode
@@ -57,6 +60,8 @@ class Reading(Pending[Seen]):
         self._others: Mapping[str, Shape] = {}
 
         def look() -> tuple[Seen, str]:
+            if refusal is not None:
+                raise refusal
             seen = source.feed.look(batch, local=local)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)

@@ -100,6 +100,8 @@ class Trainer(Inference):
         self.calls += 1
         self.last_rows = sum(read.cut.rows)
         self._pending += 1
+        if self.optimizer is not None:
+            self.optimizer.note_gradients()
         self.events.write(self._over)
         if self._recorder is not None:
             self._recorder.end()
@@ -120,9 +122,12 @@ class Trainer(Inference):
             )
         if not self._pending:
             return
+        self.optimizer.check_gradients()
+        self.optimizer.apply()
         for do in self._doing:
             do()
         self._stale, self._pending = True, 0
+        self.optimizer.stepped()
         self.updates += 1
         self.events.write(self._over)
         if self._recorder is not None:
@@ -136,6 +141,17 @@ class Trainer(Inference):
                     self._each_lane(self._held.conclude)
             except FxpartError as cause:
                 self._engine.broken = cause.problems[0].why
+
+    def step_by_hand(self) -> None:
+        """Update, as ``optimizer.step()``; FXP115 where the gradients were used already."""
+        if not self._pending and self._stale:
+            raise error(
+                "FXP115",
+                where="optimizer.step()",
+                why="trainer.step() has updated with these gradients already",
+                fix="leave the call out, or call trainer.backward(batch) in place of trainer.step",
+            )
+        self.update()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -222,6 +238,10 @@ class Trainer(Inference):
         self._held.share_rows()
         sum_copies(self._state, self._held)
         share_ties(self._state, self._held)
+        for name in self.frozen:
+            for parameter in self._state.entries[name].copies.values():
+                parameter.grad = self._held.of(parameter).grad = None
+                self._held.rows.drop(parameter)
 
     def _gradients(self, do: Callable[[], object]) -> None:
         with reporting(self._transport, "sharing gradients"):
@@ -243,8 +263,8 @@ class Trainer(Inference):
             clip_value(self._state, self._held, options.clip_value)
 
     def _optimize(self) -> None:
-        assert self.optimizer is not None, "an update needs one"
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
 
     def _spread(self) -> None:
         with reporting(self._transport, "sharing parameters"):

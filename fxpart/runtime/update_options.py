@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxpart.errors import FxpartError, error
+from fxpart.runtime.optimizer_facade import OptimizerFacade
 from fxpart.runtime.predict.coming import Coming, Options, plain, plain_options, steps_alone
 
 _NO_OPTIONS = ("params", "param_names")
@@ -23,23 +24,20 @@ _NO_OPTIONS = ("params", "param_names")
 class UpdateOptions:
     """Records the options of an optimizer's groups for each update, for optimizers of stages.
 
-    source: the optimizer whose groups the user and schedulers change. scheduler: of ``source``,
+    source: shows the stages' optimizers to the user and schedulers. scheduler: of ``source``,
     stepped once for each update that is submitted; None where the user steps one, or none is
-    wanted. others: optimizers with the same groups that are changed alike: what is set on one of
-    them is set on all. digest: of all changes so far, equal on ranks that made the same.
+    wanted. digest: of all changes so far, equal on ranks that made the same.
     """
 
     def __init__(
         self,
-        source: torch.optim.Optimizer,
+        source: OptimizerFacade,
         make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        others: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """make_scheduler: makes one of ``source``. FXP115 for one whose step needs an argument."""
         self.source = source
         self.digest = 0
-        self._sources = [source, *others]
-        self._seen = [_copied(each) for each in self._sources]
+        self._seen = copied(source)
         self._changes: list[tuple[int, list[Options]]] = []  # (first update, what is set)
         self._first = 0  # number of the first of these; older ones are applied everywhere
         self.scheduler = None if make_scheduler is None else make_scheduler(source)
@@ -62,20 +60,18 @@ class UpdateOptions:
 
     def record(self, update: int) -> None:
         """What was changed since the last call counts from this update on."""
-        for source, seen in zip(self._sources, self._seen, strict=True):
-            if all(map(_same, source.param_groups, seen)):
-                continue
-            changed = [
-                {k: v for k, v in group.items() if k not in before or not _equal(v, before[k])}
-                for group, before in zip(_copied(source), seen, strict=True)
-            ]
-            text = repr((update, [sorted((k, plain(v)) for k, v in g.items()) for g in changed]))
-            self.digest = zlib.crc32(text.encode(), self.digest)
-            self._changes.append((update, changed))
-            for each in self._sources:
-                if each is not source:
-                    _set(each, changed)
-            self._seen = [_copied(each) for each in self._sources]
+        now = self.source.param_groups
+        if all(map(_same, now, self._seen)):
+            return
+        found = copied(self.source)
+        changed = [
+            {k: v for k, v in group.items() if k not in seen or not _equal(v, seen[k])}
+            for group, seen in zip(found, self._seen, strict=True)
+        ]
+        text = repr((update, [sorted((k, plain(v)) for k, v in g.items()) for g in changed]))
+        self.digest = zlib.crc32(text.encode(), self.digest)
+        self._seen = found
+        self._changes.append((update, changed))
 
     def apply(self, optimizer: torch.optim.Optimizer, update: int, applied: int) -> int:
         """Set the optimizer's options for an update. applied: what the last call returned, or 0."""
@@ -83,7 +79,7 @@ class UpdateOptions:
             first, changed = self._changes[applied - self._first]
             if first > update:
                 break
-            _set(optimizer, changed)
+            set_options(optimizer.param_groups, changed)
             applied += 1
         return applied
 
@@ -111,11 +107,10 @@ class UpdateOptions:
                 found.append(now)
         return found
 
-    def reload(self, optimizer: torch.optim.Optimizer, update: int) -> None:
-        """Take the options of a stage's optimizer, into which a state was loaded."""
-        for source in self._sources:
-            _set(source, _copied(optimizer))
-        self._seen = [_copied(each) for each in self._sources]
+    def reload(self, update: int) -> None:
+        """Options were loaded into the stages' optimizers; ``update`` is the next one."""
+        self.source.reload()
+        self._seen = copied(self.source)
         self._first += len(self._changes)
         self._changes.clear()
         self._submitted = update - 1
@@ -158,7 +153,7 @@ class StageOptions(Coming):
         return self._options.coming(self.optimizer, self._update(), updates, self._applied)
 
 
-def _copied(optimizer: torch.optim.Optimizer) -> list[Options]:
+def copied(optimizer: torch.optim.Optimizer) -> list[Options]:
     """The options of each group; tensors copied."""
     return [
         {k: _copy(v) for k, v in group.items() if k not in _NO_OPTIONS}
@@ -166,8 +161,9 @@ def _copied(optimizer: torch.optim.Optimizer) -> list[Options]:
     ]
 
 
-def _set(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
-    for group, new in zip(optimizer.param_groups, options, strict=True):
+def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Options]) -> None:
+    """Set options of groups; tensors are copied."""
+    for group, new in zip(groups, options, strict=True):
         group.update({k: _copy(v) for k, v in new.items()})
 
 

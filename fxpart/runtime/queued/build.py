@@ -15,7 +15,6 @@ from fxpart.runtime.queued.weights import QueueWeights
 from fxpart.runtime.queued.worker import Clip, Worker
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.stage import StageTable
-from fxpart.runtime.stream.optimizers import check_closure, check_instance
 
 if TYPE_CHECKING:
     from fxpart.runtime.queued.trainer import QueueTrainer
@@ -62,12 +61,12 @@ def held_of(trainer: QueueTrainer, stage: int, layout: Layout) -> Parameters:
 
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
     """One for each copy of this process, with the trainer's groups."""
-    check_instance(given, trainer._state)
     made: dict[Place, torch.optim.Optimizer] = {}
     for stage in trainer._lanes[0].modules:
         mine = parameters_of(trainer, stage)
-        optimizer = make_optimizer(given, [p for _, p in mine], own(trainer._groups, mine))
-        check_closure(optimizer)
+        optimizer = make_optimizer(
+            given, [p for _, p in mine], own(trainer._groups, mine), [name for name, _ in mine]
+        )
         check_gradients(optimizer, trainer._state, trainer._held.rows)
         made[stage, 0] = optimizer
     return made

@@ -29,10 +29,10 @@ from fxpart.runtime.queued.report import CopyReport, together
 from fxpart.runtime.queued.worker import Batch, Worker
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
+from fxpart.runtime.stream.facade import StagesFacade
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.optimizers import Optimizers, record_options
 from fxpart.runtime.stream.whole import Ruled, Whole
-from fxpart.runtime.trainer_optimizer import TrainerOptimizer, flying
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.orders import Event, Failed, Here, Met, Stop
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
@@ -61,7 +61,7 @@ class QueueTrainer(Whole):
         self.optimizers: Optimizers = {}
         self.lost: tuple[int, ...] = ()
         super().__init__(*args, **kwargs)
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, StagesFacade):
             raise error(
                 "FXP109", where="a trainer from queues", why="it was given no optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
@@ -144,6 +144,7 @@ class QueueTrainer(Whole):
             )  # fmt: skip
         call = self.calls
         try:
+            self._reconcile()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop(list(cause.problems))
@@ -315,11 +316,6 @@ class QueueTrainer(Whole):
         self._announce(Failed(_rows(problems)))
         raise AgreedError(problems) from cause
 
-    def _touch(self) -> None:
-        """Parameters are read, and may be written to: FXP115 while minibatches are in flight."""
-        if self.in_flight:
-            raise flying()
-
     def _settle(self) -> None:
         """For calls that look at the whole model: drain, meet, and stand in for those lost."""
         self._check_whole()
@@ -373,7 +369,7 @@ class QueueTrainer(Whole):
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        return TrainerOptimizer(list(self.optimizers.values()), self._touch)
+        return next(iter(self.optimizers.values()))
 
     def _compile(self, splits: bool) -> Compiler | None:
         asked: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}

@@ -21,6 +21,7 @@ from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups
 from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.stream.build import build, check_program
+from fxpart.runtime.stream.facade import StagesFacade
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.layout import Layout
 from fxpart.runtime.stream.optimizers import Optimizers, check_all, make_all, record_options
@@ -37,7 +38,6 @@ from fxpart.runtime.stream.telling import (
 )
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Words, number
-from fxpart.runtime.trainer_optimizer import TrainerOptimizer, flying
 from fxpart.runtime.weights import Counters, StageWeights
 from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import WeightMode
@@ -60,7 +60,7 @@ class StreamTrainer(Whole):
         self.stream = StreamOptions.taken(kwargs)
         self.optimizers: Optimizers = {}
         super().__init__(*args, **kwargs)
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, StagesFacade):
             raise error(
                 "FXP109", where="an asynchronous trainer", why="it was given no optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
@@ -249,6 +249,7 @@ class StreamTrainer(Whole):
         """
         if self._streaming:
             try:
+                self._reconcile()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
                     return self._feed.cut(seen, self.microbatches, self._others)
@@ -320,10 +321,9 @@ class StreamTrainer(Whole):
         self._hear(drained=True)
         self._begin()
 
-    def _touch(self) -> None:
-        """The owners' parameters are read, and may be written to: FXP115 in a stream."""
-        if self._streaming:
-            raise flying()
+    def touch(self) -> None:
+        """As any; holders of shared parameters get what is written to their owners'."""
+        super().touch()
         self._spread = False
 
     def _settle(self) -> None:
@@ -350,11 +350,11 @@ class StreamTrainer(Whole):
             self._groups = groups_of(given, groups, self._state.trainable())
             made = make_all(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            check_all(made, self._state, self._held, self._groups)
+            check_all(made, self._state, self._held)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        return TrainerOptimizer(list(self.optimizers.values()), self._touch)
+        return next(iter(self.optimizers.values()))
 
     def _describe(self, optimizer: Any) -> str:
         return f"{super()._describe(optimizer)} stream {self.stream.describe()}"

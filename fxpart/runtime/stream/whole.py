@@ -13,14 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-from fxpart.compat import mark_stepped
 from fxpart.errors import error
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.predict import Correction, Predictor
-from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
+from fxpart.runtime.stream.facade import StagesFacade, flying
+from fxpart.runtime.stream.optimizers import gather, plan_loads
 from fxpart.runtime.update_options import StageOptions, UpdateOptions
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.weight_modes import WeightMode
 
 
@@ -41,7 +42,6 @@ class Ruled(Protocol):
 class Whole(Inference):
     """The calls of a synchronous trainer that drain an asynchronous one first."""
 
-    optimizers: Optimizers
     update_options: UpdateOptions
     _losses: deque[tuple[int, torch.Tensor]]  # that are known and were not taken, by call
     # They travel with every microbatch, before anybody knows how many rows they will have.
@@ -72,6 +72,11 @@ class Whole(Inference):
 
         updates: that were made. calls: of ``step`` so far.
         """
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> bool:
+        """Whether a minibatch is not applied yet."""
 
     @abstractmethod
     def finish(self) -> list[tuple[int, torch.Tensor]]:
@@ -153,10 +158,26 @@ class Whole(Inference):
         """The number of the update behind those that all stages of this process have made."""
         return self.updates
 
+    def touch(self) -> None:
+        """The optimizer's parameters are read, and may be written to: FXP115 in a stream."""
+        if self.in_flight:
+            raise flying()
+
+    def _facade(self, user: UserOptimizer | None) -> StagesFacade:
+        first = next(iter(self.optimizers.values()))
+        members = [
+            [p for each in self.optimizers.values() for p in each.param_groups[index]["params"]]
+            for index in range(len(first.param_groups))
+        ]
+        return StagesFacade(
+            self, list(self.optimizers.values()), members, user, withheld=self._withheld(),
+            final=True,
+        )  # fmt: skip
+
     def _submit_options(self, update: int) -> None:
         """A minibatch is submitted, with this update: the optimizer's options are its own."""
-        assert self.optimizer is not None, "a trainer that updates has one"
-        mark_stepped(self.optimizer)
+        assert isinstance(self.optimizer, StagesFacade), "a trainer that updates has one"
+        self.optimizer.submitted()
         self.update_options.submit(update, self._next_update)
 
     def _settle_options(self) -> None:
@@ -168,7 +189,7 @@ class Whole(Inference):
 
     def _reload_options(self) -> None:
         """Options were loaded into the stages' optimizers: they count from here on."""
-        self.update_options.reload(next(iter(self.optimizers.values())), self._next_update)
+        self.update_options.reload(self._next_update)
         for weights in self.weights_of().values():
             if weights.options is not None:
                 weights.options.reload()

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxpart.compat import mark_stepped
 from fxpart.errors import FxpartError
-from fxpart.runtime.trainer_optimizer import TrainerOptimizer
+from fxpart.runtime.stream.facade import StagesFacade
 from fxpart.runtime.update_options import UpdateOptions
 from fxpart.runtime.weights import Source, StageWeights, Used
 from fxpart.runtime.weights.updating import finite
@@ -46,11 +45,21 @@ def steps(module: nn.Module, weights: StageWeights, count: int, k: int = 0) -> N
             module.zero_grad()
 
 
+class Alone:
+    """No trainer."""
+
+    def step_by_hand(self) -> None:
+        """Not called."""
+
+    def zero_grad(self) -> None:
+        """Not called."""
+
+
 def test_a_guarded_update_counts_and_changes_nothing() -> None:
     module, optimizer, weights = stage("stash", guard=True)
     halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    shown = TrainerOptimizer([optimizer])
-    mark_stepped(shown)
+    shown = StagesFacade(Alone(), [optimizer], [list(module.parameters())], None)
+    shown.submitted()
     options = UpdateOptions(shown, halving)
     weights.follow(options)
     before = module.weight.detach().clone()
