@@ -77,7 +77,7 @@ def _like(
     group = instance.param_groups[0]
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     own = [next(iter(group["params"]), torch.empty(0))]
-    others = [[] for _ in instance.param_groups[1:]]
+    others: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in instance.param_groups[1:]]
     made = optimizer_over(instance, [[(own[0], p) for p in parameters], *others], own[0])
     made.param_groups = [{**options, "params": made.param_groups[0]["params"]}]
     return made

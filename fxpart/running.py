@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.capture.live import live_parameters, take_live
 from fxpart.codegen.export import load_exported
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import constants_of, materialise, unused_state
@@ -53,6 +52,7 @@ def make_trainer(
     weights: where they come from. weight_mode: in place of the plan's.
     """
     # Capture and passes, which an exported program trains without.
+    from fxpart.capture.live import live_parameters, take_live
     from fxpart.evaluating import evaluation, prediction
 
     plan, spec = program.plan, program.spec

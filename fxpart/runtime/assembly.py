@@ -53,7 +53,8 @@ class Assembly:
     options: what it was given. optimizer: shows this process's optimizers to schedulers and users
     (:class:`~fxpart.runtime.optimizer_facade.OptimizerFacade`). optimizers: those that update the
     weights, by the first stage and lane of each. watch: of the user's module, where there is one;
-    frozen: parameters that were frozen in it since the trainer was made. events: what this process did last, in memory until it is given a file.
+    frozen: parameters that were frozen in it since the trainer was made.
+    events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
@@ -138,11 +139,8 @@ class Assembly:
         self._groups: tuple[Group, ...] = ()
         self.watch: ModuleWatch | None = None
         self.frozen: frozenset[str] = frozenset()
-        self.optimizer: OptimizerFacade | None = None
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
-        if optimizer is not None:
-            self._make_optimizer(optimizer, groups)
-            self.optimizer = self._prepare_optimizers(optimizer)
+        self.optimizer = self._prepare_optimizers(optimizer, groups)
 
     @property
     def microbatches(self) -> int:
@@ -236,8 +234,11 @@ class Assembly:
         self.optimizers = {(0, 0): made}
         return made
 
-    def _prepare_optimizers(self, given: Any) -> OptimizerFacade:
-        """Check that division changes nothing, give the optimizers their pieces and their state."""
+    def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
+        """Make the optimizers, check that division changes nothing, give them their state."""
+        if given is None:
+            return None
+        self._make_optimizer(given, groups)
         state, alone = self._state, len(self._transport.local) == self._transport.ranks
         division = division_of(state, self._held, by_stage=self.flows)
         names = {id(p): name for name, p in state.parameters()}
@@ -329,9 +330,8 @@ class Assembly:
             with torch.no_grad():
                 for entry in self._state.entries.values():
                     if entry.trainable and len(entry.copies) > 1:
-                        first = entry.first()
                         for copy in entry.copies.values():
-                            if copy is not first:
+                            if (first := entry.first()) is not None and copy is not first:
                                 copy.copy_(first)
         facade.apply()
         text += facade.changed

@@ -1,7 +1,7 @@
 """Whether the user's module is changed while a trainer has copies of its weights.
 
-The trainer cannot know that a weight of the module was meant: it has been trained away from it. What
-can be seen by the next step is refused. A parameter that is frozen takes effect.
+The trainer cannot take a weight from the module, as its own was trained since. Changes that are
+seen by the next step are refused. Freezing a parameter takes effect.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class FacadeGroup(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Note that parameters are read, also where a C function looks into the list."""
         found = super().__getitem__(key)
-        if key == "params" and list.__len__(found):
+        if key == "params":
             found.touch()
         return found
 
@@ -106,8 +106,8 @@ class OptimizerFacade(torch.optim.Optimizer):
             _options(g) for g in ([] if user is None else user.instance.param_groups)
         ]
         replace_step(self, OptimizerFacade._step)
-        if self._user is not None:
-            _follow(self._user, self)
+        if user is not None and user.followed:
+            _follow(user.instance, self)
 
     def __repr__(self) -> str:
         """Return the class that steps, and the options of each group."""
@@ -141,29 +141,30 @@ class OptimizerFacade(torch.optim.Optimizer):
                 continue
             for optimizer in self._optimizers:
                 _set(optimizer.param_groups[index], found)
-            seen.update({key: _copy(value) for key, value in found.items()})
+            seen.update(_options(found))
             plain = {key: _plain(value) for key, value in found.items()}
             self.changed += f" group {index} {plain}"
 
     def stepped(self) -> None:
         """An update was made: options that the optimizer has set itself are shown."""
-        self.reload(user=False)
+        own = self._optimizers[0].param_groups
+        for group, mine, seen in zip(self._groups, own, self._seen, strict=True):
+            if found := _changes(mine, seen):
+                _set(group, found)
+                seen.update(_options(found))
         mark_stepped(self)
         if self._user is not None:
             mark_stepped(self._user)
 
-    def reload(self, *, user: bool = True) -> None:
-        """Show the options that the optimizers have now. user: set them in the instance, too."""
-        own = self._optimizers[0].param_groups
-        for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
-            found = _changes(own[index], seen)
-            _set(group, found)
-            seen.update({key: _copy(value) for key, value in found.items()})
-            if user and self._user is not None:
-                known = self._user_seen[index]
-                different = _changes(group, known)
-                _set(self._user.param_groups[index], different)
-                known.update({key: _copy(value) for key, value in different.items()})
+    def reload(self) -> None:
+        """A state was loaded: show the options of the optimizers, also in the user's instance."""
+        for group, mine in zip(self._groups, self._optimizers[0].param_groups, strict=True):
+            _set(group, _changes(mine, group))
+        self._seen = [_options(group) for group in self._groups]
+        theirs = [] if self._user is None else self._user.param_groups
+        for group, known in zip(self._groups, theirs, strict=False):
+            _set(known, _changes(group, known))
+        self._user_seen = [_options(group) for group in theirs]
 
     def is_of(self, optimizer: object) -> bool:
         """Whether an optimizer is this one, or the user's instance."""
@@ -223,7 +224,7 @@ class OptimizerFacade(torch.optim.Optimizer):
             found = _changes(theirs, seen)
             if found:
                 _set(group, found)
-                seen.update({key: _copy(value) for key, value in found.items()})
+                seen.update(_options(found))
 
     def _user_sizes(self) -> list[int]:
         groups = [] if self._user is None else self._user.param_groups

@@ -69,7 +69,8 @@ def check_division(
     updated as the whole, FXP115 where parameters depend on each other, or the step needs a closure.
     """
     if isinstance(optimizer, Several):
-        return all([check_division(each, division, names) for each in optimizer.each])
+        found = [check_division(each, division, names) for each in optimizer.each]  # all of them
+        return all(found)
     if is_elementwise(optimizer):
         return True
     kind = type(optimizer).__name__

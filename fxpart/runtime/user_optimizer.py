@@ -36,13 +36,21 @@ class UserOptimizer:
 
     named = True
 
-    def __init__(self, instance: torch.optim.Optimizer, model: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        instance: torch.optim.Optimizer,
+        model: Mapping[str, torch.Tensor],
+        *,
+        followed: bool = True,
+    ) -> None:
         """model: the model's parameters, those of a loss module included, by name.
 
+        followed: whether calls of the instance are to be those of the trainer while that lives.
         Raises FXP115 for an instance over other parameters, with a parameter twice, with hooks, or
         with a step or an optimizer of its own inside, which no copy would repeat.
         """
         self.instance = instance
+        self.followed = followed
         self.kind = type(instance).__name__
         known = {id(tensor): name for name, tensor in model.items()}
         shared = {storage_identity(t): n for n, t in model.items() if t.numel()}
@@ -181,6 +189,8 @@ class UserOptimizer:
                 "shard neither this parameter nor the optimizer's state, or give the class",
             )
         made = value.detach().clone()
+        if value.dim() and made.dtype == own.dtype:
+            made = made.to(parameter.dtype)
         return made.to(parameter.device) if value.device == own.device else made
 
     def _check_step(self) -> None:
