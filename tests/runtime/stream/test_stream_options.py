@@ -104,6 +104,22 @@ def test_a_loop_is_the_scheduler_option(mode: str, name: str) -> None:
     assert bits(own.state_dict()) != bits(constant.state_dict())
 
 
+@pytest.mark.parametrize("mode", ["lookahead", "spectrain"])
+def test_predictions_beyond_what_is_submitted_follow_the_scheduler(mode: str) -> None:
+    """A schedule that is known is looked through; of one in a loop the newest rates are taken."""
+    states = []
+    for given in (True, False):
+        trainer = stream(weights=mode, **({"scheduler": SCHEDULES["cycle"]} if given else {}))
+        assert trainer.optimizer is not None
+        scheduler = None if given else SCHEDULES["cycle"](trainer.optimizer)
+        rates = watched(trainer)
+        run(trainer, lambda call, s=scheduler: s and s.step())  # type: ignore[misc]
+        assert rates == [plain_options(SCHEDULES["cycle"], "lr")] * 4
+        states.append(trainer.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], atol=0.05, rtol=0.05)
+
+
 def test_options_set_by_hand_and_a_plateau() -> None:
     trainer = stream(optimizer="adamw")
     rates, betas = watched(trainer), watched(trainer, "betas")
