@@ -106,10 +106,10 @@ class QueueWeights:
         self._optimizer.step()
         for observer in observers:
             observer.after_update()
-        self.pass_over()
+        self.count_update()
         self._release()
 
-    def pass_over(self) -> None:
+    def count_update(self) -> None:
         """Count an update; by itself where nothing is trained."""
         self.updates += 1
         if self.options is not None:

@@ -76,7 +76,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
     return found
 
 
-def flying() -> FxpartError:
+def in_flight_error() -> FxpartError:
     """Parameters were read while minibatches are in flight."""
     why = "minibatches are in flight, and each stage has weights of another update"
     return _refused('param_groups["params"]', why, "trainer.drain() first, on every rank")

@@ -18,7 +18,7 @@ from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.predict import Correction, Predictor
-from fxpart.runtime.stream.facade import StagesFacade, flying
+from fxpart.runtime.stream.facade import StagesFacade, in_flight_error
 from fxpart.runtime.stream.optimizers import gather, plan_loads
 from fxpart.runtime.update_options import StageOptions, UpdateOptions
 from fxpart.runtime.user_optimizer import UserOptimizer
@@ -161,7 +161,7 @@ class Whole(Inference):
     def touch(self) -> None:
         """The optimizer's parameters are read, and may be written to: FXP115 in a stream."""
         if self.in_flight:
-            raise flying()
+            raise in_flight_error()
 
     def _facade(self, user: UserOptimizer | None) -> StagesFacade:
         first = next(iter(self.optimizers.values()))
