@@ -269,6 +269,10 @@ class Assembly:
                 self._held.install(each)
         if user is not None:
             user.fill(state, self._held, self.optimizers.values())
+        return self._facade(user)
+
+    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+        """What shows the optimizers; user: the instance that was given."""
         return OptimizerFacade(
             self, list(self.optimizers.values()), self._members(), user,
             withheld=self._withheld(), final=self._transport.ranks == 1,
@@ -301,8 +305,6 @@ class Assembly:
 
     def _withheld(self) -> str:
         """Why users may not read the optimizer's parameters; "" where they may."""
-        if self.flows:
-            return "minibatches are in flight, and what is written would count for some of them"
         cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
         if not cut:
             return ""
