@@ -22,6 +22,7 @@ from fxpart.capture.modes import cache_off, prepared, training_mode
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
+from fxpart.capture.python_state import PythonState
 from fxpart.capture.replay import Repeats
 from fxpart.capture.state import State, loss_prefix, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
@@ -82,14 +83,17 @@ def run(request: Request) -> Captured:
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
+        python = PythonState.of(model, request.loss)
 
         def attempt(way: Way) -> Unlifted:
             tensors = request.resized(max(size, 2) if way.symbolic else size)
             if way.method == "symbolic-trace":
-                return name_state(symbolic_trace(whole, tensors), request.names, state, prefix)
+                with python.unchanged():
+                    traced = symbolic_trace(whole, tensors)
+                return name_state(traced, request.names, state, prefix)
             if mode is not None:
                 tensors = [stand_in(mode, t) for t in tensors]
-            exported = _export(whole, tensors, request.batch_dims, way)
+            exported = _export(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
         # torch.fx's way records no autocast: its graph would be another model's.
@@ -115,17 +119,18 @@ def _export(
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
     way: Way,
+    python: PythonState,
 ) -> ExportedProgram:
     """torch.export in one way, equal layers traced once; in full where that does not work."""
     if not way.strict:
         repeats = Repeats(whole)
         try:
             with repeats.watching():
-                return run_export(whole, tensors, batch_dims, way)
+                return run_export(whole, tensors, batch_dims, way, python)
         except Exception:  # torch.export raises many unrelated types
             if not repeats.doubtful:
                 raise
-    return run_export(whole, tensors, batch_dims, way)
+    return run_export(whole, tensors, batch_dims, way, python)
 
 
 def _possible(way: Way, *, has_rows: bool, runs: bool) -> bool:
