@@ -17,11 +17,13 @@ from fxpart.capture.dims import infer, settled
 from fxpart.capture.examples import infer_examples, no_examples
 from fxpart.capture.fakes import faked
 from fxpart.capture.gradients import check_gradients, own_backwards
+from fxpart.capture.lazy import initialize_lazy
 from fxpart.capture.modes import prepared
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.request import Request, run
 from fxpart.capture.trial import Trial
 from fxpart.capture.whole import Whole
+from fxpart.compat import uncompiled, unwrapped
 from fxpart.errors import FxpartError, Problem
 
 
@@ -49,13 +51,38 @@ def capture(
     of the graph; "fp32" as the model is. The model's modes,
     configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
     """
-    model, autocast = plain_module(model), autocast_dtype(precision)
+    plain, loss = plain_module(model), unwrapped(loss)
+    with uncompiled(plain, loss) as compiled:
+        captured = _captured(
+            plain, example_inputs, example_kwargs, loss, batch_dims, batch_size, microbatch_size,
+            training, precision,
+        )  # fmt: skip
+    if compiled or plain is not model:
+        note = "torch.compile is left out; names of parameters are those of the plain module"
+        captured = replace(captured, tried=(*captured.tried, note))
+    return captured
+
+
+def _captured(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    loss: Callable[..., Any] | None,
+    batch_dims: Mapping[str, int | None] | None,
+    batch_size: int | None,
+    microbatch_size: int | None,
+    training: bool,
+    precision: str,
+) -> Captured:
+    """Capture a plain module; see :func:`capture`."""
+    autocast = autocast_dtype(precision)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
     parts = distinct(take_apart(batch))
     has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
     call = divide(model, loss, parts, has_kwargs=has_kwargs)
+    initialize_lazy(model, call, parts)
     names = unique_names(input_names(parts, call, model, loss))
     if not parts.tensors:
         raise no_examples(model)

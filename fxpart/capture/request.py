@@ -28,7 +28,7 @@ from fxpart.capture.state import State, loss_prefix, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
 from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
-from fxpart.compat import size_hint, symbol_names
+from fxpart.compat import size_hint, symbol_names, uncompiled
 from fxpart.errors import FxpartError
 from fxpart.pipeline.autocast import WHOLE_KEY
 from fxpart.program import InputSpec
@@ -74,6 +74,11 @@ class Request:
 
 def run(request: Request) -> Captured:
     """Trace one request in the first way that works and assemble the result."""
+    with uncompiled(request.model, request.loss):
+        return _run(request)
+
+
+def _run(request: Request) -> Captured:
     start = time.perf_counter()
     model = request.model
     prefix = loss_prefix(model)
@@ -204,7 +209,8 @@ def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
     """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
     whole = Whole(request.model, request.loss, request.call, request.autocast)
-    with cache_off(request.model), training_mode(request.model, request.training):
+    plain = uncompiled(request.model, request.loss)
+    with plain, cache_off(request.model), training_mode(request.model, request.training):
         returned = whole(tensors)
     loss = next(v for k, v in returned.items() if k.startswith("loss/"))
     return (loss, *(v for k, v in returned.items() if not k.startswith("loss/")))
