@@ -40,7 +40,7 @@ class Request:
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
     where it could be run. precision: "fp32" or
-    "bf16".
+    "bf16". loss_name: the output that is the loss where none was given.
     """
 
     model: nn.Module
@@ -55,6 +55,7 @@ class Request:
     floating: frozenset[str] | None = None
     form: Form | None = None
     precision: str = "fp32"
+    loss_name: str | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -84,7 +85,7 @@ def _run(request: Request) -> Captured:
     prefix = loss_prefix(model)
     state = state_of(model, request.loss, prefix)
     whole = Whole(model, request.loss, request.call, request.autocast)
-    whole.floating = request.floating
+    whole.floating, whole.loss_name = request.floating, request.loss_name
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
@@ -209,6 +210,7 @@ def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
     """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
     whole = Whole(request.model, request.loss, request.call, request.autocast)
+    whole.loss_name = request.loss_name
     plain = uncompiled(request.model, request.loss)
     with plain, cache_off(request.model), training_mode(request.model, request.training):
         returned = whole(tensors)
