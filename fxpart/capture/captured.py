@@ -34,6 +34,8 @@ class Captured:
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
+    mode_change: says which module has changed between training and evaluation mode since, ""
+    if none has. default_dtype: torch's, when the model was captured.
     """
 
     graph: fx.GraphModule
@@ -62,6 +64,8 @@ class Captured:
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
     config: str = field(default="", repr=False)
+    mode_change: Callable[[], str] | None = field(default=None, repr=False)
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

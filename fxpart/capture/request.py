@@ -18,7 +18,7 @@ from fxpart.capture.causes import problems_of, summary_of
 from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.modes import ModuleModes, cache_off, prepared, training_mode
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
@@ -163,6 +163,7 @@ def _assemble(
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),
+        mode_change=ModuleModes(request.model, request.loss),
     )
 
 

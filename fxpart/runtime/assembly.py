@@ -15,10 +15,12 @@ from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.ambient import Ambient
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor import Around
 from fxpart.runtime.groups import Group, Groups, own
 from fxpart.runtime.held import Held
@@ -48,12 +50,13 @@ Prediction = Callable[[bool], tuple[Sequence[Lane], Outputs]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
-class Assembly:
+class Assembly(EntryPoints):
     """The parts of a trainer, which its own methods and those of its bases share.
 
     options: what it was given. optimizer: this process's torch optimizer, for learning-rate
     schedulers and options. events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
+    ambient: the modes of torch that the program was compiled under.
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
@@ -98,6 +101,7 @@ class Assembly:
         self.spec = spec
         self.options = Options.of(options)
         self.calls = 0
+        self.ambient = Ambient()
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self.events = Ring(transport.local[0])
@@ -250,7 +254,7 @@ class Assembly:
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
-        mode = f"{mode} call {self.calls}"
+        mode = f"{mode} call {self.calls}" + (f" after {self._pending}" if self._pending else "")
         return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
 
     def _evaluator(self) -> tuple[Source, Engine]:

@@ -59,8 +59,10 @@ class Trainer(Inference):
         """
         closing = not accumulate and self.optimizer is not None
         loss = self._backward(batch, closing=closing, local=local)
-        if not accumulate:
-            self.update()
+        if closing:
+            self._update()
+        elif not accumulate:
+            self.update()  # which refuses a trainer without an optimizer
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
@@ -118,8 +120,12 @@ class Trainer(Inference):
                 why="the trainer was made without an optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
             )
-        if not self._pending:
-            return
+        if self._pending:
+            self._together("update")
+            self._update()
+
+    def _update(self) -> None:
+        """As :meth:`update`, where the ranks are known to make it together."""
         for do in self._doing:
             do()
         self._stale, self._pending = True, 0
@@ -244,7 +250,13 @@ class Trainer(Inference):
 
     def _optimize(self) -> None:
         assert self.optimizer is not None, "an update needs one"
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as cause:
+            if len(self._transport.local) < self._transport.ranks:
+                # The other ranks have updated their weights, so that no step can follow this one.
+                self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
+            raise
 
     def _spread(self) -> None:
         with reporting(self._transport, "sharing parameters"):
