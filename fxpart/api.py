@@ -25,6 +25,7 @@ from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
+from fxpart.runtime.ambient import compiles
 from fxpart.runtime.one_plan import plan_of_all
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fxpart.verify import Verification
 
 
+@compiles
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -116,6 +118,7 @@ def compile(
     return _solve(front, microbatches, progress)
 
 
+@compiles
 def propose(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -228,6 +231,7 @@ class Program:
             )
         return dump_annotations(self.lanes.sharded.whole, suffix)
 
+    @compiles
     def replan(
         self,
         cluster: Cluster | str | Path,

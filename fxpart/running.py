@@ -19,7 +19,9 @@ from fxpart.prediction import busy_by_rank
 from fxpart.program import ProgramSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.ambient import Ambient, Kind, apart
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.entry_point import announced_call
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.pieces import parts_of
@@ -51,6 +53,29 @@ def make_trainer(
 
     weights: where they come from. weight_mode: in place of the plan's.
     """
+    kind = "cuda" if _is_of_gpus(program.plan) else "cpu"
+    captured = program.captured
+    ambient = Ambient(captured.default_dtype, captured.precision, kind, captured.mode_change)
+    with announced_call("program.trainer"), apart(ambient, Kind.MAKE, "program.trainer"):
+        made = _make_trainer(
+            program, optimizer, weights=weights, weight_mode=weight_mode, timeout=timeout,
+            strict=strict, **options,
+        )  # fmt: skip
+    made.ambient = ambient
+    return made
+
+
+def _make_trainer(
+    program: Program,
+    optimizer: Any,
+    *,
+    weights: Any,
+    weight_mode: str | WeightMode | None,
+    timeout: float | None,
+    strict: bool,
+    **options: Any,
+) -> Trainer | StreamTrainer | QueueTrainer:
+    """As :func:`make_trainer`, without modes of torch around it."""
     # Capture and passes, which an exported program trains without.
     from fxpart.capture.live import live_parameters, take_live
     from fxpart.evaluating import evaluation, prediction
@@ -259,7 +284,9 @@ def load_trainer(
         )
     options["queue"] = routed(plan, None, options)
     options["stream"] = None if options["queue"] else chosen_mode(plan, None, options)
-    return _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
+    made = _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
+    made.ambient = Ambient(precision=plan.precision, device=places.kind)
+    return made
 
 
 def _of_plan(
@@ -272,8 +299,7 @@ def _of_plan(
 
 def _wants_gpu(plan: Plan) -> bool:
     """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
-    kinds = {plan.device(rank).kind for rank in range(plan.world)}
-    if "gpu" not in kinds:
+    if not _is_of_gpus(plan):
         return False
     if not torch.cuda.is_available():
         raise error(
@@ -283,6 +309,10 @@ def _wants_gpu(plan: Plan) -> bool:
             fix='compile for this machine (cluster="local:4"), or start the program there',
         )
     return True
+
+
+def _is_of_gpus(plan: Plan) -> bool:
+    return any(plan.device(rank).kind == "gpu" for rank in range(plan.world))
 
 
 def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:

@@ -36,6 +36,8 @@ class Captured:
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
     slots: where the user's modules store each tensor of ``state``.
+    mode_change: says which module has changed between training and evaluation mode since, ""
+    if none has. default_dtype: torch's, when the model was captured.
     """
 
     graph: fx.GraphModule
@@ -65,6 +67,8 @@ class Captured:
     example: Callable[[], Any] | None = field(default=None, repr=False)
     config: str = field(default="", repr=False)
     slots: Slots = field(default_factory=dict, repr=False)
+    mode_change: Callable[[], str] | None = field(default=None, repr=False)
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

@@ -18,7 +18,7 @@ from fxpart.capture.causes import problems_of, summary_of
 from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.modes import ModuleModes, cache_off, prepared, training_mode
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
@@ -175,6 +175,7 @@ def _assemble(
         example=lambda: _example(request),
         config=config_text(request.model),
         slots=slots_of(state, request.model, request.loss, loss_prefix(request.model)),
+        mode_change=ModuleModes(request.model, request.loss),
     )
 
 

@@ -3,6 +3,12 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.agents import telling
+from fxpart.compat.ambient_modes import (
+    active_modes,
+    default_device_of,
+    has_modes,
+    has_saved_tensor_hooks,
+)
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
 from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled, uncompiled
 from fxpart.compat.foreach import (
@@ -78,9 +84,11 @@ from fxpart.compat.tracing import (
 
 __all__ = [
     "TorchDispatchMode",
+    "active_modes",
     "active_tracer",
     "compile_counters",
     "compiler_fault",
+    "default_device_of",
     "default_store",
     "deferred_code",
     "fake_mode",
@@ -100,7 +108,9 @@ __all__ = [
     "grad_modes_kept",
     "guards_off",
     "has_kernel",
+    "has_modes",
     "has_module_hooks",
+    "has_saved_tensor_hooks",
     "has_step_hooks",
     "has_unbacked_symbols",
     "is_compiled",
@@ -137,9 +147,9 @@ __all__ = [
     "tensor_slots",
     "trace_as",
     "traced_node",
+    "uncompiled",
     "unflatten_output",
     "untraced",
-    "uncompiled",
     "unwrapped",
     "view_base",
     "waiting_threads",

@@ -16,10 +16,12 @@ from fxpart.program import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
 from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.ambient import Ambient
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor import Around
 from fxpart.runtime.groups import Group, Groups, own
 from fxpart.runtime.held import Held
@@ -50,7 +52,7 @@ Prediction = Callable[[bool], tuple[Sequence[Lane], Outputs]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
-class Assembly:
+class Assembly(EntryPoints):
     """The parts of a trainer, which its own methods and those of its bases share.
 
     options: what it was given. optimizer: shows this process's optimizers to schedulers and users
@@ -59,6 +61,7 @@ class Assembly:
     frozen: parameters that were frozen in it since the trainer was made.
     events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
+    ambient: the modes of torch that the program was compiled under.
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
@@ -103,6 +106,7 @@ class Assembly:
         self.spec = spec
         self.options = Options.of(options)
         self.calls = 0
+        self.ambient = Ambient()
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self.events = Ring(transport.local[0])
@@ -350,7 +354,7 @@ class Assembly:
 
     def _freeze(self, frozen: frozenset[str]) -> None:
         """Parameters of the user's module were frozen, or trained again."""
-        if self.flows or self._pending:
+        if self.flows or self._accumulation.batches:
             raise error(
                 "FXP109",
                 where=f"parameter {min(frozen ^ self.frozen)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,11 @@ class Saving(Assembly):
         first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
         what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
         trainable_only: the parameters that get gradients and nothing else, such as the adapters of
-        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it.
+        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it,
+        unless each has the whole model: then ``first_only`` and ``sharded`` make the others wait.
         """
+        if self._has_whole_model and not first_only and not sharded:
+            return self._own_state_dict(trainable_only)
         self._together(f"state_dict {first_only} {sharded} {trainable_only}")
         wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
@@ -54,6 +57,37 @@ class Saving(Assembly):
             if not trainable_only:
                 found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return found
+
+    @cached_property
+    def _has_whole_model(self) -> bool:
+        """Whether every rank has all parameters and buffers whole and current between two calls."""
+        every = set(range(self._transport.ranks))
+        sharding = self.spec.sharding
+        return (
+            not self.flows
+            and (sharding is None or not sharding.zero)
+            and all(
+                len(entry.pieces.sources) == 1
+                and {rank for stage in entry.stages for rank in self._ranks[stage]} == every
+                for _, entry in self._state.saved()
+            )
+        )
+
+    def is_collective(self, name: str) -> bool:
+        """Whether every rank has to make the call."""
+        return name != "state_dict" or not self._has_whole_model
+
+    def _own_state_dict(self, trainable_only: bool) -> dict[str, torch.Tensor]:
+        """Copies of what this rank has, where that is the whole model."""
+        found = {
+            name: next(iter(entry.copies.values())).detach().clone().contiguous()
+            for name, entry in self._state.saved()
+            if entry.trainable or not trainable_only
+        }
+        if not trainable_only:
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+        found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
         return found
 
     def save_pretrained(

@@ -63,8 +63,10 @@ class Trainer(Inference):
         """
         closing = not accumulate and self.optimizer is not None
         loss = self._backward(batch, closing=closing, local=local)
-        if not accumulate:
-            self.update()
+        if closing:
+            self._update()
+        elif not accumulate:
+            self.update()  # which refuses a trainer without an optimizer
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
@@ -131,8 +133,13 @@ class Trainer(Inference):
                 why="the trainer was made without an optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
             )
-        if not self._accumulation.batches:
-            return
+        if self._accumulation.batches:
+            self._together("update")
+            self._update()
+
+    def _update(self) -> None:
+        """As :meth:`update`, where the ranks are known to make it together."""
+        assert self.optimizer is not None, "an update needs one"
         self.optimizer.check_gradients()
         self.optimizer.apply()
         for do in self._doing:
@@ -156,7 +163,7 @@ class Trainer(Inference):
 
     def step_by_hand(self) -> None:
         """Update, as ``optimizer.step()``; FXP115 where the gradients were used already."""
-        if not self._pending and self._stale:
+        if not self._accumulation.batches and self._stale:
             raise error(
                 "FXP115",
                 where="optimizer.step()",
@@ -280,8 +287,14 @@ class Trainer(Inference):
             clip_value(self._state, self._held, options.clip_value)
 
     def _optimize(self) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.step()
+        try:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        except Exception as cause:
+            if len(self._transport.local) < self._transport.ranks:
+                # The other ranks have updated their weights, so that no step can follow this one.
+                self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
+            raise
 
     def _spread(self) -> None:
         with reporting(self._transport, "sharing parameters"):
