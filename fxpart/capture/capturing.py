@@ -80,6 +80,7 @@ def capture(
         floating=trial.whole.floating,
         form=trial.whole.form,
         precision=precision,
+        assigned=trial.whole.assigned,
     )
     captured = run(request)
     if not backwards:

@@ -39,7 +39,7 @@ class Request:
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
     where it could be run. precision: "fp32" or
-    "bf16".
+    "bf16". assigned: registered buffers to which forward assigns new tensors.
     """
 
     model: nn.Module
@@ -54,6 +54,7 @@ class Request:
     floating: frozenset[str] | None = None
     form: Form | None = None
     precision: str = "fp32"
+    assigned: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -79,6 +80,7 @@ def run(request: Request) -> Captured:
     state = state_of(model, request.loss, prefix)
     whole = Whole(model, request.loss, request.call, request.autocast)
     whole.floating = request.floating
+    whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
