@@ -57,11 +57,13 @@ class Assembly:
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
+    guard: called before each batch is read; raises where a constant of the program has changed.
     """
 
     shared_rows = True
     flows = False
     repeats = True
+    guard: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -251,7 +253,9 @@ class Assembly:
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
         mode = f"{mode} call {self.calls}"
-        return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
+        return Reading(
+            self._transport, source, batch, mode, local=local, asks=self.asks, guard=self.guard
+        )
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

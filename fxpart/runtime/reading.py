@@ -7,7 +7,7 @@ with the sizes of an earlier one costs the ranks nothing more than comparing two
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +44,14 @@ class Reading(Pending[Seen]):
         *,
         local: bool = False,
         asks: Asks | None = None,
+        guard: Callable[[], int] | None = None,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
-        asks: what this process asks of all, sent along, and where theirs is put. Raises FXP105 on
-        every rank if any rank's batch does not fit.
+        asks: what this process asks of all, sent along, and where theirs is put. guard: called
+        first; what it raises is raised on every rank, and what it returns must be the same on all.
+        Raises FXP105 on every rank if any rank's
+        batch does not fit.
         """
         self._source = source
         self._mode = mode
@@ -57,10 +60,13 @@ class Reading(Pending[Seen]):
         self._others: Mapping[str, Shape] = {}
 
         def look() -> tuple[Seen, str]:
+            count = 0 if guard is None else guard()
+            if count:
+                self._mode = f"{mode}, constants copied {count} times"
             seen = source.feed.look(batch, local=local)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)
-            return seen, _text(mode, seen.shapes)
+            return seen, _text(self._mode, seen.shapes)
 
         super().__init__(transport, "the batches", look)
 

@@ -165,6 +165,15 @@ class Reached:
                 return _line(code, line)
         return ""
 
+    def stored(self) -> set[str]:
+        """The names that the code assigns, as attributes, globals or of enclosing functions."""
+        return {
+            argument
+            for code in self.code()
+            for _, operation, argument in _instructions(code)
+            if operation in _WRITES and argument not in code.co_cellvars
+        }
+
     def mentions(self, name: str) -> str:
         """Where the name is used at all, as :meth:`reads`."""
         for code in self.code():

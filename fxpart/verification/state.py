@@ -61,6 +61,30 @@ class Holder:
     restore: Callable[[], None]
     sized: bool = False
 
+    @property
+    def is_scope(self) -> bool:
+        """Whether it holds variables that code was found to use: globals and closures."""
+        return isinstance(self.owner, CellType) or type(self.owner) is dict and not self.sized
+
+    def shown(self, key: Any) -> str:
+        """The path of an element, for people."""
+        return f"{self.path}[{key!r:.40}]" if self.sized else _joined(self.path, str(key))
+
+    def reader(self, key: Any) -> Callable[[], Any]:
+        """A function that gives the element as it is now, fast."""
+        owner = self.owner
+        if isinstance(owner, CellType):
+            return lambda: owner.cell_contents
+        space = owner if self.is_scope else getattr(owner, "__dict__", None)
+        if type(space) is dict and not self.sized:
+            return lambda: space.get(key, _MISSING)
+        if isinstance(owner, dict):
+            return lambda: owner.get(key, _MISSING)
+        if isinstance(owner, (list, deque)):
+            return lambda: owner[key] if key < len(owner) else _MISSING
+        read = self.read
+        return lambda: read().get(key, _MISSING)
+
 
 @dataclass
 class Memory:
@@ -84,15 +108,21 @@ class State:
     holders: list[Holder] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
     registered: set[int] = field(default_factory=set)
+    left_out: set[int] | frozenset[int] = frozenset()
     _seen: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Any, code: Reached) -> State:
-        """Record the state."""
+    def of(cls, model: nn.Module, loss: Any, code: Reached, *, copies: bool = True) -> State:
+        """Record the state.
+
+        copies: also the values of parameters and of the model's registered buffers.
+        """
         found = cls()
         for root in (model, loss):
             if isinstance(root, nn.Module):
                 found.registered |= {id(t) for t in (*root.parameters(), *root.buffers())}
+        buffers = [*loss.buffers()] if isinstance(loss, nn.Module) else []
+        found.left_out = frozenset() if copies else found.registered - {id(b) for b in buffers}
         found._walk(model, "", "", 0)
         found._walk(loss, "loss", "loss", 0)
         for function in code.functions.values():
@@ -132,7 +162,8 @@ class State:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor) or _is_generator(value) or _is_array(value):
-            self.memories.append(Memory(value, path, name, _value(value), _version(value)))
+            kept = None if id(value) in self.left_out else _value(value)
+            self.memories.append(Memory(value, path, name, kept, version(value)))
         elif _is_iterator(value):
             self.memories.append(Memory(value, path, name, _position(value), 0))
         elif isinstance(value, (list, deque, dict, set, bytearray)):
@@ -416,7 +447,8 @@ def _value(value: Any) -> Any:
     return value.copy() if _is_array(value) else generator_state(value)
 
 
-def _version(value: Any) -> int:
+def version(value: Any) -> int:
+    """How often a tensor was written in place; 0 for other values."""
     if not isinstance(value, torch.Tensor) or value.is_inference():
         return 0
     return int(value._version)
@@ -425,7 +457,7 @@ def _version(value: Any) -> int:
 def _changed(memory: Memory) -> bool:
     value = memory.owner
     if isinstance(value, torch.Tensor):
-        return _version(value) != memory.version and not same(value, memory.value)
+        return version(value) != memory.version and not same(value, memory.value)
     if _is_array(value):
         return value.shape != memory.value.shape or bool((value != memory.value).any())
     if _is_iterator(value):
@@ -443,7 +475,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _restore(memory: Memory) -> None:
     value = memory.owner
     if isinstance(value, torch.Tensor):
-        if _version(value) != memory.version:
+        if version(value) != memory.version:
             value.copy_(memory.value)
     elif _is_array(value):
         if value.flags.writeable:

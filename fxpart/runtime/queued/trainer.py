@@ -139,6 +139,8 @@ class QueueTrainer(Whole):
             )  # fmt: skip
         call = self.calls
         try:
+            if self.guard is not None:
+                self.guard()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop(list(cause.problems))

@@ -225,6 +225,8 @@ class StreamTrainer(Whole):
         """
         if self._streaming:
             try:
+                if self.guard is not None:
+                    self.guard()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
                     return self._feed.cut(seen, self.microbatches, self._others)
