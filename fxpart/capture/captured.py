@@ -34,7 +34,7 @@ class Captured:
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
-    guard: raises FXP113 once a value that the graph has as a constant is another, or a gradient
+    source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a constant is another, or a gradient
     hook was added; given a function that copies tensors anew, it calls that for tensors that were
     written in place. Returns how often tensors were copied.
     """
@@ -65,6 +65,7 @@ class Captured:
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
     config: str = field(default="", repr=False)
+    source: tuple[Any, Any] | None = field(default=None, repr=False)
     guard: Callable[[Any], int] | None = field(default=None, repr=False)
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:

@@ -165,6 +165,7 @@ def _assemble(
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),
+        source=(request.model, request.loss),
     )
 
 
