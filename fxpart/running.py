@@ -19,8 +19,8 @@ from fxpart.prediction import busy_by_rank
 from fxpart.program import ProgramSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
-from fxpart.runtime.constants import Constants
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.constants import Constants
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.queued.living import Living

@@ -169,8 +169,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         eager_loss=None if eager is None else eager.loss,
         eager_gradient=None if eager is None else eager.gradient,
         eager_differences=() if eager is None else eager.differences,
-        passed=(bits if exact else worst <= TOLERANCE)
-        and (eager is None or not eager.differences),
+        passed=(bits if exact else worst <= TOLERANCE) and (eager is None or not eager.differences),
     )
 
 

@@ -34,9 +34,9 @@ class Captured:
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
-    source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a constant is another, or a gradient
-    hook was added; given a function that copies tensors anew, it calls that for tensors that were
-    written in place. Returns how often tensors were copied.
+    source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a
+    constant is another, or a gradient hook was added; given a function that copies tensors anew, it
+    calls that for tensors that were written in place. Returns how often tensors were copied.
     """
 
     graph: fx.GraphModule

@@ -55,7 +55,11 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         f"({units.seconds(step.simulated_seconds)} by {by(step.method)}"
         f"{_rehearsed(step)}), {rate:.4g} samples/s, "
         f"bubble {units.percent(step.bubble)}",
-        *([f"  check      {check_text(plan.check.status, plan.check.reason)}"] if plan.check else []),
+        *(
+            [f"  check      {check_text(plan.check.status, plan.check.reason)}"]
+            if plan.check
+            else []
+        ),
         *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
         *(f"  host       {words}" for words in crowded_words(found)),
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),

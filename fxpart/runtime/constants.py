@@ -21,9 +21,7 @@ class Constants:
     entries: copy, the model's tensor, its name, and what takes a rank's part out of it.
     """
 
-    entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(
-        default_factory=list
-    )
+    entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(default_factory=list)
 
     def add(
         self,

@@ -100,8 +100,10 @@ class Reached:
             self._function(value, depth)
         elif isinstance(value, nn.Module):
             self._forward_of(value)
-        elif not isinstance(value, type) and hasattr(type(value), "__call__"):
-            call = getattr(type(value), "__call__", None)
+        elif not isinstance(value, type):
+            call = next(
+                (vars(k)["__call__"] for k in type(value).__mro__ if "__call__" in vars(k)), 0
+            )
             if isinstance(call, FunctionType):
                 self._function(call, depth)
 

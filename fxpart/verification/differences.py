@@ -30,7 +30,7 @@ class Difference:
 def differences(
     module: Sequence[Step], program: Sequence[Step], tolerance: float, coarse: float = 0.0
 ) -> list[Difference]:
-    """What differs by more than the tolerance. coarse: one for models of fewer bits than float32."""
+    """What differs by more than the tolerance. coarse: of models of fewer bits than float32."""
     found: list[Difference] = []
     for index, (mine, theirs) in enumerate(zip(module, program, strict=True), 1):
         limit = max(tolerance, coarse)

@@ -85,7 +85,7 @@ def number_problems(
     model: nn.Module,
 ) -> list[Problem]:
     """Differences of numbers, with what probably causes them."""
-    largest = {}
+    largest: dict[tuple[str, str], Difference] = {}
     for each in found:
         largest.setdefault((each.kind, each.name), each)
     lines = [

@@ -14,7 +14,7 @@ from fxpart.compat import storage_identity
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.effects import state_written
 from fxpart.verification.code import Reached
-from fxpart.verification.hooks import has_gradient_hooks, refuse_gradient_hooks
+from fxpart.verification.hooks import refuse_gradient_hooks
 from fxpart.verification.state import ATOMS, Holder, State, same, version
 
 _FIX = (
@@ -84,7 +84,10 @@ class Guard:
             self._compare(now)
         if [version(t) for t in self._tensors] != self._versions:
             self._compare_tensors(update)
-        if any(map(has_gradient_hooks, self.parameters)) and self.refuse is not None:
+        hooked = [
+            p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks
+        ]
+        if hooked and self.refuse is not None:
             self.refuse()
         return self._copied
 
@@ -101,9 +104,7 @@ class Guard:
         if problems:
             raise FxpartError(problems)
 
-    def _compare_tensors(
-        self, update: Callable[[list[torch.Tensor]], bool] | None
-    ) -> None:
+    def _compare_tensors(self, update: Callable[[list[torch.Tensor]], bool] | None) -> None:
         problems, others = [], []
         for index, tensor in enumerate(self._tensors):
             if version(tensor) == self._versions[index]:
@@ -121,9 +122,7 @@ class Guard:
                     self._copies[index] = tensor.detach().clone()
 
 
-def _is_watched(
-    holder: Holder, key: Any, value: Any, code: Reached, changed: set[str]
-) -> bool:
+def _is_watched(holder: Holder, key: Any, value: Any, code: Reached, changed: set[str]) -> bool:
     if not isinstance(value, (*ATOMS, torch.Tensor)) or key in _FREE:
         return False
     name = holder.name if holder.sized else str(key)

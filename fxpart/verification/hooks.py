@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxpart.capture.sources import short
@@ -45,11 +44,6 @@ def _problems(model: nn.Module, loss: object) -> Iterator[Problem]:
                 for hook in _hooks(module, slot):
                     shown = f"{prefix}{name}".rstrip(".") or type(module).__name__
                     yield _problem(f"module {shown}", method, hook)
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has gradient hooks."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _hooks(owner: object, slot: str) -> list[Callable[..., Any]]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fxpart.capture.state import loss_prefix, state_of
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan import ModuleCheck
 from fxpart.verification.code import Reached
-from fxpart.verification.differences import SINGLE, DOUBLE, coarseness, differences
+from fxpart.verification.differences import DOUBLE, SINGLE, coarseness, differences
 from fxpart.verification.findings import (
     drawn_problem,
     failed_problem,
@@ -209,9 +210,9 @@ class _Check:
     def _seeded(self) -> Iterator[Callable[[], Any]]:
         """Other numbers from Python's and NumPy's generators: other seeds, then the extremes."""
         for seed in _SEEDS:
-            yield lambda seed=seed: _reseeded(seed, None)
+            yield partial(_reseeded, seed, None)
         for word in (0, 0xFFFFFFFF):
-            yield lambda word=word: _reseeded(1, word)
+            yield partial(_reseeded, 1, word)
 
     def _other(
         self, given: Comparison, state: State, within: Callable[[], Any], before: Step

@@ -17,6 +17,7 @@ from fxpart.reference import WholeGraph, clone_state, draws_scalars, keyed_rando
 from fxpart.rng import microbatch_key
 
 STEPS = 2
+LARGE = 30_000_000  # parameters, above which only the first step has a backward
 SCALE = 1 - 2**-5  # weights of the second step, relative to those of the first
 
 
@@ -58,6 +59,12 @@ class Comparison:
         """Fresh tensors of a step's batch."""
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in self.batches[step]]
 
+    def differentiate(self, loss: torch.Tensor, step: int) -> None:
+        """Backward; of large models in the first step only, as its time is that of all weights."""
+        count = sum(self.captured.state[n].numel() for n in self.captured.parameters)
+        if loss.requires_grad and (step == 0 or count <= LARGE):
+            loss.backward()
+
     def key(self, step: int) -> int:
         """What seeds the random operations of a step."""
         return microbatch_key(self.seed, step, 0)
@@ -92,7 +99,7 @@ def run_module(given: Comparison, after: Callable[[int], None] = lambda step: No
             with torch.enable_grad(), keyed_random(given.key(step), scalars=scalars):
                 with given.precision():
                     loss, *outputs = run_eagerly(given, leaves)
-                    _differentiate(loss)
+                    given.differentiate(loss, step)
             found.append(
                 Step(
                     loss.detach(), tuple(o.detach() for o in outputs),
@@ -129,7 +136,7 @@ def run_program(given: Comparison) -> list[Step]:
         leaves = given.leaves(step)
         with torch.enable_grad(), given.precision():
             loss, *outputs = graph.run(given.key(step), *leaves)
-            _differentiate(loss)
+            given.differentiate(loss, step)
         found.append(
             Step(
                 loss.detach(),
@@ -153,14 +160,7 @@ def _scale(parameters: Any) -> None:
 
 def _copied(captured: Captured, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of what is not trained."""
-    return {
-        n: state[n].detach().clone() for n, t in captured.state.items() if not t.requires_grad
-    }
-
-
-def _differentiate(loss: torch.Tensor) -> None:
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+    return {n: state[n].detach().clone() for n, t in captured.state.items() if not t.requires_grad}
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -174,4 +174,3 @@ def _input_gradients(
 ) -> dict[str, torch.Tensor | None]:
     pairs = zip(given.captured.inputs, leaves, given.batches[0], strict=True)
     return {spec.name: _dense(leaf.grad) for spec, leaf, asked in pairs if asked.requires_grad}
-

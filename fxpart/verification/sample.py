@@ -86,9 +86,7 @@ def batches(
     return tuple(found)
 
 
-def _rows(
-    tensor: torch.Tensor, dim: int, entry: int | str, rows: int, step: int
-) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, dim: int, entry: int | str, rows: int, step: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if isinstance(entry, int) and entry != rows:
         rows = entry  # a dim that is a fixed multiple of the batch
@@ -106,4 +104,3 @@ def _batch_symbol(captured: Captured) -> str | None:
             if isinstance(entry, str) and entry.isidentifier():
                 return entry
     return None
-

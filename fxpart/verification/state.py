@@ -64,7 +64,7 @@ class Holder:
     @property
     def is_scope(self) -> bool:
         """Whether it holds variables that code was found to use: globals and closures."""
-        return isinstance(self.owner, CellType) or type(self.owner) is dict and not self.sized
+        return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
 
     def shown(self, key: Any) -> str:
         """The path of an element, for people."""
@@ -109,7 +109,7 @@ class State:
     memories: list[Memory] = field(default_factory=list)
     registered: set[int] = field(default_factory=set)
     left_out: set[int] | frozenset[int] = frozenset()
-    _seen: dict[int, Any] = field(default_factory=dict)
+    _seen: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any, code: Reached, *, copies: bool = True) -> State:
@@ -140,7 +140,7 @@ class State:
                 _restore(memory)
 
     def changes(self, values: bool = True) -> list[Change]:
-        """What differs now from what was recorded. values: also look for tensors written in place."""
+        """What differs now from what was recorded. values: also tensors written in place."""
         found: dict[str, Change] = {}
         for holder in self.holders:
             for change in _differences(holder):
@@ -212,9 +212,7 @@ class State:
                     slots.clear()
                     slots.update(content)
 
-            self.holders.append(
-                Holder(value, path, name, content, lambda: dict(slots), restore)
-            )
+            self.holders.append(Holder(value, path, name, content, lambda: dict(slots), restore))
             self._elements(value, content, path, depth)
         kind = type(value)
         if isinstance(value, (nn.Module,)) or is_own_class(kind):
@@ -308,7 +306,7 @@ class State:
         """Names of a module's namespace. Names that the code adds later are not recorded."""
         fresh = [n for n in names if (id(space), n) not in self._seen]
         for name in fresh:
-            self._seen[(id(space), name)] = None  # type: ignore[index]
+            self._seen[(id(space), name)] = None
         if not fresh:
             return
         content = {n: space[n] for n in fresh}

@@ -72,9 +72,7 @@ def run_written(
         for step in range(steps):
             for tensor in live.values():
                 tensor.grad = None
-            losses.append(
-                _accumulated(captured, graph, batch, step, microbatches, seed, multiple)
-            )
+            losses.append(_accumulated(captured, graph, batch, step, microbatches, seed, multiple))
             gradients.append(_gradients(live))
             if optimizer is not None:
                 optimizer.step()
@@ -105,7 +103,7 @@ def _accumulated(
         with keyed_random(microbatch_key(seed, step, index), scalars=scalars):
             value = captured.eager(put_together(parts.tree, piece))[0]
             if value.requires_grad:
-                value.backward(torch.full_like(value, weight))  # type: ignore[no-untyped-call]
+                value.backward(torch.full_like(value, weight))
         share = value.detach() * weight
         total = share if total is None else total + share
     assert total is not None, "a batch has a microbatch"
@@ -153,9 +151,7 @@ def compare_written(
     return Written(*first, tuple(found)[:_SHOWN])
 
 
-def _gradient_distance(
-    a: torch.Tensor | None, b: torch.Tensor | None, floor: float
-) -> float:
+def _gradient_distance(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
     if a is None or b is None:
         left = a if b is None else b
         return 0.0 if left is None or not bool(left.any()) else float("inf")
