@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
@@ -26,7 +27,7 @@ from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
 from fxpart.runtime.ambient import compiles
-from fxpart.runtime.one_plan import plan_of_all
+from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
@@ -61,6 +62,7 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -88,8 +90,11 @@ def compile(
     simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
     with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
     stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". progress:
-    told of incumbent and bound while the planner solves.
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
+    "auto" compares the captured program with the module as written over two steps on a slice of
+    the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
+    always does, "off" never; the plan records it. progress: told of incumbent and bound while the
+    planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -108,10 +113,13 @@ def compile(
             seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
         check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+        if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
+            front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
@@ -137,6 +145,7 @@ def propose(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -156,13 +165,15 @@ def propose(
             with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
+    checked = front.compare()
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
     check_plan(plan, front.request.constraints, front.blocks)
-    return Proposed(plan, problem)
+    return Proposed(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
@@ -260,7 +271,9 @@ class Program:
         check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
         request = of_model(request, self.plan.model)
-        front = Front(request, self.captured, self.prepared, self.plan.model, said)
+        front = Front(
+            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+        )
         return _solve(front, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -387,11 +400,12 @@ def _solve(
     made: list[Program] = []
 
     def search() -> Plan:
+        checked = front.compare()
         answer = weigh(front, microbatches, progress)
         found = answer.decided
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            found.plan,
+            replace(found.plan, check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

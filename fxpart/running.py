@@ -21,6 +21,7 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.ambient import Ambient, Kind, apart
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.constants import Constants
 from fxpart.runtime.entry_point import announced_call
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
 from fxpart.runtime.module_watch import ModuleWatch
@@ -105,12 +106,16 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
         check_same(places.transport, state, used)
+    copies = Constants()
+    for own in lanes:
+        for stage, module in own.modules.items():
+            copies.add(module, own.spec.stages[stage], state, parts_of(own.spec, own.index))
     made = places.trainer(
         lanes,
         queue=queue,
         optimizer=given,
-        evaluation=lambda: evaluation(program, lanes),
-        prediction=lambda loss: prediction(program, lanes, loss),
+        evaluation=lambda: evaluation(program, lanes, copies),
+        prediction=lambda loss: prediction(program, lanes, loss, copies),
         unused=unused,
         **options,
     )
@@ -118,6 +123,10 @@ def _make_trainer(
     made.watch = ModuleWatch(
         program.captured.slots, program.captured.parameters, values=weights is None
     )
+    if (guard := program.captured.guard) is not None:
+        # Without flushes, minibatches of before and after a change are on their way together.
+        update = copies.update if type(made) is Trainer else None
+        made.guard = lambda: guard(update)
     return _of_plan(made, plan)
 
 

@@ -40,7 +40,8 @@ class Request:
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
     where it could be run. precision: "fp32" or
-    "bf16". loss_name: the output that is the loss where none was given.
+    "bf16". loss_name: the output that is the loss where none was given. assigned: registered
+    buffers to which forward assigns new tensors.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Request:
     form: Form | None = None
     precision: str = "fp32"
     loss_name: str | None = None
+    assigned: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -86,6 +88,7 @@ def _run(request: Request) -> Captured:
     state = state_of(model, request.loss, prefix)
     whole = Whole(model, request.loss, request.call, request.autocast)
     whole.floating, whole.loss_name = request.floating, request.loss_name
+    whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
@@ -176,6 +179,7 @@ def _assemble(
         config=config_text(request.model),
         slots=slots_of(state, request.model, request.loss, loss_prefix(request.model)),
         mode_change=ModuleModes(request.model, request.loss),
+        source=(request.model, request.loss),
     )
 
 

@@ -65,11 +65,13 @@ class Assembly(EntryPoints):
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
+    guard: called before each batch is read; raises where a constant of the program has changed.
     """
 
     shared_rows = True
     flows = False
     repeats = True
+    guard: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -332,12 +334,13 @@ class Assembly(EntryPoints):
         Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
         Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.module_watch.ModuleWatch.frozen`.
         """
-        text = ""
+        count = 0 if self.guard is None else self.guard()
+        text = f" constants copied {count} times" if count else ""
         if self.watch is not None:
             frozen = self.watch.frozen()
             if frozen != self.frozen:
                 self._freeze(frozen)
-            text = f" frozen {sorted(frozen)}" if frozen else ""
+            text += f" frozen {sorted(frozen)}" if frozen else ""
         facade = self.optimizer
         if facade is None or self.flows:
             return text

@@ -70,7 +70,7 @@ class Reading(Pending[Seen]):
             seen = source.feed.look(batch, local=local)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)
-            return seen, _text(mode, seen.shapes)
+            return seen, _text(self._mode, seen.shapes)
 
         super().__init__(transport, "the batches", look)
 
