@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
@@ -20,11 +21,13 @@ from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
-from fxpart.runtime.one_plan import plan_of_all
+from fxpart.runtime.ambient import compiles
+from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from fxpart.verify import Verification
 
 
+@compiles
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -58,6 +62,7 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -85,8 +90,11 @@ def compile(
     simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
     with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
     stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". progress:
-    told of incumbent and bound while the planner solves.
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
+    "auto" compares the captured program with the module as written over two steps on a slice of
+    the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
+    always does, "off" never; the plan records it. progress: told of incumbent and bound while the
+    planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -105,15 +113,20 @@ def compile(
             seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+        if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
+            front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
     return _solve(front, microbatches, progress)
 
 
+@compiles
 def propose(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -132,6 +145,7 @@ def propose(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -151,12 +165,15 @@ def propose(
             with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
+    checked = front.compare()
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
-    return Proposed(plan, problem)
+    check_plan(plan, front.request.constraints, front.blocks)
+    return Proposed(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,7 @@ class Program:
             )
         return dump_annotations(self.lanes.sharded.whole, suffix)
 
+    @compiles
     def replan(
         self,
         cluster: Cluster | str | Path,
@@ -238,14 +256,24 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
         request = of_model(request, self.plan.model)
-        front = Front(request, self.captured, self.prepared, self.plan.model, said)
+        front = Front(
+            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+        )
         return _solve(front, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -372,10 +400,12 @@ def _solve(
     made: list[Program] = []
 
     def search() -> Plan:
+        checked = front.compare()
         answer = weigh(front, microbatches, progress)
         found = answer.decided
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            found.plan,
+            replace(found.plan, check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

@@ -109,6 +109,7 @@ def _captured(
         form=trial.whole.form,
         loss_name=_own_loss_name(trial.whole.scalars),
         precision=precision,
+        assigned=trial.whole.assigned,
     )
     captured = run(request)
     if request.loss_name is not None:

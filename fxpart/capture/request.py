@@ -18,13 +18,13 @@ from fxpart.capture.causes import problems_of, summary_of
 from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.modes import ModuleModes, cache_off, prepared, training_mode
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
 from fxpart.capture.python_state import PythonState
 from fxpart.capture.replay import Repeats
-from fxpart.capture.state import State, loss_prefix, state_of
+from fxpart.capture.state import State, loss_prefix, slots_of, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
 from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
@@ -40,7 +40,8 @@ class Request:
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
     where it could be run. precision: "fp32" or
-    "bf16". loss_name: the output that is the loss where none was given.
+    "bf16". loss_name: the output that is the loss where none was given. assigned: registered
+    buffers to which forward assigns new tensors.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Request:
     form: Form | None = None
     precision: str = "fp32"
     loss_name: str | None = None
+    assigned: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -86,6 +88,7 @@ def _run(request: Request) -> Captured:
     state = state_of(model, request.loss, prefix)
     whole = Whole(model, request.loss, request.call, request.autocast)
     whole.floating, whole.loss_name = request.floating, request.loss_name
+    whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
@@ -174,6 +177,9 @@ def _assemble(
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),
+        slots=slots_of(state, request.model, request.loss, loss_prefix(request.model)),
+        mode_change=ModuleModes(request.model, request.loss),
+        source=(request.model, request.loss),
     )
 
 
