@@ -15,7 +15,8 @@ from fxpart.errors import error
 from fxpart.pipeline.annotation import KEY, Level
 from fxpart.pipeline.autocast import WHOLE_KEY, Autocast, conversions
 from fxpart.pipeline.edit import add_call, annotation, fake_mode, place, value
-from fxpart.pipeline.effects import is_op
+from fxpart.pipeline.effects import is_op, packet_name, written
+from fxpart.pipeline.functional import METADATA_OPS
 
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
@@ -136,7 +137,7 @@ class _Inliner:
             elif node.op == "get_attr":
                 env[node] = self._attribute(node, f"{path}.{node.target}")
             elif node.op == "output":
-                found = fx.node.map_arg(node.args[0], env.__getitem__)
+                found = fx.node.map_arg(node.args[0], lambda n: env[_written_object(n)])
                 return list(found) if isinstance(found, (tuple, list)) else [found]
             elif _region(node):
                 args = fx.node.map_arg(node.args, env.__getitem__)
@@ -220,6 +221,19 @@ class _Inliner:
         new = self.call.graph.get_attr(path)
         new.meta = dict(node.meta)
         return new
+
+
+def _written_object(node: fx.Node) -> fx.Node:
+    """The node whose tensor object an in-place op returned, through several such ops.
+
+    Outside of the region it is the same tensor as before, with its gradient.
+    """
+    while is_op(node.target) and packet_name(node.target) not in METADATA_OPS:
+        targets = written(node)
+        if len(targets) != 1 or node.args[:1] != targets or "out" in node.kwargs:
+            break
+        node = targets[0]
+    return node
 
 
 def _region_item(node: fx.Node) -> bool:
