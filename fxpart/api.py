@@ -20,6 +20,7 @@ from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
@@ -108,6 +109,7 @@ def compile(
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
@@ -156,6 +158,7 @@ def propose(
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
+    check_plan(plan, front.request.constraints, front.blocks)
     return Proposed(plan, problem)
 
 
@@ -238,8 +241,16 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
@@ -374,6 +385,7 @@ def _solve(
     def search() -> Plan:
         answer = weigh(front, microbatches, progress)
         found = answer.decided
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
             found.plan,
             request=answer.request,

@@ -22,7 +22,7 @@ from fxpart.errors import error
 from fxpart.modes import Constraints
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
-from fxpart.pipeline import PassManager
+from fxpart.pipeline import BLOCKS_KEY, PassManager
 from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import Plan, PlanModel
 from fxpart.planning import model_info
@@ -58,6 +58,11 @@ class Front:
     graph: fx.GraphModule
     info: PlanModel
     annotations: Mapping[str, str]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the model's blocks."""
+        return tuple(block.name for block in self.graph.meta[BLOCKS_KEY])
 
 
 @seldom_collected()

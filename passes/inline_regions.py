@@ -110,7 +110,7 @@ class _Inliner:
             device, dtype, enabled, cache, body, *operands = args
             around = replace(around, autocast=self._autocast(device, dtype, enabled, cache))
         else:
-            raise _refuse(call, f"the region {kind} cannot be cut into stages")
+            raise _refuse_region(call, kind)
         path = str(body.target) if isinstance(body, fx.Node) else ""
         module = attrgetter(path)(self.root) if path else None
         if not isinstance(module, fx.GraphModule):
@@ -228,17 +228,36 @@ def _region_item(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and bool(_region(source))
 
 
-def _refuse(call: fx.Node, why: str) -> Exception:
-    """FXP108 at the first line of the region."""
-    where = place(call)
-    users: Iterator[fx.Node] = iter(call.users)
-    first = next(users, None)
-    if not annotation(call).source and first is not None:
-        where = place(first)
+def _refuse_region(call: fx.Node, kind: str) -> Exception:
+    """FXP108 for a region that is neither of gradients nor of autocast."""
+    fixes = {
+        "cond": "compute both branches and choose with torch.where(condition, a, b), or decide "
+        "outside of the model",
+        "while_loop": "use a Python loop with a fixed number of iterations",
+        "scan": "use a Python loop over the dim",
+        "map_impl": "use torch.vmap, or a Python loop over the dim",
+    }
     return error(
         "FXP108",
-        where=where,
+        where=_region_place(call),
+        why=f"torch.{kind} runs a graph of its own, which cannot be divided into stages",
+        fix=fixes.get(kind, "write the same with plain operations on tensors"),
+    )
+
+
+def _refuse(call: fx.Node, why: str) -> Exception:
+    """FXP108 at the first line of the region."""
+    return error(
+        "FXP108",
+        where=_region_place(call),
         why=why,
         fix="put it under torch.autocast(device, enabled=False), or cast the tensors there "
         "yourself with .to(dtype)",
     )
+
+
+def _region_place(call: fx.Node) -> str:
+    """Where the region is: the call's place, or that of its first user."""
+    users: Iterator[fx.Node] = iter(call.users)
+    first = next(users, None)
+    return place(first if not annotation(call).source and first is not None else call)

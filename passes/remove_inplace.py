@@ -16,7 +16,7 @@ from fxpart.pipeline.edit import add_call, fake_mode, place, value
 from fxpart.pipeline.effects import packet_name, sweep, tensors_in, written
 from fxpart.pipeline.functional import FILLING, METADATA_OPS, functional_form
 from fxpart.pipeline.sizes import expression
-from fxpart.pipeline.view_inverse import put_back
+from fxpart.pipeline.view_inverse import put_back, scatter
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,12 @@ class _Rewriter:
         same = tuple(map(expression, a.stride())) == tuple(map(expression, b.stride()))
         if b.dim() == 0 or (same and not always):
             return new
-        everything = (old, new, 0, 0, torch.iinfo(torch.int64).max)
-        return self._add(torch.ops.aten.slice_scatter.default, everything, {}, like)
+
+        def add(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+            return self._add(op, args, kwargs, like)
+
+        everything = (0, 0, torch.iinfo(torch.int64).max)
+        return scatter(add, torch.ops.aten.slice_scatter.default, old, new, *everything)
 
     def _store(
         self, target: fx.Node, new: fx.Node, chain: Mapping[fx.Node, fx.Node], like: fx.Node

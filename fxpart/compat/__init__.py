@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.agents import telling
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
-from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled
+from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled, uncompiled
 from fxpart.compat.foreach import (
     foreach_add,
     foreach_add_,
@@ -139,6 +139,7 @@ __all__ = [
     "traced_node",
     "unflatten_output",
     "untraced",
+    "uncompiled",
     "unwrapped",
     "view_base",
     "waiting_threads",

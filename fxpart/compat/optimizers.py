@@ -24,8 +24,12 @@ def scheduler_standing_in(scheduler: LRScheduler) -> tuple[LRScheduler, torch.op
     stepped, without which the first step of a scheduler warns.
     """
     real: torch.optim.Optimizer = scheduler.optimizer
-    stand_in = object.__new__(type(real))
+    kind = type(real)
+    if isinstance(getattr(kind, "param_groups", None), property):  # it shows those of others
+        kind = torch.optim.Optimizer
+    stand_in = object.__new__(kind)
     stand_in.__dict__.update(real.__dict__)
+    stand_in.defaults = real.defaults
     stand_in.param_groups = [
         {name: copy.copy(value) if name != "params" else [] for name, value in group.items()}
         for group in real.param_groups

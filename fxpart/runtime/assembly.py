@@ -13,7 +13,8 @@ from fxpart.errors import FxpartError, error
 from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
-from fxpart.rng import microbatch_key
+from fxpart.rng import RepeatedKey, microbatch_key
+from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
@@ -34,6 +35,8 @@ from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
+from fxpart.runtime.repetition import Results
+from fxpart.runtime.repetition_check import check_repetition, with_buffers
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
@@ -132,9 +135,10 @@ class Assembly:
             schedule,
             around=self._held.around,
         )
+        self._trial: Engine | None = None  # runs training stages forward alone
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
-        self._pending = 0  # batches accumulated since the last update
+        self._accumulation = Accumulation()  # batches since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
         self.watch: ModuleWatch | None = None
@@ -208,7 +212,14 @@ class Assembly:
         )  # fmt: skip
 
     def _keys(self, cut: Cut) -> list[int]:
-        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        keys = [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        if not cut.repeated or not any(stage.random_ops for stage in self.spec.stages):
+            return keys
+        axes = self._feed.row_axes
+        return [
+            key if count == 1 else RepeatedKey.of(key, count, axes)
+            for key, count in zip(keys, cut.repeats, strict=True)
+        ]
 
     def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
         """``do`` for every lane of this process, at the same time."""
@@ -258,6 +269,10 @@ class Assembly:
                 self._held.install(each)
         if user is not None:
             user.fill(state, self._held, self.optimizers.values())
+        return self._facade(user)
+
+    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+        """What shows the optimizers; user: the instance that was given."""
         return OptimizerFacade(
             self, list(self.optimizers.values()), self._members(), user,
             withheld=self._withheld(), final=self._transport.ranks == 1,
@@ -290,8 +305,6 @@ class Assembly:
 
     def _withheld(self) -> str:
         """Why users may not read the optimizer's parameters; "" where they may."""
-        if self.flows:
-            return "minibatches are in flight, and what is written would count for some of them"
         cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
         if not cut:
             return ""
@@ -380,6 +393,22 @@ class Assembly:
         if self.optimizer is not None:
             self.optimizer.changed = ""
         return read
+
+    def _check_training_rows(self, read: Reading) -> None:
+        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        check_repetition(
+            self._transport, self._source, read, partial(self._training_results, read.confirm)
+        )
+
+    def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
+        """Run forward as in training; the loss and what buffers become, which are restored."""
+        trial = self._trial = self._trial or self._make_engine(self._lanes, "forward")
+
+        def run() -> torch.Tensor | None:
+            parts, keys = self._feed.parts(cut), self._keys(cut)
+            return trial.run(parts, keys, train=False, gate=gate).loss
+
+        return with_buffers([m for own in self._lanes for m in own.modules.values()], run)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

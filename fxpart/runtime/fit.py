@@ -203,12 +203,13 @@ class Fit:
             yield group
 
     def _update(self, group: list[Any]) -> None:
-        trainer, total, rows = self.trainer, 0.0, 0
+        trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
             loss = trainer.step(batch, accumulate=not last, local=self.run.local)
-            total, rows = total + float(loss) * trainer.last_rows, rows + trainer.last_rows
-        self.loss, self.step = total / rows, self.step + 1
+            total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
+            weights += trainer.last_weight
+        self.loss, self.step = total / weights, self.step + 1
         self._used(group, rows)
         lr = self._rates()
         if self.run.scheduler_every == "step":

@@ -26,11 +26,16 @@ Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
 
 @dataclass
 class Source:
-    """What reads the batches of one program. known: shapes by the rows that all ranks told."""
+    """What reads the batches of one program.
+
+    known: shapes by the rows that all ranks told. repeatable: by rows and repetitions the cuts that
+    were found to give the same results however often rows are repeated.
+    """
 
     feed: LaneFeed
     microbatches: int
     known: Known = field(default_factory=dict)
+    repeatable: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
 
 class Reading(Pending[Seen]):
@@ -77,6 +82,10 @@ class Reading(Pending[Seen]):
             # Every rank has all sizes now, and so they find the same faults.
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
+
+    def repeated_again(self) -> Cut:
+        """The same microbatches with twice as many repetitions, where there are any."""
+        return self._source.feed.cut(self.value, self._source.microbatches, self._others, again=2)
 
     @property
     def others(self) -> Mapping[str, Shape]:

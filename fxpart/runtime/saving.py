@@ -144,7 +144,11 @@ class Saving(Assembly):
         facade.reload()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients by original name on every rank: accumulated, or as the last update had them."""
+        """Gradients by original name on every rank: accumulated, or as the last update had them.
+
+        Accumulated ones are sums over batches, each weighted by its rows over those of the first;
+        an update divides them by the sum of these weights.
+        """
         self._together("gradients")
         whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
         with reporting(self._transport, "gathering gradients"), whole:

@@ -32,10 +32,9 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: Layout) -> Worker:
         spec, spec.stages[stage], module, layout.found(stage), False,
         options.recomputes(len(spec.stages)).get(stage, "none"),
     )  # fmt: skip
-    weights = QueueWeights(
-        module, optimizer, queue.mode, bound if table.trains else 0,
-        scheduler=None if queue.scheduler is None else queue.scheduler(optimizer),
-    )  # fmt: skip
+    weights = QueueWeights(module, optimizer, queue.mode, bound if table.trains else 0)
+    if table.keeping.recompute is not None:
+        weights.recompute(table.keeping.recompute)
     return Worker(
         stage, layout, table, weights,
         held_of(trainer, stage, layout),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fxpart.runtime.groups import Group, own
 from fxpart.runtime.held import Held
+from fxpart.runtime.loader import guarded
 from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer_facade import check_scheduler
 from fxpart.runtime.optimizer_state import gather_optimizer, plan_load, together
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.state import ModelState, Place
+from fxpart.runtime.transport import Transport
+from fxpart.runtime.update_options import UpdateOptions
+
+if TYPE_CHECKING:
+    from fxpart.runtime.queued.weights import QueueWeights
+    from fxpart.runtime.stream.facade import StagesFacade
+    from fxpart.runtime.weights import StageWeights
 
 Optimizers = Mapping[Place, torch.optim.Optimizer]
 
@@ -44,6 +53,29 @@ def check_all(made: Optimizers, state: ModelState, held: Held) -> None:
     """FXP109 where one of them does not take its gradients."""
     for each in made.values():
         check_gradients(each, state, held.rows)
+
+
+def record_options(
+    transport: Transport,
+    source: StagesFacade,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    followers: Iterable[StageWeights | QueueWeights],
+) -> UpdateOptions:
+    """Have stages update with the options that ``source`` had when a minibatch was submitted.
+
+    make_scheduler: of a learning rate, by ``source``; what it raises is raised on every rank.
+    """
+
+    def make() -> UpdateOptions:
+        made = UpdateOptions(source, make_scheduler)
+        if made.scheduler is not None:
+            check_scheduler(made.scheduler, source)
+        return made
+
+    made = guarded(transport, "the scheduler", make)
+    for each in followers:
+        each.follow(made)
+    return made
 
 
 def gather(
