@@ -350,7 +350,7 @@ class Assembly:
 
     def _freeze(self, frozen: frozenset[str]) -> None:
         """Parameters of the user's module were frozen, or trained again."""
-        if self.flows or self._pending:
+        if self.flows or self._accumulation.batches:
             raise error(
                 "FXP109",
                 where=f"parameter {min(frozen ^ self.frozen)}",

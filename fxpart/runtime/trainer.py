@@ -156,7 +156,7 @@ class Trainer(Inference):
 
     def step_by_hand(self) -> None:
         """Update, as ``optimizer.step()``; FXP115 where the gradients were used already."""
-        if not self._pending and self._stale:
+        if not self._accumulation.batches and self._stale:
             raise error(
                 "FXP115",
                 where="optimizer.step()",
