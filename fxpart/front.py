@@ -33,7 +33,13 @@ from fxpart.requests import (
     make_request,
 )
 from fxpart.sharded.decide import find_annotations
-from fxpart.verification import Guard, check_module, check_option, refuse_gradient_hooks
+from fxpart.verification import (
+    Guard,
+    check_module,
+    check_option,
+    refuse_gradient_hooks,
+    unchanged,
+)
 
 
 @dataclass(frozen=True)
@@ -86,16 +92,17 @@ def make_front(
     )  # fmt: skip
     model, loss = plain_module(whole_model(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
-    captured = _capture(
-        model,
-        whole_batch(given[0]),
-        whole_batch(given[1]),
-        microbatches=asked.microbatches if plan is None else plan.microbatches,
-        request=request,
-        batch_size=asked.batch_size if plan is None else plan.batch_size,
-        precision=request.precision,
-        **options,
-    )
+    with unchanged(model, loss):
+        captured = _capture(
+            model,
+            whole_batch(given[0]),
+            whole_batch(given[1]),
+            microbatches=asked.microbatches if plan is None else plan.microbatches,
+            request=request,
+            batch_size=asked.batch_size if plan is None else plan.batch_size,
+            precision=request.precision,
+            **options,
+        )
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     graph = PassManager().run(_prepare(granularity), captured.graph)

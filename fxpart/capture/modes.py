@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
@@ -77,12 +78,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Undo what the traced forward writes into Python attributes of the model and its submodules.
 
     A module that keeps a tensor of its last call would otherwise keep a fake one. Attributes are
-    restored by identity, and lists, dicts and sets of a module also by content.
+    restored by identity, and lists, deques, dicts and sets of a module also by content.
     """
     before: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
     for module in model.modules():
         attributes = dict(vars(module))
-        holders = [v for v in attributes.values() if type(v) in (list, dict, set)]
+        holders = [v for v in attributes.values() if type(v) in (list, dict, set, deque)]
         before.append((module, attributes, [(v, v.copy()) for v in holders]))
     try:
         yield
@@ -92,7 +93,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             for holder, content in contents:
                 holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(content)
+                (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fxpart.capture.causes import problems_of, summary_of
 from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.modes import cache_off, prepared, training_mode, untouched
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
@@ -86,6 +86,10 @@ def run(request: Request) -> Captured:
     with prepared(model, request.training), faked(model) as mode:
 
         def attempt(way: Way) -> Unlifted:
+            with untouched(model):  # what one way leaves in Python state is no input of the next
+                return trace(way)
+
+        def trace(way: Way) -> Unlifted:
             tensors = request.resized(max(size, 2) if way.symbolic else size)
             if way.method == "symbolic-trace":
                 return name_state(symbolic_trace(whole, tensors), request.names, state, prefix)

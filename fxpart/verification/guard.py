@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
 
@@ -43,7 +44,7 @@ class Guard:
             (holder.shown(key), value, holder.reader(key))
             for holder in state.holders
             for key, value in holder.content.items()
-            if _is_watched(holder, key, value, code, changed)
+            if _is_watched(holder, key, value, code, changed, state.left_out)
         ]
         self._paths = [path for path, _, _ in found]
         self._values = [value for _, value, _ in found]
@@ -84,9 +85,7 @@ class Guard:
             self._compare(now)
         if [version(t) for t in self._tensors] != self._versions:
             self._compare_tensors(update)
-        hooked = [
-            p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks
-        ]
+        hooked = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
         if hooked and self.refuse is not None:
             self.refuse()
         return self._copied
@@ -122,7 +121,14 @@ class Guard:
                     self._copies[index] = tensor.detach().clone()
 
 
-def _is_watched(holder: Holder, key: Any, value: Any, code: Reached, changed: set[str]) -> bool:
+def _is_watched(
+    holder: Holder,
+    key: Any,
+    value: Any,
+    code: Reached,
+    changed: set[str],
+    left_out: AbstractSet[int],
+) -> bool:
     if not isinstance(value, (*ATOMS, torch.Tensor)) or key in _FREE:
         return False
     name = holder.name if holder.sized else str(key)
@@ -130,7 +136,17 @@ def _is_watched(holder: Holder, key: Any, value: Any, code: Reached, changed: se
         return False
     if holder.sized and len(holder.content) > LARGEST:
         return False
-    return holder.is_scope or name in code.names
+    if name == "_buffers" and holder.sized:
+        return id(value) not in left_out  # of the loss
+    return holder.is_scope or name in code.names or name in _names_of_layer(holder.owner)
+
+
+def _names_of_layer(owner: Any) -> tuple[str, ...]:
+    """The names in the forward of one of torch's own layers, which are not in the reached code."""
+    if not isinstance(owner, nn.Module) or not type(owner).__module__.startswith("torch."):
+        return ()
+    code = getattr(type(owner).forward, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _equal(before: Any, after: Any) -> bool:
