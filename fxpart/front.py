@@ -36,7 +36,12 @@ from fxpart.requests import (
 )
 from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.sharded.decide import find_annotations
-from fxpart.verification import Guard, check_module, check_option, refuse_gradient_hooks
+from fxpart.verification import (
+    Guard,
+    check_module,
+    check_option,
+    refuse_gradient_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ def make_front(
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
     info = model_info(captured, graph)
-    captured = replace(captured, guard=Guard.of(model, loss, captured))
+    guard = Guard.of(model, loss, captured)
+    captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
         return check_module(model, loss, captured, graph, seed=request.seed, check=check)

@@ -120,9 +120,9 @@ def _make_trainer(
         **options,
     )
     made.model_config = program.captured.config
-    made.watch = ModuleWatch(
-        program.captured.slots, program.captured.parameters, values=weights is None
-    )
+    captured = program.captured
+    slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
+    made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
     if (guard := program.captured.guard) is not None:
         # Without flushes, minibatches of before and after a change are on their way together.
         update = copies.update if type(made) is Trainer else None

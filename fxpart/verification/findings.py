@@ -77,6 +77,14 @@ def failed_problem(cause: Exception) -> Problem:
     )  # fmt: skip
 
 
+def leaked_problem(name: str) -> Problem:
+    """A value of one call that the next call reads, outside of registered buffers."""
+    return Problem(
+        "FXP113", name, "forward reads a value of an earlier call, which is no registered buffer",
+        f"{_BUFFER}, and write it in place",
+    )  # fmt: skip
+
+
 def number_problems(
     found: Sequence[Difference],
     changes: Sequence[Change],

@@ -24,6 +24,7 @@ from fxpart.verification.differences import DOUBLE, SINGLE, coarseness, differen
 from fxpart.verification.findings import (
     drawn_problem,
     failed_problem,
+    leaked_problem,
     number_problems,
     python_problems,
 )
@@ -34,6 +35,7 @@ from fxpart.verification.sample import (
     MOST_PARAMETERS,
     MOST_WORK,
     batches,
+    leaked,
     parameters,
     samples,
     why_not,
@@ -77,6 +79,9 @@ def check_module(
         raise error(
             "FXP109", where="check='on'", why=reason, fix='leave check at "auto", which skips it'
         )
+    kept = [] if reason else leaked(captured)
+    if kept:
+        raise FxpartError(leaked_problem(kept[0]))
     tried = [] if reason else samples(captured, graph)
     if check == "auto" and not reason:
         reason = _too_expensive(captured, tried[0].cost if tried else 0.0)
