@@ -1,4 +1,4 @@
-"""Gradient hooks: refused by name, and found by the comparison where the names are not looked at."""
+"""Gradient hooks: refused by name, and found by the comparison without that."""
 
 from __future__ import annotations
 
