@@ -469,7 +469,7 @@ def version(value: Any) -> int:
 def _changed(memory: Memory) -> bool:
     value = memory.owner
     if isinstance(value, torch.Tensor):
-        return version(value) != memory.version and not same(value, memory.value)
+        return not same(value, memory.value)
     if _is_array(value):
         return value.shape != memory.value.shape or bool((value != memory.value).any())
     if _is_iterator(value):
@@ -489,7 +489,8 @@ def _restore(memory: Memory) -> None:
     if memory.value is None:
         return
     if isinstance(value, torch.Tensor):
-        if version(value) != memory.version:
+        # Batch normalization writes its statistics without counting it in the tensor's version.
+        if version(value) != memory.version or not same(value, memory.value):
             value.copy_(memory.value)
     elif _is_array(value):
         if value.flags.writeable:

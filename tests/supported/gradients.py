@@ -28,7 +28,7 @@ def parameter_hook() -> Script:
 
 
 @behavior(
-    AREA, "a hook on a value inside forward", "one rank", refused="FXP113",
+    AREA, "a hook on a value inside forward", "one rank", refused="FXP108",
     reason="the hook is not in the captured program",
 )  # fmt: skip
 def value_hook() -> Script:
