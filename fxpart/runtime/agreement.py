@@ -11,8 +11,8 @@ import msgspec
 
 from fxpart.errors import CODES, FxpartError, Problem, error
 from fxpart.runtime import watch
-from fxpart.runtime.watch.calls import calls
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.watch.calls import calls
 
 _BITS = 63
 T = TypeVar("T")
@@ -86,9 +86,7 @@ class Pending(Generic[T]):
             rows = self._transport.end_exchange(handle)
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
-                raise AgreedError(
-                    merge(self._transport.exchange_bytes(problems))
-                ) from self._cause
+                raise AgreedError(merge(self._transport.exchange_bytes(problems))) from self._cause
             self._compare(rows)
             self.confirmed = True
 

@@ -15,7 +15,7 @@ from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.agreement import agree
-from fxpart.runtime.ambient import Ambient
+from fxpart.runtime.ambient import Ambient, process_modes
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
@@ -255,6 +255,8 @@ class Assembly(EntryPoints):
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
         mode = f"{mode} call {self.calls}" + (f" after {self._pending}" if self._pending else "")
+        if len(self._transport.local) < self._transport.ranks:
+            mode += process_modes()
         return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
 
     def _evaluator(self) -> tuple[Source, Engine]:

@@ -94,9 +94,7 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
     meeting = meet(found, timeout)
     if found.supervised:
         spread = watch.by_store(meeting.store, found.rank, found.world, timeout)
-        watch.join(
-            found, spread, silence=lambda: deadline.silence, busy=lambda: deadline.seconds
-        )
+        watch.join(found, spread, silence=lambda: deadline.silence, busy=lambda: deadline.seconds)
     try:
         dist.init_process_group(
             backend,

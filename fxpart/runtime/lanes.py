@@ -128,7 +128,11 @@ class Crew:
             self._pool.shutdown()
 
     def _run(
-        self, lane: int, task: Callable[[], T], modes: tuple[bool, bool], raised: list[BaseException]
+        self,
+        lane: int,
+        task: Callable[[], T],
+        modes: tuple[bool, bool],
+        raised: list[BaseException],
     ) -> T:
         """modes: of the caller's thread: whether gradients are on and denormal numbers flushed."""
         gradients, flushed = modes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+
 import msgspec
 
 from fxpart.collectives.failures import NOBODY

@@ -36,7 +36,9 @@ class Person(msgspec.Struct, frozen=True):
 
         The kernel answers, so that a process counts which is too busy to answer by itself.
         """
-        return self.begun is not None and start_time(self.pid) == self.begun and is_running(self.pid)
+        return (
+            self.begun is not None and start_time(self.pid) == self.begun and is_running(self.pid)
+        )
 
     def kill(self) -> bool:
         """End it, if it is still the same process; only for one of this machine."""
