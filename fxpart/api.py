@@ -7,26 +7,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
-from fxpart.constraints import captured_so, check_trainable, with_numbers
+from fxpart.constraints import captured_so, check_trainable, with_coupling, with_numbers
 from fxpart.errors import error
 from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
 from fxpart.runtime.ambient import compiles
-from fxpart.runtime.one_plan import plan_of_all
+from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
+from fxpart.sharded.coupling import couplings, settled_microbatches, with_equivalence
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 from fxpart.weighing import request_of, weigh
@@ -60,6 +63,8 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -87,8 +92,13 @@ def compile(
     simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
     with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
     stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". progress:
-    told of incumbent and bound while the planner solves.
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
+    "auto" compares the captured program with the module as written over two steps on a slice of
+    the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
+    always does, "off" never; the plan records it. batch_coupling: "per-microbatch" computes what
+    couples the rows of a batch (batch statistics, a loss over pairs of rows) for each microbatch;
+    without it such a batch is one microbatch. progress: told of incumbent and bound while the
+    planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -101,15 +111,24 @@ def compile(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(
-                with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights, chosen
+            with_coupling(
+                with_mode(
+                    with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
+                    chosen,
+                ),
+                batch_coupling,
             ),
             seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+        _settled(front, chosen.microbatches, chosen)
+        if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
+            front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
@@ -135,6 +154,8 @@ def propose(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -151,15 +172,23 @@ def propose(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
+            with_coupling(
+                with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
+                batch_coupling,
+            ),
+            seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
+    checked = front.compare()
+    microbatches = _settled(front, microbatches)
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
-    return Proposed(plan, problem)
+    check_plan(plan, front.request.constraints, front.blocks)
+    return Proposed(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
@@ -242,14 +271,24 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
         request = of_model(request, self.plan.model)
-        front = Front(request, self.captured, self.prepared, self.plan.model, said)
+        front = Front(
+            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+        )
         return _solve(front, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -364,6 +403,13 @@ class Program:
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
+def _settled(front: Front, microbatches: int | None, plan: Plan | None = None) -> int | None:
+    """The number of microbatches that the model's couplings allow; FXP114 for another one."""
+    constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
+    found = couplings(front.graph, front.captured)
+    return settled_microbatches(found, constraints, microbatches)
+
+
 def _solve(
     front: Front,
     microbatches: int | None,
@@ -374,12 +420,16 @@ def _solve(
     Where the process is one of several ranks, rank 0 searches and the others apply what it found.
     """
     made: list[Program] = []
+    found_couplings = couplings(front.graph, front.captured)
+    microbatches = settled_microbatches(found_couplings, front.request.constraints, microbatches)
 
     def search() -> Plan:
+        checked = front.compare()
         answer = weigh(front, microbatches, progress)
         found = answer.decided
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            found.plan,
+            replace(with_equivalence(found.plan, found_couplings), check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fxpart.constraints import PIECES
 from fxpart.errors import FxpartError, error
 from fxpart.folding import Folded
 from fxpart.modes import ASYNC
@@ -36,14 +37,13 @@ if TYPE_CHECKING:
 
 PLAIN = ("1f1b", "gpipe")
 SAME_STAGES = ("zb-h1", "found")
-PIECES = ("interleaved", "breadth-first", "zb-v")
 
 _SECONDS = 2.0  # for cutting one number of pieces
 _SEARCH = 5.0  # for an order of computations
 
 # A plan of a solver's answer and its program's parts; the parts of a choice alone.
 Make = Callable[[Staged, Solution], tuple["Plan", "Parts"]]
-MakeParts = Callable[[Choice], "Parts"]
+MakeParts = Callable[..., "Parts"]
 
 
 def wished(request: Request) -> tuple[str, ...]:
@@ -170,7 +170,8 @@ class Arranging:
         whole = msgspec.structs.replace(self.problem, min_stages=ranks, max_stages=ranks)
         starts = choice.starts[:: len(places) // ranks]
         base, _ = self.make(*_given(whole, msgspec.structs.replace(choice, starts=starts)))
-        parts = self.parts(choice)
+        count = problem.variants[choice.variant].microbatches
+        parts = self.parts(choice, microbatches=count)
         folded = Folded(problem, choice, name, places, parts.spec, self.shared)
         plan = folded.onto(base)
         return predicted(plan, folded.schedule, folded.rows(base), work_bound(self.problem)), parts

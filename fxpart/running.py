@@ -21,8 +21,10 @@ from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.ambient import Ambient, Kind, apart
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.constants import Constants
 from fxpart.runtime.entry_point import announced_call
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.options import QueueOptions, routed
@@ -31,6 +33,7 @@ from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
 from fxpart.runtime.transport import Transport
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
@@ -80,7 +83,7 @@ def _make_trainer(
     plan, spec = program.plan, program.spec
     queue = routed(plan, weight_mode, options)
     options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)
-    _check_frozen(program)
+    given = _given_now(program, optimizer)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -98,17 +101,40 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
         check_same(places.transport, state, used)
+    copies = Constants()
+    for own in lanes:
+        for stage, module in own.modules.items():
+            copies.add(module, own.spec.stages[stage], state, parts_of(own.spec, own.index))
     made = places.trainer(
         lanes,
         queue=queue,
-        optimizer=program.optimizer if optimizer is None else optimizer,
-        evaluation=lambda: evaluation(program, lanes),
-        prediction=lambda loss: prediction(program, lanes, loss),
+        optimizer=given,
+        evaluation=lambda: evaluation(program, lanes, copies),
+        prediction=lambda loss: prediction(program, lanes, loss, copies),
         unused=unused,
         **options,
     )
     made.model_config = program.captured.config
+    captured = program.captured
+    slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
+    made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
+    if (guard := program.captured.guard) is not None:
+        # Without flushes, minibatches of before and after a change are on their way together.
+        update = copies.update if type(made) is Trainer else None
+        made.guard = lambda: guard(update)
     return _of_plan(made, plan)
+
+
+def _given_now(program: Program, optimizer: Any) -> Any:
+    """Take the module's tensors as they are now, and return the optimizer over them."""
+    from fxpart.capture.live import live_parameters, take_live
+
+    take_live(program.captured)
+    _check_frozen(program)
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        return UserOptimizer(given, live_parameters(program.captured))
+    return given
 
 
 def _check_frozen(program: Program) -> None:
@@ -265,6 +291,13 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise error(
+            "FXP115",
+            where=f"optimizer {type(optimizer).__name__}",
+            why="an exported program has no module, whose parameters the instance could have",
+            fix="give its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
+        )
     options["queue"] = routed(plan, None, options)
     options["stream"] = None if options["queue"] else chosen_mode(plan, None, options)
     made = _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)

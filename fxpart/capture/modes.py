@@ -20,9 +20,8 @@ from fxpart.errors import error
 
 @contextmanager
 def prepared(model: nn.Module, training: bool) -> Iterator[None]:
-    """All of this module together: mode set, cache off, quiet, and the model untouched after."""
+    """All of this module together: mode set, cache off, quiet, and the buffers as they were."""
     with ExitStack() as stack:
-        stack.enter_context(untouched(model))
         stack.enter_context(kept_buffers(model))
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(cache_off(model))
@@ -105,29 +104,6 @@ class ModuleModes:
 
 def _mode(training: bool) -> str:
     return "training" if training else "evaluation"
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what the traced forward writes into Python attributes of the model and its submodules.
-
-    A module that keeps a tensor of its last call would otherwise keep a fake one. Attributes are
-    restored by identity, and lists, dicts and sets of a module also by content.
-    """
-    before: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
-    for module in model.modules():
-        attributes = dict(vars(module))
-        holders = [v for v in attributes.values() if type(v) in (list, dict, set)]
-        before.append((module, attributes, [(v, v.copy()) for v in holders]))
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for holder, content in contents:
-                holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(content)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class LaneFeed:
         seen = self._reader.look(batch)
         if not local:
             return seen
+        self._check_local()
         parts = row_parts(self._spec)
         if len({part.place for part in self._parts}) > 1:
             raise error(
@@ -55,13 +56,46 @@ class LaneFeed:
                 whole[given.name] = (dtype, tuple(sizes))
         return Seen(seen.tensors, whole, seen.absent, local=True)
 
-    def cut(self, seen: Seen, microbatches: int, others: Mapping[str, Shape] | None = None) -> Cut:
+    def _check_local(self) -> None:
+        """FXP109 where the loss needs a number of all rows, and a rank would have some of them."""
+        if self._spec.totals is not None and row_multiple(self._spec) > 1:
+            raise error(
+                "FXP109",
+                where="local=True",
+                why="the loss is divided by a number of the whole batch, such as its valid tokens",
+                fix="give the global batch, or compile with microbatches=1",
+            )
+
+    def cut(
+        self,
+        seen: Seen,
+        microbatches: int,
+        others: Mapping[str, Shape] | None = None,
+        *,
+        again: int = 1,
+    ) -> Cut:
         """The global batch in microbatches; see :meth:`fxpart.runtime.batch.Reader.cut`."""
-        cut = self._reader.cut(seen, microbatches, others)
+        cut = self._reader.cut(seen, microbatches, others, again=again)
         problems = uneven_dims(self._spec, cut)
         if problems:
             raise FxpartError(problems)
         return cut
+
+    @property
+    def multiple(self) -> int:
+        """What the rows of each microbatch are a multiple of, or are repeated to be."""
+        return row_multiple(self._spec)
+
+    @property
+    def row_axes(self) -> frozenset[str]:
+        """The mesh axes over which ranks share the rows of any input."""
+        mesh, held = mesh_of(self._spec), input_placements(self._spec)
+        return frozenset(
+            axis
+            for given in inputs_of(self._spec)
+            for axis, placement in zip(mesh.names, held[given.name], strict=False)
+            if isinstance(placement, Shard) and placement.dim == given.batch_dim
+        )
 
     def parts(self, cut: Cut) -> list[Cut]:
         """Each lane's part."""
@@ -110,7 +144,10 @@ class LaneReader:
         if self._whole:
             return cut if cut.local is None else replace(cut, inputs=self._own(cut, cut.inputs))
         inputs = tuple(
-            {name: self._pieces(name, t.shape).part(t, self._lane) for name, t in piece.items()}
+            {
+                name: self._pieces(name, t.shape).part(t, self._lane) if name in self._dims else t
+                for name, t in piece.items()
+            }
             for piece in cut.inputs
         )
         sizes = tuple(
@@ -118,7 +155,7 @@ class LaneReader:
             for piece in inputs
         )
         inputs = inputs if cut.local is None else self._own(cut, inputs)
-        return Cut(inputs, sizes, cut.rows, cut.weights)
+        return Cut(inputs, sizes, cut.rows, cut.weights, cut.repeats, totals=cut.totals)
 
     def _own(
         self, cut: Cut, shapes: Sequence[dict[str, torch.Tensor]]
@@ -147,14 +184,18 @@ class LaneReader:
 
 def needed_inputs(lanes: Sequence[Lane]) -> frozenset[str]:
     """The inputs that the stages of this process take."""
-    return frozenset(
+    taken = {
         value.name
         for lane in lanes
         for stage in lane.spec.stages
         if stage.index in lane.modules
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
-    )
+    }
+    totals = lanes[0].spec.totals
+    if totals is not None and taken & set(totals.names):
+        taken |= set(totals.inputs)
+    return frozenset(taken & {given.name for given in inputs_of(lanes[0].spec)})
 
 
 def inputs_of(spec: ProgramSpec) -> tuple[InputSpec, ...]:
