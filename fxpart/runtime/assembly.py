@@ -389,7 +389,7 @@ class Assembly(EntryPoints):
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
-        mode = f"{mode} call {self.calls}" + (f" after {self._pending}" if self._pending else "")
+        mode = f"{mode} call {self.calls}"
         if len(self._transport.local) < self._transport.ranks:
             mode += process_modes()
         refusal = None
