@@ -26,6 +26,7 @@ from fxpart.runtime.lanes import Lane
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.replicas import original, replicated, rounds_of
+from fxpart.sharded.divided import divided, divided_lanes
 from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
@@ -112,12 +113,13 @@ def _in_evaluation(
     graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:
-        assigned = assign_like(program.graph, graph)
+        assigned = divided(assign_like(program.graph, graph), captured, plan.microbatches)
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
         return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
-    sharded = replace(program.lanes.sharded.like(graph, captured), whole_outputs=keep_outputs)
+    like = program.lanes.sharded.like(graph, captured)
+    sharded = divided_lanes(replace(like, whole_outputs=keep_outputs), captured, plan.microbatches)
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))

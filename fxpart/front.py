@@ -35,8 +35,14 @@ from fxpart.requests import (
     make_request,
 )
 from fxpart.runtime.user_optimizer import UserOptimizer
+from fxpart.sharded.coupling import couplings, is_accepted, mark_numbers
 from fxpart.sharded.decide import find_annotations
-from fxpart.verification import Guard, check_module, check_option, refuse_gradient_hooks
+from fxpart.verification import (
+    Guard,
+    check_module,
+    check_option,
+    refuse_gradient_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ def make_front(
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
     info = model_info(captured, graph)
-    captured = replace(captured, guard=Guard.of(model, loss, captured))
+    guard = Guard.of(model, loss, captured)
+    captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
         return check_module(model, loss, captured, graph, seed=request.seed, check=check)
@@ -199,4 +206,9 @@ def _capture(
         )
     if count == 1:
         return captured
-    return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    mark_numbers(captured, made)
+    accepted = is_accepted(request.constraints) or microbatches is not None
+    if not accepted and couplings(PassManager().run(PREPARE, made.graph), made):
+        return captured
+    return made

@@ -75,9 +75,10 @@ class _Recipe:
 class _Rewriter:
     """One walk over the graph that follows storages and rewrites each node.
 
-    followed: state whose writes become functional, with one write at the end. storages: by number. homes: node -> the storage it lies in. recipes: view -> how it was made and
-    its present form. detached: views that cut the gradient. renamed: node -> the node that stands
-    for the same tensor object now. replaced: nodes to be erased once nothing refers to them.
+    followed: state whose writes become functional, with one write at the end. storages: by number.
+    homes: node -> the storage it lies in. recipes: view -> how it was made and its present form.
+    detached: views that cut the gradient. renamed: node -> the node that stands for the same tensor
+    object now. replaced: nodes to be erased once nothing refers to them.
     """
 
     root: fx.GraphModule

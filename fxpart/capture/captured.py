@@ -41,6 +41,7 @@ class Captured:
     source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a
     constant is another, or a gradient hook was added; given a function that copies tensors anew, it
     calls that for tensors that were written in place. Returns how often tensors were copied.
+    guarded: names of the state that the guard watches.
     """
 
     graph: fx.GraphModule
@@ -74,6 +75,7 @@ class Captured:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     source: tuple[Any, Any] | None = field(default=None, repr=False)
     guard: Callable[[Any], int] | None = field(default=None, repr=False)
+    guarded: frozenset[str] = frozenset()
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

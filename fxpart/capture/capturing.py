@@ -45,12 +45,13 @@ def capture(
     example_inputs: a tuple of positional inputs, or a dict of keyword inputs, loss targets
     included; inferred where None (see :mod:`fxpart.capture.examples`). loss: a function of the
     output and the targets; without it the output's own loss, or its only scalar with a gradient,
-    or the mean square of its floating tensors. batch_size: rows of the global batch, by default those of the example. batch_dims: per
-    input name the dim of the batch, None for an input that is not cut; the rest is inferred.
-    microbatch_size: the size to capture at where the batch cannot be symbolic. precision: "bf16"
-    for ``torch.autocast`` in bfloat16 around model and loss, whose conversions are then operations
-    of the graph; "fp32" as the model is. The model's modes,
-    configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
+    or the mean square of its floating tensors. batch_size: rows of the global batch, by default
+    those of the example. batch_dims: per input name the dim of the batch, None for an input
+    that is not cut; the rest is inferred. microbatch_size: the size to capture at where the
+    batch cannot be symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model
+    and loss, whose conversions are then operations of the graph; "fp32" as the model is. The
+    model's modes, configuration and tensors are left as they were.
+    Errors: FXP101 to FXP106, FXP108, FXP109.
     """
     plain, loss = plain_module(model), unwrapped(loss)
     with uncompiled(plain, loss) as compiled:

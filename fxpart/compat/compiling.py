@@ -56,7 +56,7 @@ def uncompiled(*modules: object) -> Iterator[bool]:
     ]
     in_place = [(m, m._compiled_call_impl) for m in inside if is_compiled(m)]
     for slots, name, child in wrapped:
-        slots[name] = child._orig_mod  # type: ignore[union-attr]
+        slots[name] = child._orig_mod  # type: ignore[union-attr, assignment]
     for module, _ in in_place:
         module._compiled_call_impl = None
     functions = any(map(_is_compiled_function, _functions(inside, modules)))

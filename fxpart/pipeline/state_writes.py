@@ -48,12 +48,8 @@ def _can_follow(op: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> bool:
     return plain and single and packet_name(op.target) not in METADATA_OPS
 
 
-def _readers(
-    graph: fx.Graph, roots: dict[fx.Node, frozenset[str]], name: str
-) -> Iterator[fx.Node]:
+def _readers(graph: fx.Graph, roots: dict[fx.Node, frozenset[str]], name: str) -> Iterator[fx.Node]:
     """The nodes that take a value which may share the state's storage."""
     for node in graph.nodes:
         if any(name in roots[source] for source in node.all_input_nodes):
             yield node
-
-

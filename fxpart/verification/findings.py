@@ -68,12 +68,20 @@ def drawn_problem(kind: str, line: str, change: Change | None, code: Reached) ->
     return Problem("FXP113", line, why, fix if kind == "random" else _INPUT)
 
 
-def failed_problem(cause: Exception) -> Problem:
-    """The module itself fails in one of the two steps."""
-    why = f"the module as written fails in two training steps on the example ({summary_of(cause)})"
+def failed_problem(cause: Exception, what: str) -> Problem:
+    """The module itself, or the program, fails in one of the two steps."""
+    why = f"{what} fails in two training steps on the example ({summary_of(cause)})"
     return Problem(
         "FXP113", str(place_of(cause)), why,
         'correct that line; or compile(..., check="off") skips the comparison',
+    )  # fmt: skip
+
+
+def leaked_problem(name: str) -> Problem:
+    """A value of one call that the next call reads, outside of registered buffers."""
+    return Problem(
+        "FXP113", name, "forward reads a value of an earlier call, which is no registered buffer",
+        f"{_BUFFER}, and write it in place",
     )  # fmt: skip
 
 

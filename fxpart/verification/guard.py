@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
 
@@ -43,7 +44,7 @@ class Guard:
             (holder.shown(key), value, holder.reader(key))
             for holder in state.holders
             for key, value in holder.content.items()
-            if _is_watched(holder, key, value, code, changed)
+            if _is_watched(holder, key, value, code, changed, state.left_out)
         ]
         self._paths = [path for path, _, _ in found]
         self._values = [value for _, value, _ in found]
@@ -72,6 +73,11 @@ class Guard:
         roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
         made.parameters = [p for root in roots for p in root.parameters()]
         return made
+
+    def covered(self, state: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of the state whose tensors are watched here."""
+        watched = {id(tensor) for tensor in self._tensors}
+        return frozenset(name for name, tensor in state.items() if id(tensor) in watched)
 
     def __call__(self, update: Callable[[list[torch.Tensor]], bool] | None = None) -> int:
         """Look; microseconds where nothing changed.
@@ -120,7 +126,14 @@ class Guard:
                     self._copies[index] = tensor.detach().clone()
 
 
-def _is_watched(holder: Holder, key: Any, value: Any, code: Reached, changed: set[str]) -> bool:
+def _is_watched(
+    holder: Holder,
+    key: Any,
+    value: Any,
+    code: Reached,
+    changed: set[str],
+    left_out: AbstractSet[int],
+) -> bool:
     if not isinstance(value, (*ATOMS, torch.Tensor)) or key in _FREE:
         return False
     name = holder.name if holder.sized else str(key)
@@ -128,7 +141,17 @@ def _is_watched(holder: Holder, key: Any, value: Any, code: Reached, changed: se
         return False
     if holder.sized and len(holder.content) > LARGEST:
         return False
-    return holder.is_scope or name in code.names
+    if name == "_buffers" and holder.sized:
+        return id(value) not in left_out  # of the loss
+    return holder.is_scope or name in code.names or name in _names_of_layer(holder.owner)
+
+
+def _names_of_layer(owner: Any) -> tuple[str, ...]:
+    """The names in the forward of one of torch's own layers, which are not in the reached code."""
+    if not isinstance(owner, nn.Module) or not type(owner).__module__.startswith("torch."):
+        return ()
+    code = getattr(type(owner).forward, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _equal(before: Any, after: Any) -> bool:

@@ -24,6 +24,7 @@ from fxpart.verification.differences import DOUBLE, SINGLE, coarseness, differen
 from fxpart.verification.findings import (
     drawn_problem,
     failed_problem,
+    leaked_problem,
     number_problems,
     python_problems,
 )
@@ -34,6 +35,7 @@ from fxpart.verification.sample import (
     MOST_PARAMETERS,
     MOST_WORK,
     batches,
+    leaked,
     parameters,
     samples,
     why_not,
@@ -77,6 +79,9 @@ def check_module(
         raise error(
             "FXP109", where="check='on'", why=reason, fix='leave check at "auto", which skips it'
         )
+    kept = [] if reason else leaked(captured)
+    if kept:
+        raise FxpartError(leaked_problem(kept[0]))
     tried = [] if reason else samples(captured, graph)
     if check == "auto" and not reason:
         reason = _too_expensive(captured, tried[0].cost if tried else 0.0)
@@ -126,7 +131,7 @@ class _Check:
                     return
             except _UnfitError as unfit:
                 if last:
-                    raise FxpartError(failed_problem(unfit.cause)) from unfit.cause
+                    raise FxpartError(failed_problem(unfit.cause, unfit.what)) from unfit.cause
 
     def _compare(self, given: Comparison, code: Reached) -> bool:
         """Whether the numbers were finite, so that the comparison says something."""
@@ -149,7 +154,10 @@ class _Check:
         if problems:
             raise FxpartError(problems)
         with self._undone(state):
-            program = run_program(given)
+            try:
+                program = run_program(given)
+            except Exception as cause:  # whatever operations raise
+                raise _UnfitError(cause, "the captured program") from cause
         coarse = self._coarse()
         found = differences(module, program, SINGLE, coarse)
         if found and not coarse:
@@ -180,7 +188,8 @@ class _Check:
     def _undone(self, state: State) -> Iterator[None]:
         """Everything is as before afterwards, torch's generators included."""
         try:
-            with torch.random.fork_rng(), quiet():
+            torch.clear_autocast_cache()  # it may have values of the tracer
+            with torch.inference_mode(False), torch.random.fork_rng(), quiet():
                 yield
         finally:
             state.restore()
@@ -251,11 +260,11 @@ class _Changes:
 
 
 class _UnfitError(Exception):
-    """The module cannot run on the sample."""
+    """The module, or the program, cannot run on the sample."""
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: Exception, what: str = "the module as written") -> None:
         super().__init__(str(cause))
-        self.cause = cause
+        self.cause, self.what = cause, what
 
 
 @contextmanager

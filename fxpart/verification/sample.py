@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpart.capture.captured import Captured
+from fxpart.capture.state import loss_prefix, state_of
 from fxpart.pipeline.work import work
 from fxpart.verification.runs import STEPS
 
@@ -31,11 +32,22 @@ class Sample:
 
 def why_not(captured: Captured) -> str:
     """Why the module cannot be run here, "" if it can."""
-    if captured.eager is None or captured.example is None:
+    if captured.eager is None or captured.example is None or captured.source is None:
         return "the module is not at hand"
-    if any(t.device.type == "meta" for t in captured.state.values()):
+    constants = set(leaked(captured))
+    if any(t.device.type == "meta" and n not in constants for n, t in captured.state.items()):
         return "the model holds no data (meta tensors)"
     return ""
+
+
+def leaked(captured: Captured) -> list[str]:
+    """Constants without data of a model that has data: values that tracing left in Python state."""
+    assert captured.source is not None, "a capture brings its module along"
+    model, loss = captured.source
+    registered = state_of(model, loss, loss_prefix(model)).tensors
+    if any(t.device.type == "meta" for t in registered.values()):
+        return []
+    return [n for n, t in captured.state.items() if t.device.type == "meta"]
 
 
 def samples(captured: Captured, graph: fx.GraphModule) -> list[Sample]:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ MOST = 200_000  # objects that are looked at
 DEEPEST = 12  # containers and objects within each other
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 _ITERATORS = ("itertools", "builtins")
+SLOTS = ("_modules", "_parameters", "_buffers")
 _MISSING = object()
 _INTERNAL = frozenset(
     (
@@ -143,6 +145,8 @@ class State:
         """What differs now from what was recorded. values: also tensors written in place."""
         found: dict[str, Change] = {}
         for holder in self.holders:
+            if holder.name in SLOTS and holder.sized:
+                continue  # compared by the names of the state dict
             for change in _differences(holder):
                 found.setdefault(change.path, change)
         for memory in self.memories if values else ():
@@ -167,7 +171,9 @@ class State:
         elif _is_iterator(value):
             self.memories.append(Memory(value, path, name, _position(value), 0))
         elif isinstance(value, (list, deque, dict, set, bytearray)):
-            self._container(value, path, name, depth)
+            self._container(value, path, name)
+            for key, each in _content(value).items():
+                self._walk(each, f"{path}[{key!r:.40}]", name, depth + 1)
         elif isinstance(value, (tuple, frozenset)):
             for index, each in enumerate(value):
                 self._walk(each, f"{path}[{index}]", name, depth + 1)
@@ -183,7 +189,7 @@ class State:
         elif _is_open(value):
             self._object(value, path, name, depth)
 
-    def _container(self, value: Any, path: str, name: str, depth: int) -> None:
+    def _container(self, value: Any, path: str, name: str) -> None:
         content = _content(value)
 
         def restore() -> None:
@@ -199,8 +205,6 @@ class State:
 
         holder = Holder(value, path, name, content, lambda: _content(value), restore, sized=True)
         self.holders.append(holder)
-        for key, each in content.items():
-            self._walk(each, f"{path}[{key!r:.40}]", name, depth + 1)
 
     def _object(self, value: Any, path: str, name: str, depth: int) -> None:
         slots = getattr(value, "__dict__", None)
@@ -222,8 +226,8 @@ class State:
 
     def _elements(self, value: Any, content: dict[str, Any], path: str, depth: int) -> None:
         for key, each in content.items():
-            if isinstance(value, nn.Module) and key in ("_modules", "_parameters", "_buffers"):
-                self._container(each, path, key, depth) if id(each) not in self._seen else None
+            if isinstance(value, nn.Module) and key in SLOTS:
+                self._container(each, path, key)
                 for inner, item in each.items():
                     self._walk(item, _join(path, inner), inner, depth + (key != "_modules"))
             else:
@@ -319,6 +323,16 @@ class State:
         )  # fmt: skip
         for name, value in content.items():
             self._walk(value, join + name, name, 1)
+
+
+@contextmanager
+def unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
+    """Restore what the code within changes, but for parameters and the model's own buffers."""
+    state = State.of(model, loss, Reached.of(model, loss), copies=False)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _join(path: str, name: str) -> str:
@@ -472,6 +486,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _restore(memory: Memory) -> None:
     value = memory.owner
+    if memory.value is None:
+        return
     if isinstance(value, torch.Tensor):
         if version(value) != memory.version:
             value.copy_(memory.value)
