@@ -21,10 +21,12 @@ from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
+from fxpart.runtime.ambient import compiles
 from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.decide import given_annotations
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from fxpart.verify import Verification
 
 
+@compiles
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -114,6 +117,7 @@ def compile(
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
         if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
             front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
@@ -122,6 +126,7 @@ def compile(
     return _solve(front, microbatches, progress)
 
 
+@compiles
 def propose(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -167,6 +172,7 @@ def propose(
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
+    check_plan(plan, front.request.constraints, front.blocks)
     return Proposed(replace(plan, check=checked), problem)
 
 
@@ -236,6 +242,7 @@ class Program:
             )
         return dump_annotations(self.lanes.sharded.whole, suffix)
 
+    @compiles
     def replan(
         self,
         cluster: Cluster | str | Path,
@@ -249,8 +256,16 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
@@ -388,6 +403,7 @@ def _solve(
         checked = front.compare()
         answer = weigh(front, microbatches, progress)
         found = answer.decided
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
             replace(found.plan, check=checked),
             request=answer.request,

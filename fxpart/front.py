@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
@@ -14,6 +15,7 @@ from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
 from fxpart.capture.accepted import plain_module
 from fxpart.capture.batch import assemble
+from fxpart.capture.live import live_parameters
 from fxpart.cluster import Cluster
 from fxpart.costmodels import Measured
 from fxpart.costs import CostModel
@@ -21,7 +23,7 @@ from fxpart.errors import error
 from fxpart.modes import Constraints
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
-from fxpart.pipeline import PassManager
+from fxpart.pipeline import BLOCKS_KEY, PassManager
 from fxpart.pipeline.garbage import seldom_collected
 from fxpart.plan import ModuleCheck, Plan, PlanModel
 from fxpart.planning import model_info
@@ -32,13 +34,13 @@ from fxpart.requests import (
     find_cluster,
     make_request,
 )
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.sharded.decide import find_annotations
 from fxpart.verification import (
     Guard,
     check_module,
     check_option,
     refuse_gradient_hooks,
-    unchanged,
 )
 
 
@@ -69,6 +71,11 @@ class Front:
     annotations: Mapping[str, str]
     compare: Callable[[], ModuleCheck | None] = lambda: None
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the model's blocks."""
+        return tuple(block.name for block in self.graph.meta[BLOCKS_KEY])
+
 
 @seldom_collected()
 def make_front(
@@ -92,17 +99,18 @@ def make_front(
     )  # fmt: skip
     model, loss = plain_module(whole_model(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
-    with unchanged(model, loss):
-        captured = _capture(
-            model,
-            whole_batch(given[0]),
-            whole_batch(given[1]),
-            microbatches=asked.microbatches if plan is None else plan.microbatches,
-            request=request,
-            batch_size=asked.batch_size if plan is None else plan.batch_size,
-            precision=request.precision,
-            **options,
-        )
+    captured = _capture(
+        model,
+        whole_batch(given[0]),
+        whole_batch(given[1]),
+        microbatches=asked.microbatches if plan is None else plan.microbatches,
+        request=request,
+        batch_size=asked.batch_size if plan is None else plan.batch_size,
+        precision=request.precision,
+        **options,
+    )
+    if isinstance(asked.optimizer, torch.optim.Optimizer):
+        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     graph = PassManager().run(_prepare(granularity), captured.graph)
@@ -110,7 +118,8 @@ def make_front(
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
     info = model_info(captured, graph)
-    captured = replace(captured, guard=Guard.of(model, loss, captured))
+    guard = Guard.of(model, loss, captured)
+    captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
         return check_module(model, loss, captured, graph, seed=request.seed, check=check)

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from fxpart.capture.batch import take_apart
+from fxpart.capture.live import live_parameters
 from fxpart.codegen.placement import stages_of
 from fxpart.optimizers import choose
 from fxpart.reference import OneProcess, Sending, Sent
@@ -24,6 +25,7 @@ from fxpart.rounding import Convert, Rounding, measures
 from fxpart.runtime.lane_batch import row_multiple
 from fxpart.runtime.links import chained, links
 from fxpart.runtime.ties import summed_in_order
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.verification.written import Written, compare_written, run_written
 
 if TYPE_CHECKING:
@@ -97,7 +99,10 @@ def verify(
     if batch is None:
         assert captured.example is not None
         batch = captured.example()
-    trainer = program.trainer(optimizer, need_loss=False, routing="turns")
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        given = UserOptimizer(given, live_parameters(captured), followed=False)
+    trainer = program.trainer(given, need_loss=False, routing="turns")
     try:
         seen = Seen([], [], {})
         for _ in range(steps):
@@ -107,7 +112,7 @@ def verify(
         seen.state.update(trainer.state_dict())
         text = b""
         if trainer.rank == 0:
-            factory = choose(program.optimizer if optimizer is None else optimizer).make
+            factory = given if isinstance(given, UserOptimizer) else choose(given).make
             text = msgspec.msgpack.encode(compare(program, factory, batch, seen))
         text = trainer.transport.exchange_bytes(text)[0]
     finally:

@@ -11,7 +11,14 @@ from torch import fx, nn
 
 from fxpart.capture.batch import put_together
 from fxpart.capture.calling import Call
-from fxpart.capture.outputs import Form, form_of, mean_square, named_tensors, own_loss
+from fxpart.capture.outputs import (
+    Form,
+    form_of,
+    mean_square,
+    named_tensors,
+    own_loss,
+    scalar_outputs,
+)
 from fxpart.errors import error
 
 LOSS_KEYS = {"given": "loss/given", "output": "loss/output", "mean-square": "loss/mean-square"}
@@ -25,9 +32,11 @@ class Whole(nn.Module):
     The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
     parameters are known by prefix. floating: names of the floating outputs once they are known,
     for tracing on proxies, which cannot tell. autocast: the dtype of ``torch.autocast`` around
-    model and loss; None for no autocast. assigned: registered buffers (module path and name) to
-    which forward assigns new tensors; where ``states_kept`` is set, each new value is copied into
-    the registered tensor at the end, so that a tracer records it as a write to state.
+    model and loss; None for no autocast. scalars: the outputs that may be the loss, once a run
+    with gradients has noted them. loss_name: the one of these that is taken as the loss. assigned:
+    registered buffers (module path and name) to which forward assigns new tensors; where
+    ``states_kept`` is set, each new value is copied into the registered tensor at the end, so that
+    a tracer records it as a write to state.
     """
 
     def __init__(
@@ -41,6 +50,8 @@ class Whole(nn.Module):
         self.floating: frozenset[str] | None = None
         self.form: Form | None = None
         self.noting = False
+        self.scalars: dict[str, str] = {}
+        self.loss_name: str | None = None
         self.autocast = autocast
         self.kind = autocast_device(model)
         self.assigned: frozenset[tuple[str, str]] = frozenset()
@@ -89,6 +100,10 @@ class Whole(nn.Module):
             kind = "given"
         else:
             value = own_loss(output)
+            if value is None and self.noting and torch.is_grad_enabled():
+                self.scalars = scalar_outputs(output)
+            if value is None and self.loss_name is not None:
+                value = outputs.get(self.loss_name)
             kind = "mean-square" if value is None else "output"
             if value is None:
                 value = mean_square(outputs, self.floating)

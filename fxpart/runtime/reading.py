@@ -7,12 +7,13 @@ with the sizes of an earlier one costs the ranks nothing more than comparing two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from fxpart.errors import FxpartError
 from fxpart.runtime.agreement import Pending, digest
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut, Seen, Shape
@@ -25,11 +26,16 @@ Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
 
 @dataclass
 class Source:
-    """What reads the batches of one program. known: shapes by the rows that all ranks told."""
+    """What reads the batches of one program.
+
+    known: shapes by the rows that all ranks told. repeatable: by rows and repetitions the cuts that
+    were found to give the same results however often rows are repeated.
+    """
 
     feed: LaneFeed
     microbatches: int
     known: Known = field(default_factory=dict)
+    repeatable: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
 
 class Reading(Pending[Seen]):
@@ -44,14 +50,13 @@ class Reading(Pending[Seen]):
         *,
         local: bool = False,
         asks: Asks | None = None,
-        guard: Callable[[], int] | None = None,
+        refusal: FxpartError | None = None,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
-        asks: what this process asks of all, sent along, and where theirs is put. guard: called
-        first; what it raises is raised on every rank, and what it returns must be the same on all.
-        Raises FXP105 on every rank if any rank's
-        batch does not fit.
+        asks: what this process asks of all, sent along, and where theirs is put. refusal: why this
+        process cannot take the batch, which is raised on every rank. Raises FXP105 on every rank if
+        any rank's batch does not fit.
         """
         self._source = source
         self._mode = mode
@@ -60,9 +65,8 @@ class Reading(Pending[Seen]):
         self._others: Mapping[str, Shape] = {}
 
         def look() -> tuple[Seen, str]:
-            count = 0 if guard is None else guard()
-            if count:
-                self._mode = f"{mode}, constants copied {count} times"
+            if refusal is not None:
+                raise refusal
             seen = source.feed.look(batch, local=local)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)
@@ -78,6 +82,10 @@ class Reading(Pending[Seen]):
             # Every rank has all sizes now, and so they find the same faults.
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
+
+    def repeated_again(self) -> Cut:
+        """The same microbatches with twice as many repetitions, where there are any."""
+        return self._source.feed.cut(self.value, self._source.microbatches, self._others, again=2)
 
     @property
     def others(self) -> Mapping[str, Shape]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
@@ -73,6 +73,11 @@ class Guard:
         roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
         made.parameters = [p for root in roots for p in root.parameters()]
         return made
+
+    def covered(self, state: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of the state whose tensors are watched here."""
+        watched = {id(tensor) for tensor in self._tensors}
+        return frozenset(name for name, tensor in state.items() if id(tensor) in watched)
 
     def __call__(self, update: Callable[[list[torch.Tensor]], bool] | None = None) -> int:
         """Look; microseconds where nothing changed.

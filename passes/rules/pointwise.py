@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fxpart.pipeline.effects import written
+
 from .call import Call, Dim, Entry, UnruledError, is_one, same
 from .rule import Rule
 
@@ -36,7 +38,9 @@ def pointwise(call: Call) -> Rule:
             whole = call.results[0][int(str(dim)[1:])]
             if isinstance(size, int) and isinstance(whole, int) and size not in (1, whole):
                 raise UnruledError  # not a broadcast: the op gives its operands another meaning
-    linear = LINEAR.get(call.name.removeprefix("aten."), _none)(call)
+    # What an op writes stays what it is: state is never Partial.
+    writes = bool(written(call.node))
+    linear = () if writes else LINEAR.get(call.name.removeprefix("aten."), _none)(call)
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     return call.rule(operands, [names] * len(call.results), linear=linear)
 
