@@ -14,7 +14,7 @@ from fxpart.annotations import dump_annotations
 from fxpart.capture import Captured
 from fxpart.choosing import best_of_all, costed
 from fxpart.cluster import Cluster
-from fxpart.constraints import captured_so, check_trainable, with_numbers
+from fxpart.constraints import captured_so, check_trainable, with_coupling, with_numbers
 from fxpart.errors import error
 from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
@@ -29,6 +29,7 @@ from fxpart.requests import Request, find_cluster, make_request
 from fxpart.runtime.ambient import compiles
 from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
+from fxpart.sharded.coupling import couplings, settled_microbatches, with_equivalence
 from fxpart.sharded.decide import given_annotations
 from fxpart.sharded.programs import Lanes
 from fxpart.weighing import request_of, weigh
@@ -63,6 +64,7 @@ def compile(
     mode: str | None = None,
     weights: str | None = None,
     check: str = "auto",
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
@@ -93,7 +95,9 @@ def compile(
     of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
     "auto" compares the captured program with the module as written over two steps on a slice of
     the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
-    always does, "off" never; the plan records it. progress: told of incumbent and bound while the
+    always does, "off" never; the plan records it. batch_coupling: "per-microbatch" computes what
+    couples the rows of a batch (batch statistics, a loss over pairs of rows) for each microbatch;
+    without it such a batch is one microbatch. progress: told of incumbent and bound while the
     planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
@@ -107,8 +111,12 @@ def compile(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(
-                with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights, chosen
+            with_coupling(
+                with_mode(
+                    with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
+                    chosen,
+                ),
+                batch_coupling,
             ),
             seed,
         ),
@@ -118,6 +126,7 @@ def compile(
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
         check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+        _settled(front, chosen.microbatches, chosen)
         if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
             front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
@@ -146,6 +155,7 @@ def propose(
     mode: str | None = None,
     weights: str | None = None,
     check: str = "auto",
+    batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
     """The best plan of all that the planner knows, also those that this version does not train.
@@ -162,12 +172,17 @@ def propose(
         (example_inputs, example_kwargs),
         Asked(
             batch_size, microbatches, optimizer, cost_model,
-            with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights), seed,
+            with_coupling(
+                with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
+                batch_coupling,
+            ),
+            seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
         check,
     )  # fmt: skip
     checked = front.compare()
+    microbatches = _settled(front, microbatches)
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
@@ -388,6 +403,13 @@ class Program:
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
+def _settled(front: Front, microbatches: int | None, plan: Plan | None = None) -> int | None:
+    """The number of microbatches that the model's couplings allow; FXP114 for another one."""
+    constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
+    found = couplings(front.graph, front.captured)
+    return settled_microbatches(found, constraints, microbatches)
+
+
 def _solve(
     front: Front,
     microbatches: int | None,
@@ -398,6 +420,8 @@ def _solve(
     Where the process is one of several ranks, rank 0 searches and the others apply what it found.
     """
     made: list[Program] = []
+    found_couplings = couplings(front.graph, front.captured)
+    microbatches = settled_microbatches(found_couplings, front.request.constraints, microbatches)
 
     def search() -> Plan:
         checked = front.compare()
@@ -405,7 +429,7 @@ def _solve(
         found = answer.decided
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            replace(found.plan, check=checked),
+            replace(with_equivalence(found.plan, found_couplings), check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

@@ -43,7 +43,7 @@ _SEARCH = 5.0  # for an order of computations
 
 # A plan of a solver's answer and its program's parts; the parts of a choice alone.
 Make = Callable[[Staged, Solution], tuple["Plan", "Parts"]]
-MakeParts = Callable[[Choice], "Parts"]
+MakeParts = Callable[..., "Parts"]
 
 
 def wished(request: Request) -> tuple[str, ...]:
@@ -170,7 +170,8 @@ class Arranging:
         whole = msgspec.structs.replace(self.problem, min_stages=ranks, max_stages=ranks)
         starts = choice.starts[:: len(places) // ranks]
         base, _ = self.make(*_given(whole, msgspec.structs.replace(choice, starts=starts)))
-        parts = self.parts(choice)
+        count = problem.variants[choice.variant].microbatches
+        parts = self.parts(choice, microbatches=count)
         folded = Folded(problem, choice, name, places, parts.spec, self.shared)
         plan = folded.onto(base)
         return predicted(plan, folded.schedule, folded.rows(base), work_bound(self.problem)), parts

@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "mode": (str, NAMES),
     "weights": (str, tuple(MODES)),
     "staleness": (object, ()),
+    "batch_coupling": (str, ("per-microbatch",)),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
@@ -189,6 +190,15 @@ def with_numbers(
         if planned not in ("fp32", ""):
             found[name] = planned
     return found
+
+
+def with_coupling(
+    constraints: dict[str, int | float | str | bool], batch_coupling: str | None
+) -> dict[str, int | float | str | bool]:
+    """The constraints with the argument ``batch_coupling`` among them."""
+    if batch_coupling is None:
+        return constraints
+    return {**constraints, "batch_coupling": batch_coupling}
 
 
 def captured_so(

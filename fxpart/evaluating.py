@@ -26,6 +26,7 @@ from fxpart.runtime.lanes import Lane
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.replicas import original, replicated, rounds_of
+from fxpart.sharded.divided import divided, divided_lanes
 from fxpart.sharded.programs import cut
 
 if TYPE_CHECKING:
@@ -79,12 +80,8 @@ def prediction(
 
 def _note(lanes: Sequence[Lane], captured: Captured, constants: Constants | None) -> None:
     """Note the copies of constants in evaluation modules."""
-    for lane in lanes if constants is not None else ():
-        assert constants is not None, "asked for above"
-        for stage, module in lane.modules.items():
-            constants.add(
-                module, lane.spec.stages[stage], captured.state, parts_of(lane.spec, lane.index)
-            )
+    if constants is not None:
+        constants.extend(lanes, captured.state)
 
 
 def _unbroadcast(value: Any) -> Any:
@@ -112,12 +109,13 @@ def _in_evaluation(
     graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:
-        assigned = assign_like(program.graph, graph)
+        assigned = divided(assign_like(program.graph, graph), captured, plan.microbatches)
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
         return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
-    sharded = replace(program.lanes.sharded.like(graph, captured), whole_outputs=keep_outputs)
+    like = program.lanes.sharded.like(graph, captured)
+    sharded = divided_lanes(replace(like, whole_outputs=keep_outputs), captured, plan.microbatches)
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))

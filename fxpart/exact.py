@@ -138,7 +138,7 @@ class _Answer:
     provenance: Mapping[str, str]
     places: Seats
     looked: Look | None = None
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Parts] = field(default_factory=dict)
+    made: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Parts] = field(default_factory=dict)
 
     def plan(
         self, made: Staged, solution: Solution, evaluation: Evaluation | None = None
@@ -146,8 +146,8 @@ class _Answer:
         """The plan and program of a solution. evaluation: where more is known than the problem."""
         problem, choice, request = made.problem, solution.choice, self.request
         assert choice is not None, "otherwise that is told"
-        parts = self.parts(choice, made.order)
         count = problem.variants[choice.variant].microbatches
+        parts = self.parts(choice, made.order, count)
         shared, provenance = None, dict(self.provenance)
         if self.sharded is not None:
             shared = _shared(self.sharded, self.sums, made.order)
@@ -170,13 +170,14 @@ class _Answer:
         )
         return rehearsed(plan, request.cost_model), parts
 
-    def parts(self, choice: Choice, order: Sequence[int] = ()) -> Parts:
+    def parts(self, choice: Choice, order: Sequence[int] = (), microbatches: int = 1) -> Parts:
         """The program of a choice, made once."""
-        key, seed = (choice.starts, tuple(order)), self.request.seed
+        count = microbatches
+        key, seed = (choice.starts, tuple(order), count > 1), self.request.seed
         if key not in self.made:
             self.made[key] = make_parts(
                 self.captured, self.graph, self.sharded, choice.starts, seed, order,
-                self.request.transfer_dtype,
+                self.request.transfer_dtype, microbatches=count,
             )  # fmt: skip
         return self.made[key]
 

@@ -35,6 +35,7 @@ from fxpart.requests import (
     make_request,
 )
 from fxpart.runtime.user_optimizer import UserOptimizer
+from fxpart.sharded.coupling import couplings, is_accepted, mark_numbers
 from fxpart.sharded.decide import find_annotations
 from fxpart.verification import (
     Guard,
@@ -205,4 +206,9 @@ def _capture(
         )
     if count == 1:
         return captured
-    return capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    mark_numbers(captured, made)
+    accepted = is_accepted(request.constraints) or microbatches is not None
+    if not accepted and couplings(PassManager().run(PREPARE, made.graph), made):
+        return captured
+    return made

@@ -163,7 +163,7 @@ class _Mixing:
         chain = Choice(variant=choice.variant, schedule=choice.schedule, starts=choice.starts)
         parts = make_parts(
             front.captured, front.graph, None, choice.starts, request.seed, (),
-            request.transfer_dtype,
+            request.transfer_dtype, microbatches=base.variants[choice.variant].microbatches,
         )  # fmt: skip
         count = base.variants[choice.variant].microbatches
         plan = make_plan(

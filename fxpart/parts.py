@@ -20,6 +20,7 @@ from fxpart.runtime.links import edges
 from fxpart.runtime.replicas import original, replicated, rounds_of
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
+from fxpart.sharded.divided import divided, divided_lanes
 from fxpart.sharded.graphs import Sharded
 from fxpart.sharded.programs import Lanes, assign, generate
 from fxpart.sharded.record import restore
@@ -52,7 +53,15 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
         again = tuple(recomputed(plan))
     return copied(
         make_parts(
-            captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype, again
+            captured,
+            graph,
+            sharded,
+            starts,
+            plan.seed,
+            plan.order,
+            plan.transfer_dtype,
+            again,
+            microbatches=plan.microbatches,
         ),
         rounds_of(plan),
     )
@@ -87,17 +96,26 @@ def make_parts(
     order: Sequence[int] = (),
     transfer_dtype: str = "",
     in_blocks: tuple[int, ...] = (),
+    *,
+    microbatches: int = 1,
 ) -> Parts:
     """Stages and their text from the first block of each, counted in ``order``.
 
     transfer_dtype: in which float32 values go from rank to rank, "" as they are. in_blocks: stages
-    whose blocks can run again by themselves, to recompute activations.
+    whose blocks can run again by themselves, to recompute activations. microbatches: of a step;
+    with several, totals of the batch become inputs.
     """
-    assigned = assign(graph, starts, order)
+    assigned = divided(assign(graph, starts, order), captured, microbatches)
     lanes = None
     if sharded is not None:
         lanes = Lanes(
-            sharded, captured, tuple(starts), seed, tuple(order), transfer_dtype, in_blocks
+            divided_lanes(sharded, captured, microbatches),
+            captured,
+            tuple(starts),
+            seed,
+            tuple(order),
+            transfer_dtype,
+            in_blocks,
         )
         spec, sources = lanes.program(0)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -119,6 +120,42 @@ class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     zero_axis: str = ""
 
 
+class TotalStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One aten operation of a program's totals.
+
+    args, kwargs: plain values, and objects of one entry: {"input": name}, {"value": number of an
+    earlier step}, {"constant": name}, {"size": expression in the symbols}, {"torch": name of a
+    dtype}, {"device": type}, {"float": "inf"}.
+    """
+
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any] = {}
+
+
+class ConstantTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A small tensor as nested lists."""
+
+    dtype: str
+    values: Any
+
+
+class TotalsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers of the whole batch that microbatches need, such as how many targets count.
+
+    inputs: the user's inputs that they depend on. steps: compute them; results: an argument (as in
+    a step) for each of names, the stage inputs that take them. shares: stage inputs that take the
+    microbatch's share of the batch's rows, with their dtypes.
+    """
+
+    inputs: tuple[str, ...]
+    steps: tuple[TotalStep, ...]
+    results: tuple[Any, ...]
+    names: tuple[str, ...]
+    shares: dict[str, str]
+    constants: dict[str, ConstantTensor] = {}
+
+
 class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole program, the same on every rank.
 
@@ -128,6 +165,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
     groups of stages that are copies of one another, of which each takes its turn of the
     microbatches (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
+    totals: numbers of the whole batch that stages take as inputs; None where they need none.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -145,6 +183,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sharding: ShardingSpec | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
     transfer_dtype: str = ""
+    totals: TotalsSpec | None = None
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

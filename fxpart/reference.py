@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpart.capture.captured import Captured
 from fxpart.compat import TorchDispatchMode
+from fxpart.passes.objective import OBJECTIVE_KEY, Totals
 from fxpart.rng import microbatch_key, mix, seeded
 
 
@@ -137,6 +138,10 @@ class OneProcess:
         self.multiple = multiple
         self.seed = seed
         self.steps = 0
+        found = graph.meta.get(OBJECTIVE_KEY)
+        self._totals: Totals | None = found
+        names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
+        self._taken = [n for n in names if found is not None and n in found.inputs]
         self._run = WholeGraph(graph, self.state, sending)
         names = [n for n in captured.parameters if self.state[n].requires_grad]
         named = getattr(optimizer, "named", False)
@@ -147,9 +152,11 @@ class OneProcess:
         """Accumulate gradients of the weighted loss over all microbatches; return that loss."""
         total: torch.Tensor | None = None
         pieces = split(self.captured, leaves, self.microbatches, self.multiple)
+        pieces = list(pieces)
+        fed = self._fed(leaves, [weight for _, weight in pieces])
         for index, (part, weight) in enumerate(pieces):
             key = microbatch_key(self.seed, self.steps, index)
-            loss = self._run.run(key, *part)[0]
+            loss = self._run.run(key, *part, *fed[index])[0]
             if loss.requires_grad:
                 torch.autograd.backward([loss], [torch.full_like(loss, weight)])
             value = loss.detach() * weight
@@ -157,6 +164,25 @@ class OneProcess:
         self.steps += 1
         assert total is not None
         return total
+
+    def _fed(self, leaves: list[Any], weights: list[float]) -> list[list[torch.Tensor]]:
+        """What the graph takes beside the inputs: totals of the batch, a microbatch's share."""
+        found = self._totals
+        if found is None:
+            return [[] for _ in weights]
+        by_name = {i.name: t for i, t in zip(self.captured.inputs, leaves, strict=True)}
+        given = [by_name[n.name] for n in found.graph.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            totals = WholeGraph(fx.GraphModule(found.module, found.graph), self.state).run(*given)
+        known = dict(zip(found.names, totals, strict=True))
+        dtypes = {name: getattr(torch, dtype) for name, dtype in found.shares}
+        return [
+            [
+                known[name] if name in known else torch.tensor(weight, dtype=dtypes[name])
+                for name in self._taken
+            ]
+            for weight in weights
+        ]
 
     def update(self) -> None:
         """One optimizer step, then gradients are dropped."""

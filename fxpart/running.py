@@ -78,17 +78,12 @@ def _make_trainer(
 ) -> Trainer | StreamTrainer | QueueTrainer:
     """As :func:`make_trainer`, without modes of torch around it."""
     # Capture and passes, which an exported program trains without.
-    from fxpart.capture.live import live_parameters, take_live
     from fxpart.evaluating import evaluation, prediction
 
     plan, spec = program.plan, program.spec
     queue = routed(plan, weight_mode, options)
     options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)
-    take_live(program.captured)
-    _check_frozen(program)
-    given = program.optimizer if optimizer is None else optimizer
-    if isinstance(given, torch.optim.Optimizer):
-        given = UserOptimizer(given, live_parameters(program.captured))
+    given = _given_now(program, optimizer)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -106,10 +101,7 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
         check_same(places.transport, state, used)
-    copies = Constants()
-    for own in lanes:
-        for stage, module in own.modules.items():
-            copies.add(module, own.spec.stages[stage], state, parts_of(own.spec, own.index))
+    copies = Constants.of(lanes, state)
     made = places.trainer(
         lanes,
         queue=queue,
@@ -128,6 +120,18 @@ def _make_trainer(
         update = copies.update if type(made) is Trainer else None
         made.guard = lambda: guard(update)
     return _of_plan(made, plan)
+
+
+def _given_now(program: Program, optimizer: Any) -> Any:
+    """Take the module's tensors as they are now, and return the optimizer over them."""
+    from fxpart.capture.live import live_parameters, take_live
+
+    take_live(program.captured)
+    _check_frozen(program)
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        return UserOptimizer(given, live_parameters(program.captured))
+    return given
 
 
 def _check_frozen(program: Program) -> None:

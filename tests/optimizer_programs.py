@@ -83,7 +83,7 @@ def apart(what: str) -> str:
     if other and what == "options at first":
         mine.param_groups[0]["lr"] = 0.2
     try:
-        trainer = program(model, "stages" if what == "written" else "replicas").trainer(mine)
+        trainer = program(model, "replicas").trainer(mine)
         trainer.step(batches(1)[0])
         if other and what == "options":
             mine.param_groups[0]["lr"] = 0.2

@@ -51,6 +51,7 @@ class Request:
     mode: str | None = None
     weights: str | None = None
     check: str = "auto"
+    batch_coupling: str | None = None
 
     def workload(self) -> Workload:
         """The target, loaded."""
@@ -147,6 +148,7 @@ class Request:
             "mode": self.mode,
             "weights": self.weights,
             "check": self.check,
+            "batch_coupling": self.batch_coupling,
         }
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
@@ -172,6 +174,11 @@ _MODES = (
         "--weights", metavar="NAME",
         help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}; of queue: "
         f"{', '.join(QUEUED)}.",
+    ),
+    click.option(
+        "--batch-coupling", type=click.Choice(("per-microbatch",)),
+        help="Compute batch statistics and losses over pairs of rows for each microbatch; by "
+        "default such a batch is one microbatch.",
     ),
 )  # fmt: skip
 

@@ -233,6 +233,7 @@ def asked_of(request: Request) -> Asked:
     numbers = {
         "precision": request.precision, "transfer_dtype": request.transfer_dtype,
         "mode": request.mode, "weights": request.weights,
+        "batch_coupling": request.batch_coupling,
     }  # fmt: skip
     return Asked(
         target=request.target,

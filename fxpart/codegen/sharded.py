@@ -107,6 +107,7 @@ def replace_shape(spec: InputSpec, value: torch.Tensor) -> InputSpec:
 def _inputs(captured: Captured, local_graph: fx.GraphModule) -> dict[str, fx.Node]:
     """The user's inputs by name, in order."""
     nodes = [n for n in local_graph.graph.find_nodes(op="placeholder") if n.name != RNG_KEY]
+    nodes = nodes[: len(captured.inputs)]  # totals of the batch follow
     return {spec.name: node for spec, node in zip(captured.inputs, nodes, strict=True)}
 
 

@@ -16,6 +16,7 @@ from fxpart.codegen.names import attributes, identifier
 from fxpart.codegen.placement import STAGES_KEY, check, stages_of
 from fxpart.codegen.sizes import dim_text
 from fxpart.codegen.symbols import readable
+from fxpart.codegen.totals import totals_of, totals_spec
 from fxpart.errors import error
 from fxpart.pipeline import BLOCKS_KEY, LEVEL_KEY, RNG_KEY, Level
 from fxpart.pipeline.edit import annotation
@@ -77,6 +78,7 @@ def split(
         model=captured.model_name,
         parameters=tuple(captured.parameters),
         sharding=sharding,
+        totals=None if work.totals is None else totals_spec(work.totals),
     )
     return spec, built
 
@@ -104,6 +106,7 @@ class _Split:
         check(self.stages, self.alive, effects, set(returned))
         self.gradients = Gradients(self.graph, self.loss, self.alive, captured.state)
         self.sparse = sparse_tables(self.graph, self.alive.__contains__)
+        self.totals = totals_of(module)
         self.inputs = self._inputs()
         self.ops: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for node, stage in self.stages.items():
@@ -117,13 +120,15 @@ class _Split:
         self.output_names = tuple(self.names[node] for node in kept)
 
     def _inputs(self) -> dict[fx.Node, str]:
-        """The user's input nodes in order, with their names in the program."""
+        """The user's input nodes in order, then totals of the batch, with their names."""
         nodes = [n for n in self.graph.nodes if n.op == "placeholder" and n.name != RNG_KEY]
-        return {n: spec.name for n, spec in zip(nodes, self.captured.inputs, strict=True)}
+        count = len(self.captured.inputs)
+        named = {n: spec.name for n, spec in zip(nodes[:count], self.captured.inputs, strict=True)}
+        return named | {node: node.name for node in nodes[count:]}
 
     def _value_names(self, returned: Iterable[fx.Node]) -> dict[fx.Node, str]:
         """Names of values that may leave a stage; a returned input or weight gets its own."""
-        taken = {spec.name for spec in self.captured.inputs}
+        taken = set(self.inputs.values())
         names: dict[fx.Node, str] = {}
         for node in (*self.stages, *returned):
             if node not in names and node in self.alive:

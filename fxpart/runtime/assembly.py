@@ -68,6 +68,8 @@ class Assembly(EntryPoints):
     guard: called before each batch is read; raises where a constant of the program has changed.
     """
 
+    watch: ModuleWatch | None = None
+    frozen: frozenset[str] = frozenset()
     shared_rows = True
     flows = False
     repeats = True
@@ -147,8 +149,6 @@ class Assembly(EntryPoints):
         self._accumulation = Accumulation()  # batches since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
-        self.watch: ModuleWatch | None = None
-        self.frozen: frozenset[str] = frozenset()
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
         self.optimizer = self._prepare_optimizers(optimizer, groups)
 

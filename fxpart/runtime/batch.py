@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.repetition import divide, repeat, times
 from fxpart.runtime.shapes import Sizes, dim
+from fxpart.runtime.totals import BatchTotals
 
 Path = tuple[str | int, ...]
 Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
@@ -27,7 +28,8 @@ class Cut:
     process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
     of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
     they were given; ``inputs`` are meta tensors then. repeats: per microbatch how often ``inputs``
-    have its rows (:mod:`fxpart.runtime.repetition`).
+    have its rows (:mod:`fxpart.runtime.repetition`). totals: numbers of the whole batch, such as
+    how many targets count, by the stage input that takes them; also in ``inputs``.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
@@ -36,6 +38,7 @@ class Cut:
     weights: tuple[float, ...]
     repeats: tuple[int, ...]
     local: Mapping[str, torch.Tensor] | None = None
+    totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def repeated(self) -> bool:
@@ -77,6 +80,7 @@ class Reader:
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
+        self.totals = None if spec.totals is None else BatchTotals(spec.totals, spec.symbols)
         self._multiple = multiple
         self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
         self._constants = {c.path: c.value for c in spec.constants}
@@ -137,7 +141,11 @@ class Reader:
         total = sum(rows)
         weights = tuple(n / total for n in rows)
         local = seen.tensors if seen.local else None
-        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local)
+        totals = {}
+        if self.totals is not None:
+            shares = [weight * count for weight, count in zip(weights, repeats, strict=True)]
+            totals = self.totals.feed(tensors, pieces, shares)
+        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local, totals)
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
         """Some rank has every input that a size is read from."""

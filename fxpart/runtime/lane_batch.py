@@ -36,6 +36,7 @@ class LaneFeed:
         seen = self._reader.look(batch)
         if not local:
             return seen
+        self._check_local()
         parts = row_parts(self._spec)
         if len({part.place for part in self._parts}) > 1:
             raise error(
@@ -54,6 +55,16 @@ class LaneFeed:
                 ]
                 whole[given.name] = (dtype, tuple(sizes))
         return Seen(seen.tensors, whole, seen.absent, local=True)
+
+    def _check_local(self) -> None:
+        """FXP109 where the loss needs a number of all rows, and a rank would have some of them."""
+        if self._spec.totals is not None and row_multiple(self._spec) > 1:
+            raise error(
+                "FXP109",
+                where="local=True",
+                why="the loss is divided by a number of the whole batch, such as its valid tokens",
+                fix="give the global batch, or compile with microbatches=1",
+            )
 
     def cut(
         self,
@@ -133,7 +144,10 @@ class LaneReader:
         if self._whole:
             return cut if cut.local is None else replace(cut, inputs=self._own(cut, cut.inputs))
         inputs = tuple(
-            {name: self._pieces(name, t.shape).part(t, self._lane) for name, t in piece.items()}
+            {
+                name: self._pieces(name, t.shape).part(t, self._lane) if name in self._dims else t
+                for name, t in piece.items()
+            }
             for piece in cut.inputs
         )
         sizes = tuple(
@@ -141,7 +155,7 @@ class LaneReader:
             for piece in inputs
         )
         inputs = inputs if cut.local is None else self._own(cut, inputs)
-        return Cut(inputs, sizes, cut.rows, cut.weights, cut.repeats)
+        return Cut(inputs, sizes, cut.rows, cut.weights, cut.repeats, totals=cut.totals)
 
     def _own(
         self, cut: Cut, shapes: Sequence[dict[str, torch.Tensor]]
@@ -170,14 +184,18 @@ class LaneReader:
 
 def needed_inputs(lanes: Sequence[Lane]) -> frozenset[str]:
     """The inputs that the stages of this process take."""
-    return frozenset(
+    taken = {
         value.name
         for lane in lanes
         for stage in lane.spec.stages
         if stage.index in lane.modules
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
-    )
+    }
+    totals = lanes[0].spec.totals
+    if totals is not None and taken & set(totals.names):
+        taken |= set(totals.inputs)
+    return frozenset(taken & {given.name for given in inputs_of(lanes[0].spec)})
 
 
 def inputs_of(spec: ProgramSpec) -> tuple[InputSpec, ...]:

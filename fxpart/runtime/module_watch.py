@@ -42,7 +42,23 @@ class ModuleWatch:
         self._flags = {name: self._tensors[name].requires_grad for name in self._parameters}
         self._values = values
         self._frozen: frozenset[str] = frozenset()
+        self._returned: dict[str, torch.Tensor] = {}
         self.accept()
+
+    def note_returned(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Remember the trainer's state that a caller got, which may be loaded into the module."""
+        self._returned = {
+            name: _sample(tensor).clone()
+            for name, tensor in state.items()
+            if name in self._tensors and type(tensor) is torch.Tensor and _is_sampled(tensor)
+        }
+
+    def _is_returned(self, name: str, now: Any) -> bool:
+        """Whether the module's tensor has the numbers that the trainer returned last."""
+        known = self._returned.get(name)
+        if known is None or not isinstance(now, torch.Tensor) or not _is_sampled(now):
+            return False
+        return _equal(_sample(now), known)
 
     def accept(self) -> None:
         """Take what the module has now as known, as after loading state into the trainer."""
@@ -112,7 +128,7 @@ class ModuleWatch:
                 continue
             known = self._buffers.get(name)
             same = known is not None and isinstance(now, torch.Tensor) and _equal(now, known)
-            if self._values and not same:
+            if self._values and not same and not self._is_returned(name, now):
                 changed.append(name)
         if changed:
             raise _changed(changed)
@@ -130,8 +146,10 @@ class ModuleWatch:
         parts = numbers.split([len(view) for _, _, view in these])
         pairs = zip(these, parts, strict=True)
         changed = [name for (name, _, view), part in pairs if not _equal(view.to(part.dtype), part)]
-        if changed:
-            raise _changed(changed)
+        other = [name for name in changed if not self._is_returned(name, self._tensors[name])]
+        if other:
+            raise _changed(other)
+        self.accept()
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ class Saving(Assembly):
         unless each has the whole model: then ``first_only`` and ``sharded`` make the others wait.
         """
         if self._has_whole_model and not first_only and not sharded:
-            return self._own_state_dict(trainable_only)
+            return self._note_returned(self._own_state_dict(trainable_only))
         self._together(f"state_dict {first_only} {sharded} {trainable_only}")
         wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
@@ -57,6 +57,12 @@ class Saving(Assembly):
             if not trainable_only:
                 found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return self._note_returned(found)
+
+    def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state, which the module may then be given, noted for the watch of it."""
+        if self.watch is not None:
+            self.watch.note_returned(found)
         return found
 
     @cached_property

@@ -8,7 +8,6 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -323,16 +322,6 @@ class State:
         )  # fmt: skip
         for name, value in content.items():
             self._walk(value, join + name, name, 1)
-
-
-@contextmanager
-def unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
-    """Restore what the code within changes, but for parameters and the model's own buffers."""
-    state = State.of(model, loss, Reached.of(model, loss), copies=False)
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _join(path: str, name: str) -> str:

@@ -126,8 +126,6 @@ def test_dropout_that_is_changed_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     trainer = program(nn.functional.cross_entropy, model).trainer(frozen)
     trainer.step(BATCH)
-    model.eval()  # the trainer has modes of its own
-    trainer.step(BATCH)
     model[1].p = 0.1
     with pytest.raises(FxpartError, match=r"1\.p"):
         trainer.step(BATCH)
@@ -137,8 +135,8 @@ def test_running_the_module_itself_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     program_ = program(nn.functional.cross_entropy, model)
     trainer = program_.trainer(frozen)
+    trainer.step(BATCH)
     model(BATCH[0])
-    model.load_state_dict(trainer.state_dict())
     trainer.step(BATCH)
 
 
@@ -158,3 +156,15 @@ def test_constants_of_training_and_evaluation_are_told_apart() -> None:
     trainer = program(nn.functional.cross_entropy, model).trainer(frozen)
     wanted = nn.functional.cross_entropy(model.eval()(BATCH[0]), BATCH[1])
     assert float(trainer.eval_step(BATCH)) == pytest.approx(float(wanted))
+
+
+def test_a_module_that_gets_the_trained_weights_is_no_change() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    trainer = program(nn.functional.cross_entropy, model, stages=2).trainer(torch.optim.SGD)
+    for _ in range(3):
+        trainer.step(BATCH)
+        model.load_state_dict(trainer.state_dict())
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    with pytest.raises(FxpartError, match=r"0\.weight"):
+        trainer.step(BATCH)

@@ -1,4 +1,4 @@
-"""Gradient hooks: refused by name, and found by the comparison without that."""
+"""Gradient hooks: refused by name, and found by the comparison where names are not checked."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""Graphs of several microbatches: totals of the batch become inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.passes.objective import divide
+from fxpart.sharded.graphs import Sharded
+
+if TYPE_CHECKING:
+    from fxpart.capture import Captured
+
+
+def batch_dims(captured: Captured) -> Mapping[str, int | None]:
+    """The batch dim of each input of the graph, by its placeholder."""
+    return {given.name: given.batch_dim for given in captured.inputs}
+
+
+def is_divided(captured: Captured, microbatches: int) -> bool:
+    """Whether a batch may come in several pieces: a graph of one size takes any number of them."""
+    return microbatches > 1 or not captured.symbolic
+
+
+def divided(graph: fx.GraphModule, captured: Captured, microbatches: int) -> fx.GraphModule:
+    """The graph for so many microbatches; itself for one, and where the loss is a mean of rows."""
+    if not is_divided(captured, microbatches):
+        return graph
+    return divide(graph, batch_dims(captured), accept=True).module
+
+
+def divided_lanes(sharded: Sharded, captured: Captured, microbatches: int) -> Sharded:
+    """The same for a graph whose placements over a mesh are decided."""
+    whole = divided(sharded.whole, captured, microbatches)
+    return sharded if whole is sharded.whole else replace(sharded, whole=whole, _locals={})

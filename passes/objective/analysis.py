@@ -1,0 +1,347 @@
+"""Propagate what each value of a microbatch is to that of the whole batch, by the sharding rules.
+
+A microbatch is to the batch what a mesh rank's part is under data parallelism, except that the
+parts come one after another. So the rules of data parallelism say what happens to rows, sums and
+means; where they would move data between ranks, rows of different microbatches are coupled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpart.pipeline import RNG_KEY
+from fxpart.pipeline.effects import (
+    argument,
+    is_op,
+    is_random,
+    op_of,
+    packet_name,
+    state_written,
+)
+from fxpart.pipeline.sizes import expression, tensors
+from fxpart.sharding import Mesh, Shard
+
+from ..propagation.ruled import Ruled, Rules
+from ..rules import operands
+from .kinds import FIXED, MEAN, Kind, Relation, coupled, rows
+from .losses import Loss, loss_of
+from .transfer import Transfer, place_of, transfer
+
+AXIS = Mesh((("batch", 1),))
+# A graph of one size: names of the nodes whose numbers differ in a graph of another batch size.
+NUMBERS_KEY = "fxpart_batch_numbers"
+LARGEST_CONSTANT = 1 << 16  # elements of a buffer that totals of the batch may depend on
+
+_UNIFORM = frozenset(
+    f"aten.{name}"
+    for name in (
+        "zeros ones full empty new_zeros new_ones new_full new_empty rand randn randint"
+    ).split()
+)
+_QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
+_REPEATED = frozenset({"aten.expand", "aten.expand_as", "aten.repeat"})
+_ARITHMETIC = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add sub rsub mul div true_divide multiply subtract divide pow floor_divide"
+    ).split()
+)
+
+
+@dataclass
+class Analysis:
+    """The kind of every tensor of a graph.
+
+    kinds: per node one for each tensor that it gives. conversions: (node, operand) pairs whose sum
+    has to become a mean before the node reads it. losses: losses whose mean over counted targets
+    becomes a sum and a total of the batch. sizes: (node, operand) pairs in which the batch size is
+    a number of the computation. writers: nodes that write state, by node.
+    """
+
+    graph: fx.Graph
+    kinds: dict[fx.Node, tuple[Kind, ...]] = field(default_factory=dict)
+    conversions: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
+    losses: dict[fx.Node, Loss] = field(default_factory=dict)
+    sizes: dict[tuple[fx.Node, Any], None] = field(default_factory=dict)
+    writers: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+
+    def kind(self, node: fx.Node) -> Kind:
+        """The kind of a node that gives one tensor; of several, the worst."""
+        found = self.kinds.get(node, (FIXED,))
+        return next((k for k in found if k.coupled), found[0] if found else FIXED)
+
+    @property
+    def loss(self) -> fx.Node | None:
+        """The node of the loss; None without a loss."""
+        given = self.graph.output_node().args[0]
+        loss = given[0] if isinstance(given, (tuple, list)) and given else None
+        return loss if isinstance(loss, fx.Node) else None
+
+
+def analyze(
+    module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
+) -> Analysis:
+    """The kinds of all values of a prepared graph.
+
+    batch_dims: of each input, by its name. accept: what couples rows is computed for each
+    microbatch, and counts as a mean over rows.
+    """
+    return _Analyzer(module, batch_dims, accept).run()
+
+
+class _Analyzer:
+    """One pass over the nodes in order."""
+
+    def __init__(
+        self, module: fx.GraphModule, batch_dims: Mapping[str, int | None], accept: bool
+    ) -> None:
+        self.module, self.dims, self.accept = module, batch_dims, accept
+        self.found = Analysis(module.graph)
+        self.rules = Rules(AXIS)
+        self.symbols: set[sympy.Symbol] = set()
+        self.sizes: set[int] = set()  # of the batch dims of a graph of one size
+        self.numbers: frozenset[str] = module.meta.get(NUMBERS_KEY, frozenset())
+        written = state_written(module.graph)
+        self.found.writers = written
+        self.changed = {name for names in written.values() for name in names}
+
+    def run(self) -> Analysis:
+        """All nodes."""
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.found.kinds[node] = (self._input(node),)
+            elif node.op == "get_attr":
+                self.found.kinds[node] = (FIXED.of(self._is_constant(str(node.target))),)
+            elif node.op == "call_function" and tensors(node.meta.get("val")):
+                self.found.kinds[node] = self._settled(node, self._call(node))
+        return self.found
+
+    def _input(self, node: fx.Node) -> Kind:
+        dim = self.dims.get(node.name)
+        value = node.meta.get("val")
+        if node.name == RNG_KEY or not isinstance(value, torch.Tensor):
+            return FIXED
+        if dim is None:
+            return FIXED.of(True)
+        size = value.shape[dim]
+        self.symbols |= _symbols(size)
+        if isinstance(size, int):
+            self.sizes.add(size)
+        return rows(Shard(dim)).of(True)
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether state never changes in training and is small: a class weight, a table."""
+        value = attrgetter(name)(self.module)
+        fixed = not isinstance(value, nn.Parameter) and not value.requires_grad
+        return fixed and name not in self.changed and value.numel() <= LARGEST_CONSTANT
+
+    def _settled(self, node: fx.Node, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+        """Kinds as others see them: what only inputs determine is a total of the batch."""
+        sources = [a for a in node.all_input_nodes if a in self.found.kinds]
+        known = [k for a in sources for k in self.found.kinds[a]]
+        own = all(k.from_inputs for k in known) and not is_random(node)
+        if own and node in self.found.writers:
+            own = False
+        if node.name in self.numbers:
+            own = False  # its numbers are those of a microbatch
+        total = any(k.total for k in known)
+        settled = []
+        for kind, tensor in zip(kinds, tensors(node.meta["val"]), strict=True):
+            if self.accept and kind.coupled and not own and not self._grows(tensor):
+                settled.append(MEAN)
+            elif not own:
+                settled.append(kind.of(False))
+            elif kind.relation in (Relation.ROWS, Relation.INDEX):
+                settled.append(kind.of(True))
+            elif kind.relation is Relation.FIXED:
+                settled.append(replace(kind, from_inputs=True, total=total or kind.total))
+            elif self._grows(tensor):
+                settled.append(kind.of(True))
+            else:
+                settled.append(Kind(Relation.FIXED, from_inputs=True, total=True))
+        return tuple(settled)
+
+    def _grows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's shape depends on the rows of the batch, or may."""
+        return any(self._of_batch(size) or _unbacked(size) for size in tensor.shape)
+
+    def _of_batch(self, value: Any) -> bool:
+        """Whether a size or a node of a size depends on the rows of the batch."""
+        if isinstance(value, fx.Node):
+            value = value.meta.get("val")
+        return bool(_symbols(value) & self.symbols)
+
+    def _scales(self, size: Any) -> bool:
+        """Whether a size grows with the rows of the batch."""
+        if self.symbols:
+            return self._of_batch(size)
+        return isinstance(size, int) and any(size % rows == 0 for rows in self.sizes)
+
+    def _call(self, node: fx.Node) -> tuple[Kind, ...]:
+        count = len(tensors(node.meta["val"]))
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            given = self.found.kinds[source]
+            same = isinstance(index, int) and len(given) > index and count == 1
+            return (given[index],) if same else (coupled(node),) * count  # type: ignore[index]
+        if not is_op(op_of(node)):
+            known = [k for a in operands(node) for k in self.found.kinds[a]]
+            plain = all(k.relation is Relation.FIXED for k in known)
+            return (FIXED if plain else coupled(node),) * count
+        name = packet_name(op_of(node))
+        if name in _UNIFORM:
+            return (self._uniform(node),) * count
+        loss = loss_of(node, self.found.kind)
+        if loss is not None:
+            if loss.kind.relation is Relation.SUM and loss.counted:
+                self.found.losses[node] = loss
+            return (loss.kind,) * count
+        return self._ruled(node, name, count)
+
+    def _uniform(self, node: fx.Node) -> Kind:
+        """A tensor of one number, or of random numbers: rows where a dim grows with the batch."""
+        (tensor,) = tensors(node.meta["val"])
+        grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
+        if not grows:
+            return Kind(Relation.FIXED, uniform=not self.symbols)
+        outer = _outer(tensor.shape[grows[0]], self.symbols)
+        return rows(Shard(grows[0], outer)) if len(grows) == 1 and outer else coupled(node)
+
+    def _ruled(self, node: fx.Node, name: str, count: int) -> tuple[Kind, ...]:
+        given = operands(node)
+        known = [self.found.kind(a) for a in given]
+        bad = next((k for k in known if k.coupled), None)
+        if bad is not None:
+            return (bad,) * count
+        if not given:
+            return (self._from_sizes(node),) * count
+        sized = [a for a in _numbers(node) if self._of_batch(a)]
+        if not sized and node.name in self.numbers and name in _ARITHMETIC:
+            mean = known[0].relation is Relation.SUM and len(known) == 1 and name in _QUOTIENTS
+            return (MEAN if mean else coupled(node),) * count
+        if sized and name in _ARITHMETIC:
+            return self._with_size(node, name, known, sized, count)
+        ruled = self.rules.of(node)
+        made = transfer(Transfer(node, name, given, known, ruled, count, self._scales, self.accept))
+        for operand in made.conversions:
+            self.found.conversions[node, operand] = None
+        return self._expanded(node, ruled, made.kinds)
+
+    def _from_sizes(self, node: fx.Node) -> Kind:
+        """A tensor made of sizes: row numbers (arange), or a value of the whole batch."""
+        (tensor,) = tensors(node.meta["val"])[:1]
+        if packet_name(op_of(node)) == "aten.arange" and self._of_batch(tensor.shape[0]):
+            return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
+        if packet_name(op_of(node)) == "aten.arange" and node.name in self.numbers:
+            return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
+        depends = any(self._of_batch(a) for a in _numbers(node)) or self._grows(tensor)
+        depends = depends or node.name in self.numbers
+        return coupled(node) if depends else FIXED
+
+    def _with_size(
+        self, node: fx.Node, name: str, known: list[Kind], sized: list[Any], count: int
+    ) -> tuple[Kind, ...]:
+        """Arithmetic with the batch size as a number: a sum divided by it is a mean over rows."""
+        (kind, *others) = known
+        alone = (
+            not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
+        )
+        if alone and kind.relation is Relation.SUM and name in _QUOTIENTS:
+            rounded = argument(node, "rounding_mode") is not None
+            if not rounded and _proportional(sized[0], self.symbols):
+                return (MEAN,) * count
+        if len(sized) != 1 or not alone:
+            return (coupled(node),) * count
+        ruled = self.rules.of(node)
+        made = transfer(
+            Transfer(node, name, operands(node), known, ruled, count, self._scales, self.accept)
+        )
+        self.found.sizes[node, sized[0]] = None
+        for operand in made.conversions:
+            self.found.conversions[node, operand] = None
+        return made.kinds
+
+    def _expanded(
+        self, node: fx.Node, ruled: Ruled | None, kinds: tuple[Kind, ...]
+    ) -> tuple[Kind, ...]:
+        """A fixed value that is expanded to the size of the batch has equal rows."""
+        found = []
+        for index, (kind, tensor) in enumerate(zip(kinds, tensors(node.meta["val"]), strict=True)):
+            grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
+            if kind.relation is not Relation.FIXED or not grows:
+                repeated = not self.symbols and packet_name(op_of(node)) in _REPEATED
+                found.append(replace(kind, uniform=True) if repeated else kind)
+                continue
+            place = None if ruled is None or len(grows) > 1 else self._cut(ruled, index, grows[0])
+            found.append(coupled(node) if place is None else rows(place))
+        return tuple(found)
+
+    def _cut(self, ruled: Ruled, index: int, dim: int) -> Shard | None:
+        """Where a result has rows that no operand has."""
+        rule = ruled.rule
+        for factor in rule.results[index][dim]:
+            if not self._of_batch(rule.sizes[factor]) or factor in rule.whole:
+                continue
+            part = (factor, 1)
+            if all(place_of(dims, part, rule) is None for dims in rule.operands):
+                return place_of(rule.results[index], part, rule)
+        return None
+
+
+def _symbols(value: Any) -> set[sympy.Symbol]:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set(value.node.expr.free_symbols)
+    return set()
+
+
+def _unbacked(size: Any) -> bool:
+    return any(str(s).startswith(("u", "zuf")) for s in _symbols(size))
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    """The arguments of a call that are sizes: nodes of sizes and symbolic integers."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, fx.Node):
+            if not tensors(value.meta.get("val")):
+                found.append(value)
+        elif isinstance(value, torch.SymInt | torch.SymFloat):
+            found.append(value)
+
+    visit(node.args)
+    visit(tuple(node.kwargs.values()))
+    return found
+
+
+def _expression(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.SymFloat):
+        return value.node.expr
+    return expression(value)
+
+
+def _proportional(value: Any, symbols: set[sympy.Symbol]) -> bool:
+    """Whether a number is the batch size times something that does not depend on it."""
+    found = sympy.sympify(_expression(value))
+    for symbol in found.free_symbols & symbols:
+        return not sympy.simplify(found / symbol).free_symbols & symbols
+    return False
+
+
+def _outer(size: Any, symbols: set[sympy.Symbol]) -> int:
+    """How many pieces come before the rows in a dim of this size, 0 where that is not known."""
+    return 1 if _proportional(size, symbols) else 0

@@ -1,0 +1,69 @@
+"""What couples the rows of a batch, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpart.pipeline.edit import annotation
+from fxpart.pipeline.effects import op_of, packet_name
+
+from .analysis import Analysis
+from .kinds import Relation
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """One part of a model that couples rows. where: for a person. why: what is coupled."""
+
+    where: str
+    why: str
+
+
+def coupling_of(analysis: Analysis, loss: bool = True) -> tuple[Coupling, ...]:
+    """All that makes the objective, or the state after a step, depend on how the batch is divided.
+
+    loss: whether the loss counts; without it only state that is written does.
+    """
+    found: dict[str, Coupling] = {}
+    writers = sorted(analysis.writers.items(), key=lambda item: not _normalization(item[0]))
+    for writer, names in writers:
+        module, kind = annotation(writer).module, _normalization(writer)
+        if kind:
+            found.setdefault(module, Coupling(f"{kind} in {module}", "batch statistics"))
+        else:
+            why = f"{', '.join(names)} is updated once for each microbatch"
+            found.setdefault(module, Coupling(_where(writer), why))
+    end = analysis.loss
+    if loss and end is not None:
+        kind = analysis.kind(end)
+        if kind.coupled or kind.relation in (Relation.ROWS, Relation.INDEX):
+            cause = kind.cause if kind.cause is not None else end
+            module, name = annotation(cause).module, _normalization(cause)
+            if name:
+                found.setdefault(module, Coupling(f"{name} in {module}", "batch statistics"))
+            else:
+                key = f"{module} {cause.name}"
+                found.setdefault(key, Coupling(_where(cause), f"{_op(cause)} combines rows"))
+    return tuple(found.values())
+
+
+def _normalization(node: fx.Node) -> str:
+    """The kind of a normalization over the batch; empty for other ops."""
+    name = packet_name(op_of(node))
+    if "batch_norm" in name:
+        return "BatchNorm"
+    return "InstanceNorm" if "instance_norm" in name else ""
+
+
+def _op(node: fx.Node) -> str:
+    name = packet_name(op_of(node)) if node.op == "call_function" else ""
+    return name.removeprefix("aten.") or node.name
+
+
+def _where(node: fx.Node) -> str:
+    """The module and source line of a node."""
+    known = annotation(node)
+    module = known.module or "the loss"
+    return f"{module} ({known.source})" if known.source else module

@@ -1,0 +1,278 @@
+"""Rewrite a graph so that its microbatches' losses add up to the loss of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.pipeline import MESH_KEY
+from fxpart.pipeline.annotation import KEY, Annotation, NodeSharding
+from fxpart.pipeline.edit import add_call, annotate, annotation, fake_mode, fork
+from fxpart.pipeline.effects import argument
+from fxpart.sharding import REPLICATE, Mesh, Shard
+
+from ..rules.call import with_argument
+from .analysis import Analysis, analyze
+from .kinds import Relation
+from .losses import SUM_OF, count_of
+
+OBJECTIVE_KEY = "fxpart_objective"  # a divided graph: its Totals
+_HALF = (torch.float16, torch.bfloat16)
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a divided graph takes beside the user's inputs.
+
+    graph: computes totals of the whole batch from inputs and constants; it returns them as a tuple.
+    names: the placeholders of the divided graph that take them, in order. shares: placeholders that
+    take the microbatch's share of the batch's rows, with their dtypes ("float32"). module: has the
+    constants that the graph reads.
+    """
+
+    graph: fx.Graph
+    names: tuple[str, ...]
+    shares: tuple[tuple[str, str], ...]
+    module: fx.GraphModule
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """All placeholders that the runtime computes."""
+        return (*self.names, *(name for name, _ in self.shares))
+
+
+@dataclass(frozen=True)
+class Divided:
+    """module: the rewritten graph. totals: what it takes; None where nothing had to change."""
+
+    module: fx.GraphModule
+    totals: Totals | None
+
+
+def divide(
+    module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
+) -> Divided:
+    """The graph for microbatches, whose losses are weighted by their rows and added up.
+
+    batch_dims: of each input. accept: values that couple rows are computed for each microbatch.
+    A graph whose loss is a mean over rows stays as it is.
+    """
+    analysis = analyze(module, batch_dims, accept=accept)
+    if analysis.loss is None or not _Change.needed(analysis):
+        return Divided(module, None)
+    made = fork(module)
+    change = _Change(made, analyze(made, batch_dims, accept=accept))
+    totals = change.run()
+    made.graph.lint()
+    made.meta[OBJECTIVE_KEY] = totals
+    made.recompile()
+    return Divided(made, totals)
+
+
+class _Change:
+    """The rewriting of one graph."""
+
+    def __init__(self, module: fx.GraphModule, analysis: Analysis) -> None:
+        self.module, self.graph, self.found = module, module.graph, analysis
+        self.mode = fake_mode(module.graph)
+        self.totals = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.fed: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.outputs: list[tuple[str, fx.Node]] = []
+        self.shares: dict[torch.dtype, fx.Node] = {}
+        mesh = module.meta.get(MESH_KEY)
+        self.axes = len(mesh.axes) if isinstance(mesh, Mesh) else None
+        self.last = list(module.graph.find_nodes(op="placeholder"))[-1]
+
+    @staticmethod
+    def needed(found: Analysis) -> bool:
+        """Whether anything of what the loss needs has to change."""
+        live = _live(found)
+        loss = found.loss
+        assert loss is not None
+        return (
+            found.kind(loss).relation is Relation.SUM
+            or any(n in live for n in found.losses)
+            or any(n in live for n, _ in (*found.conversions, *found.sizes))
+            or any(True for _ in _reads(found, live))
+        )
+
+    def run(self) -> Totals:
+        """All changes; inputs that the changed graph takes."""
+        live, loss = _live(self.found), self.found.loss
+        assert loss is not None
+        reads = list(_reads(self.found, live))
+        for user, total in reads:
+            user.replace_input_with(total, self._total(total))
+        for node, size in self.found.sizes:
+            if node in live:
+                self._replace_size(node, size)
+        ends: dict[fx.Node, fx.Node] = {}
+        for node in self.found.losses:
+            if node in live:
+                ends[node] = self._counted(node)
+        for node, operand in self.found.conversions:
+            if node in live:
+                source = ends.get(operand, operand)
+                node.replace_input_with(source, self._mean(source))
+        if self.found.kind(loss).relation is Relation.SUM:
+            source = ends.get(loss, loss)
+            self._return(self._mean(source))
+        elif self.found.kind(loss).total:
+            self._return(self._total(loss))
+        self.totals.output(tuple(node for _, node in self.outputs))
+        names = tuple(name for name, _ in self.outputs)
+        shares = tuple((n.name, str(d).removeprefix("torch.")) for d, n in self.shares.items())
+        return Totals(self.totals, names, shares, self.module)
+
+    # -- the totals' graph ----------------------------------------------------------------------
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """A node of the graph in the totals' graph, with all that it needs."""
+        todo = [node]
+        while todo:
+            top = todo[-1]
+            missing = [a for a in top.all_input_nodes if a not in self.copies]
+            if missing and top not in self.copies:
+                todo += missing
+                continue
+            todo.pop()
+            if top not in self.copies:
+                self.copies[top] = self._copy(top)
+        return self.copies[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            first = next(iter(self.totals.nodes), None)
+            with self.totals.inserting_before(first):
+                made = self.totals.placeholder(node.name)
+            made.meta = dict(node.meta)
+            return made
+        return self.totals.node_copy(node, self.copies.__getitem__)
+
+    def _add(self, like: fx.Node) -> Any:
+        def add(target: Any, args: tuple[Any, ...]) -> fx.Node:
+            return add_call(self.totals, target, args, like=like, mode=self.mode)
+
+        return add
+
+    def _total(self, node: fx.Node) -> fx.Node:
+        """The input of the graph that takes a total."""
+        if (node, None) not in self.fed:
+            self.fed[node, None] = self._feed(self._copied(node))
+        return self.fed[node, None]
+
+    def _feed(self, output: fx.Node) -> fx.Node:
+        made = self._placeholder(f"batch_total_{len(self.outputs)}", output.meta["val"])
+        self.outputs.append((made.name, output))
+        return made
+
+    def _placeholder(self, name: str, value: Any) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            made = self.graph.placeholder(name)
+        self.last = made
+        made.meta = {"val": value, KEY: Annotation()}
+        if self.axes is not None:
+            whole = (REPLICATE,) * self.axes
+            annotate(made, sharding=NodeSharding(("",) * self.axes, (whole,), ("",) * self.axes))
+        return made
+
+    # -- the graph ------------------------------------------------------------------------------
+
+    def _replace_size(self, node: fx.Node, size: Any) -> None:
+        """The batch size as a number of a computation is that of the whole batch."""
+        key = (node, size)
+        if key not in self.fed:
+            given = self._copied(size) if isinstance(size, fx.Node) else size
+            output = self._add(node)(_ATEN.scalar_tensor.default, (given,))
+            dtype = torch.float64 if node.meta["val"].dtype is torch.float64 else torch.float32
+            self.fed[key] = self._feed(self._add(node)(_ATEN.to.dtype, (output, dtype)))
+        fed = self.fed[key]
+        node.args = tuple(fed if a is size else a for a in node.args)
+
+    def _counted(self, node: fx.Node) -> fx.Node:
+        """A mean over counted targets as a sum, divided by their number in the whole batch."""
+        dtype = node.meta["val"].dtype
+        wide = torch.float32 if dtype in _HALF else dtype
+        count = count_of(self.totals, node, self._copied, self._add(node))
+        count = self._add(node)(_ATEN.to.dtype, (count, wide))
+        fed = self._feed(count)
+        if dtype in _HALF:
+            logits = argument(node, "self")
+            with self.graph.inserting_before(node):
+                node.replace_input_with(logits, self._pointwise(_ATEN.to.dtype, logits, wide))
+        node.args, node.kwargs = with_argument(
+            node, (node.args, dict(node.kwargs)), "reduction", SUM_OF
+        )
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            made = self._pointwise(_ATEN.div.Tensor, node, fed)
+        if dtype in _HALF:
+            with self.graph.inserting_after(made):
+                made = self._pointwise(_ATEN.to.dtype, made, dtype)
+        for user in users:
+            user.replace_input_with(node, made)
+        return made
+
+    def _mean(self, source: fx.Node) -> fx.Node:
+        """A sum, divided by the microbatch's share of the rows."""
+        dtype = source.meta["val"].dtype
+        if dtype not in self.shares:
+            with self.mode:
+                value = torch.empty((), dtype=dtype)
+            name = "batch_share" if not self.shares else f"batch_share_{len(self.shares)}"
+            self.shares[dtype] = self._placeholder(name, value)
+        with self.graph.inserting_after(source):
+            return self._pointwise(_ATEN.div.Tensor, source, self.shares[dtype])
+
+    def _pointwise(self, target: Any, source: fx.Node, other: Any) -> fx.Node:
+        """An op on one tensor of the graph, which is placed as that is."""
+        made = add_call(self.graph, target, (source, other), like=source, mode=self.mode)
+        known = annotation(source).sharding
+        if known is None or self.axes is None:
+            return made
+        (placed, *_) = known.results
+        strategy = []
+        for place in placed:
+            if isinstance(place, Shard):
+                inner = f"/{place.outer}" if place.outer > 1 else ""
+                strategy.append(f"d{place.dim}{inner}")
+            else:
+                strategy.append("" if place in (None, REPLICATE) else "+0")
+        annotate(made, sharding=NodeSharding(tuple(strategy), (placed,), known.origins))
+        return made
+
+    def _return(self, loss: fx.Node) -> None:
+        output = self.graph.output_node()
+        (_, *others) = output.args[0]  # type: ignore[misc, union-attr]
+        output.args = ((loss, *others),)
+
+
+def _live(found: Analysis) -> set[fx.Node]:
+    """The nodes that the loss or written state needs."""
+    todo = [n for n in (found.loss, *found.writers) if n is not None]
+    live: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += node.all_input_nodes
+    return live
+
+
+def _reads(found: Analysis, live: set[fx.Node]) -> Any:
+    """(node, total) pairs where a value of the microbatch is computed with one of the batch."""
+    for node in found.graph.nodes:
+        if node not in live or node.op != "call_function":
+            continue
+        own = found.kinds.get(node)
+        if own is None or all(k.total for k in own):
+            continue
+        for operand in node.all_input_nodes:
+            if operand in found.kinds and found.kind(operand).total:
+                yield node, operand
