@@ -183,7 +183,7 @@ def merge(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Probl
     return [
         problem
         if len(set(ranks)) == len(messages) or problem.where.startswith("rank ")
-        else replace(problem, where=f"rank {', '.join(map(str, ranks))}, {problem.where}")
+        else replace(problem, why=f"{problem.why} (on rank {', '.join(map(str, ranks))})")
         for problem, ranks in found.items()
     ]
 

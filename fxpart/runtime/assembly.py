@@ -389,7 +389,8 @@ class Assembly(EntryPoints):
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
-        mode = f"{mode} call {self.calls}"
+        pending = self._accumulation.batches
+        mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
         if len(self._transport.local) < self._transport.ranks:
             mode += process_modes()
         refusal = None

@@ -337,7 +337,6 @@ class Prepared:
 
         return Instruction(action, (), do, drain)
 
-
     def _packed(self, channel: int, link: Link, value: torch.Tensor) -> list[torch.Tensor]:
         """What is sent of a value: itself, contiguous, and before its link's first its order."""
         if not has_order(link.shape):
