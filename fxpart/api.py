@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
@@ -20,11 +21,13 @@ from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
+from fxpart.planned.constraint_check import check_plan
 from fxpart.planned.scheduled import plan_schedule
 from fxpart.pricing.joint_space import Space
 from fxpart.program import ProgramSpec
 from fxpart.requests import Request, find_cluster, make_request
-from fxpart.runtime.one_plan import plan_of_all
+from fxpart.runtime.ambient import compiles
+from fxpart.runtime.one_plan import plan_of_all, several_ranks
 from fxpart.schedule.action import Schedule
 from fxpart.sharded.coupling import couplings, settled_microbatches, with_equivalence
 from fxpart.sharded.decide import given_annotations
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from fxpart.verify import Verification
 
 
+@compiles
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -59,6 +63,7 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
@@ -87,10 +92,13 @@ def compile(
     simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
     with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
     stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash".
-    batch_coupling: "per-microbatch" computes what couples the rows of a batch (batch statistics, a
-    loss over pairs of rows) for each microbatch; without it such a batch is one microbatch.
-    progress: told of incumbent and bound while the planner solves.
+    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
+    "auto" compares the captured program with the module as written over two steps on a slice of
+    the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
+    always does, "off" never; the plan records it. batch_coupling: "per-microbatch" computes what
+    couples the rows of a batch (batch statistics, a loss over pairs of rows) for each microbatch;
+    without it such a batch is one microbatch. progress: told of incumbent and bound while the
+    planner solves.
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -113,16 +121,21 @@ def compile(
             seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
+        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
         _settled(front, chosen.microbatches, chosen)
+        if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
+            front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
     check_trainable(front.request.constraints)
     return _solve(front, microbatches, progress)
 
 
+@compiles
 def propose(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -141,6 +154,7 @@ def propose(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    check: str = "auto",
     batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Proposed:
@@ -165,13 +179,16 @@ def propose(
             seed,
         ),
         {"loss": loss, "batch_dims": batch_dims},
+        check,
     )  # fmt: skip
+    checked = front.compare()
     microbatches = _settled(front, microbatches)
     problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
     plan = best_of_all(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
-    return Proposed(plan, problem)
+    check_plan(plan, front.request.constraints, front.blocks)
+    return Proposed(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
@@ -240,6 +257,7 @@ class Program:
             )
         return dump_annotations(self.lanes.sharded.whole, suffix)
 
+    @compiles
     def replan(
         self,
         cluster: Cluster | str | Path,
@@ -253,8 +271,16 @@ class Program:
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
         checked = captured_so(dict(constraints or {}), self.captured.precision)
+        granularity = self.plan.constraints.get("granularity", "block")
+        if checked.get("granularity", granularity) != granularity:
+            raise error(
+                "FXP109",
+                where=f"granularity={checked['granularity']!r}",
+                why=f"the model was captured into blocks of granularity={granularity!r}",
+                fix="compile the model again",
+            )
         if "granularity" in self.plan.constraints:
-            checked["granularity"] = self.plan.constraints["granularity"]
+            checked["granularity"] = granularity
         if "batch_coupling" in self.plan.constraints:
             checked.setdefault("batch_coupling", self.plan.constraints["batch_coupling"])
         chosen = find_cluster(cluster, None)
@@ -262,7 +288,9 @@ class Program:
         check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
         request = of_model(request, self.plan.model)
-        front = Front(request, self.captured, self.prepared, self.plan.model, said)
+        front = Front(
+            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+        )
         return _solve(front, microbatches)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -398,10 +426,12 @@ def _solve(
     microbatches = settled_microbatches(found_couplings, front.request.constraints, microbatches)
 
     def search() -> Plan:
+        checked = front.compare()
         answer = weigh(front, microbatches, progress)
         found = answer.decided
+        check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            with_equivalence(found.plan, found_couplings),
+            replace(with_equivalence(found.plan, found_couplings), check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

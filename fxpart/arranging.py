@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fxpart.constraints import PIECES
 from fxpart.errors import FxpartError, error
 from fxpart.folding import Folded
 from fxpart.modes import ASYNC
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 PLAIN = ("1f1b", "gpipe")
 SAME_STAGES = ("zb-h1", "found")
-PIECES = ("interleaved", "breadth-first", "zb-v")
 
 _SECONDS = 2.0  # for cutting one number of pieces
 _SEARCH = 5.0  # for an order of computations

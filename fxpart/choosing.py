@@ -15,7 +15,7 @@ import msgspec
 from torch import fx
 
 from fxpart.arranging import priced_as
-from fxpart.constraints import CUTS
+from fxpart.constraints import constrains_cuts
 from fxpart.errors import FxpartError, error
 from fxpart.modes import ASYNC, QUEUE, drained
 from fxpart.optimizers import choose
@@ -302,7 +302,7 @@ def certificate(chosen: Chosen) -> Certificate:
 
 def seats_of(chosen: Chosen, one: Proposal, request: Request) -> Seats:
     """Which devices the proposal's stages take, where they begin if the user said so, and sizes."""
-    fixed = any(request.constraints.get(key) for key in CUTS)
+    fixed = constrains_cuts(request.constraints)
     placement = seat(request.cluster, chosen.problem, one.choice)
     return Seats(
         order=None if placement is None else order_of(request.cluster, placement),
@@ -326,6 +326,40 @@ def others(
     return comparison.candidates(chosen.solution), comparison.changes()
 
 
+def with_degrees(request: Request) -> dict[str, int | float | str | bool]:
+    """Return the constraints with the degrees of a given mesh among them.
+
+    Raises FXP109 for a mesh with other axes than dp and tp, which the joint problem does not have.
+    """
+    if request.open:
+        return dict(request.constraints)
+    axes = dict(request.mesh.axes)
+    if others := sorted(set(axes) - {"dp", "tp"}):
+        raise error(
+            "FXP109",
+            where=f"mesh {request.mesh}",
+            why=f"costs by block are not known on a mesh with the axis {others[0]}, so that cuts "
+            "cannot be constrained and plans of all kinds cannot be compared",
+            fix="use a mesh of dp and tp, or leave the constraint out",
+        )
+    return {**request.constraints, "dp": axes.get("dp", 1), "tp": axes.get("tp", 1)}
+
+
+def _check_proposable(request: Request) -> None:
+    """FXP109 for constraints of lowered graphs, where blocks are priced one by one."""
+    given = request.constraints
+    ignored = [key for key in ("annotations", "placements") if given.get(key)]
+    ignored += ["zero_axis"] if given.get("zero_axis", "dp") != "dp" else []
+    ignored += ["copies"] if given.get("copies") == "always" else []
+    if ignored:
+        raise error(
+            "FXP109",
+            where=", ".join(f"constraint {key}={given[key]!r}" for key in ignored),
+            why="plans of all kinds are priced block by block, and nothing is lowered",
+            fix="leave it out, or leave --space all out",
+        )
+
+
 def best_of_all(
     problem: JointProblem,
     provenance: dict[str, str],
@@ -342,7 +376,8 @@ def best_of_all(
     if request.mode == QUEUE:
         why = "stages that take microbatches from queues have one rank each, and no other degrees"
         raise error("FXP109", where=f"mode={QUEUE}", why=why, fix="leave --space all out")
-    wishes = read_wishes(request.constraints)
+    _check_proposable(request)
+    wishes = read_wishes(with_degrees(request))
     wished = apply_wishes(problem, wishes)
     limit = float(request.constraints.get("time_limit", 30.0))
     solver = str(request.constraints.get("solver", "auto"))

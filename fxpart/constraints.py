@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from fxpart.errors import Problem, error
-from fxpart.modes import NAMES, QUEUE, Constraints, drained
+from fxpart.modes import ASYNC, NAMES, QUEUE, Constraints, drained, mode_of
 from fxpart.modes import faults as mode_faults
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import PRECISIONS, TRANSFER_DTYPES
@@ -36,11 +38,11 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "batch_coupling": (str, ("per-microbatch",)),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
-CUTS = ("stage", "layout", "forbid")  # wishes that may say where stages begin
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
 WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
 # The schedules that this version's runtime knows; by the first two cuts are chosen.
 TRAINED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
+PIECES = ("interleaved", "breadth-first", "zb-v")  # with several virtual stages per rank
 DEGREES = ("dp", "tp", "ep")  # what a mesh decides, by its axes of these names
 
 
@@ -78,14 +80,52 @@ def faults(constraints: Constraints) -> list[Problem]:
             problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
     if not problems:
         problems += [*wish_faults(constraints), *mode_faults(constraints)]
-    if not constraints.get("mesh"):
-        fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
-        problems += [
-            Problem("FXP109", f"constraint {key}={wish!r}", "it says nothing without a mesh", fix)
-            for key in SHARDING
-            if (wish := constraints.get(key))
-        ]
+    if not problems:
+        problems += [*_virtual_faults(constraints), *_solver_faults(constraints)]
+    needing: tuple[str, ...] = ()
+    if constraints.get("mesh") in (None, "", "none"):
+        needing = SHARDING
+    if constraints.get("mesh") == "auto" and constraints.get("zero_axis", DEGREES[0]) != DEGREES[0]:
+        needing = ("zero_axis",)  # of a mesh that is searched for it is the data-parallel axis
+    fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
+    problems += [
+        Problem("FXP109", f"constraint {key}={wish!r}", "it says nothing without a mesh", fix)
+        for key in needing
+        if (wish := constraints.get(key))
+    ]
     return problems
+
+
+def _virtual_faults(constraints: Constraints) -> Iterator[Problem]:
+    """FXP109 where virtual stages are requested from schedules that have one stage per rank."""
+    wanted = [w for w in read_wishes(constraints) if (w.kind, w.key) == ("fix", "virtual")]
+    if not wanted or any("1" in wish.values for wish in wanted):
+        return
+    mode = mode_of(constraints)
+    words = str(drained(constraints).get("schedule", TRAINED[0])).split(",")
+    if mode in ("sync", "auto") and any(word.strip() in PIECES for word in words):
+        return
+    schedules = " or ".join(f"schedule={name}" for name in PIECES)
+    yield Problem(
+        "FXP109",
+        f"constraint virtual={constraints['virtual']!r}",
+        f"mode={mode} has one stage per rank"
+        if mode in (ASYNC, QUEUE)
+        else f"schedule={','.join(words)} has one stage per rank",
+        f"mode=sync with {schedules}",
+    )
+
+
+def _solver_faults(constraints: Constraints) -> Iterator[Problem]:
+    """FXP109 for a solver that the cuts of an asynchronous pipeline are not solved by."""
+    solver = constraints.get("solver", "auto")
+    if mode_of(constraints) == ASYNC and solver not in ("auto", "dp"):
+        yield Problem(
+            "FXP109",
+            f"constraint solver={solver!r}",
+            "the cuts of an asynchronous pipeline are solved by dynamic programming",
+            "solver=dp, or mode=sync",
+        )
 
 
 def beside(constraints: Constraints, mesh: Mesh) -> list[Problem]:
@@ -104,6 +144,23 @@ def beside(constraints: Constraints, mesh: Mesh) -> list[Problem]:
         for wish in read_wishes(constraints)
         if wish.kind == "fix" and wish.key in said and said[wish.key] not in wish.values
     ]
+
+
+def constrains_cuts(constraints: Constraints) -> bool:
+    """Whether a constraint says where stages begin, or where they must not."""
+    return any(w.kind in ("stage", "layout") or w.key == "cut" for w in read_wishes(constraints))
+
+
+def allowed_stages(constraints: Constraints, most: int) -> tuple[int, ...]:
+    """Return the numbers of stages up to ``most`` that the constraints allow."""
+    allowed: Sequence[int] = range(1, most + 1)
+    for wish in read_wishes(constraints):
+        if wish.key == "pp" and wish.kind == "fix":
+            allowed = [n for n in allowed if n in wish.numbers]
+        elif wish.key == "pp":
+            forbidden = wish.numbers or range(2, most + 1)
+            allowed = [n for n in allowed if n not in forbidden]
+    return tuple(allowed)
 
 
 def with_numbers(

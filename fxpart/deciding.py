@@ -17,8 +17,10 @@ from fxpart.choosing import (
     costed,
     others,
     seats_of,
+    with_degrees,
 )
-from fxpart.errors import FxpartError, Problem
+from fxpart.constraints import constrains_cuts
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.exact import Look, solve_exactly
 from fxpart.front import Front
 from fxpart.mixing import better, mixes
@@ -29,6 +31,7 @@ from fxpart.pricing.touched import touched_bytes
 from fxpart.pricing.weights import trained_names
 from fxpart.requests import Request, with_mesh
 from fxpart.reranking import Stages, is_measured, plan_seconds
+from fxpart.seating import Seats
 from fxpart.solver.joint.problem import JointProblem
 
 if TYPE_CHECKING:
@@ -68,6 +71,14 @@ def decide(
     fits.
     """
     if not mixes(front.request):
+        if front.request.constraints.get("copies") == "always":
+            raise error(
+                "FXP109",
+                where="constraint copies='always'",
+                why="replicated stages are searched for in synchronous plans and in queues only, "
+                "without constraints on degrees or cuts and without a mesh of several ranks",
+                fix="leave copies out, or those constraints",
+            )
         return _alike(front, microbatches, progress, looked)
     made: list[Decided] = []
 
@@ -89,8 +100,9 @@ def _alike(
     request, captured, graph = front.request, front.captured, front.graph
     info, annotations = front.info, front.annotations
     if not request.open:
+        seats = _fixed_cuts(front, microbatches, progress)
         plan, parts = solve_exactly(
-            request, captured, graph, info, microbatches, annotations, looked=looked
+            request, captured, graph, info, microbatches, annotations, seats, looked
         )
         return Decided(plan, parts)
     degrees = replace(request, constraints=priced_as(request.constraints))
@@ -120,6 +132,27 @@ def _alike(
         raise FxpartError(problems)
     plan, parts, one = min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
     return Decided(with_proof(plan, chosen, one), parts, problem)
+
+
+def _fixed_cuts(
+    front: Front, microbatches: int | None, progress: Callable[[Progress], None] | None
+) -> Seats | None:
+    """Return where stages begin on the given mesh under constraints on cuts; None without any.
+
+    The cuts are those of the joint problem, restricted to the degrees of the mesh. Raises FXP109
+    for a mesh with other axes than dp and tp, which the joint problem does not have.
+    """
+    request = front.request
+    if not constrains_cuts(request.constraints):
+        return None
+    constraints = priced_as(with_degrees(request))
+    if dict(request.mesh.axes).get("dp", 1) > 1:
+        constraints["zero"] = request.zero
+    degrees = replace(request, constraints=constraints)
+    problem, provenance = costed(front.graph, front.captured, degrees, microbatches)
+    chosen = choose_degrees(problem, provenance, degrees, progress=progress)
+    best = chosen.proposals[0].choice
+    return Seats(starts=best.starts, microbatches=best.microbatches, stages=len(best.options))
 
 
 def _has_tables(front: Front) -> bool:

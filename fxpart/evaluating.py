@@ -15,11 +15,13 @@ from fxpart.codegen.evaluation import assign_like
 from fxpart.codegen.load import load_stage
 from fxpart.codegen.materialise import Part
 from fxpart.codegen.split import StageGraph
+from fxpart.compat import storage_identity
 from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.pipeline import PassManager
 from fxpart.plan import Plan
 from fxpart.program import ProgramSpec, StateSpec
+from fxpart.runtime.constants import Constants
 from fxpart.runtime.lanes import Lane
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import parts_of
@@ -32,16 +34,24 @@ if TYPE_CHECKING:
     from fxpart.capture import Captured
 
 
-def evaluation(program: Program, lanes: Sequence[Lane]) -> list[Lane]:
+def evaluation(
+    program: Program, lanes: Sequence[Lane], constants: Constants | None = None
+) -> list[Lane]:
     """The program captured in evaluation mode, on the same stages and sharing their state.
 
-    lanes: of the training program, with the modules of this process.
+    lanes: of the training program, with the modules of this process. constants: where the copies
+    of constants are noted.
     """
     assert program.captured.again is not None
-    return _in_evaluation(program, program.captured.again(False), lanes, keep_outputs=False)
+    captured = program.captured.again(False)
+    found = _in_evaluation(program, captured, lanes, keep_outputs=False)
+    _note(found, captured, constants)
+    return found
 
 
-def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[list[Lane], Outputs]:
+def prediction(
+    program: Program, lanes: Sequence[Lane], loss: bool, constants: Constants | None = None
+) -> tuple[list[Lane], Outputs]:
     """The same with the user's outputs; loss: and with the loss."""
     assert program.captured.again is not None
     captured = program.captured.again(False)
@@ -62,9 +72,16 @@ def prediction(program: Program, lanes: Sequence[Lane], loss: bool) -> tuple[lis
         node.args = ((None, *others),)
         captured.graph.recompile()
     found = _in_evaluation(program, captured, lanes, keep_outputs=True)
+    _note(found, captured, constants)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
+
+
+def _note(lanes: Sequence[Lane], captured: Captured, constants: Constants | None) -> None:
+    """Note the copies of constants in evaluation modules."""
+    if constants is not None:
+        constants.extend(lanes, captured.state)
 
 
 def _unbroadcast(value: Any) -> Any:
@@ -90,12 +107,13 @@ def _in_evaluation(
 ) -> list[Lane]:
     """A model that was captured in evaluation mode, on the stages and lanes of training."""
     graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
+    trained = program.captured.state
     if program.lanes is None:
         assigned = divided(assign_like(program.graph, graph), captured, plan.microbatches)
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        return [_evaluated(captured, *_copied(plan, *made), lane) for lane in lanes]
+        return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
     like = program.lanes.sharded.like(graph, captured)
     sharded = divided_lanes(replace(like, whole_outputs=keep_outputs), captured, plan.microbatches)
     found = []
@@ -104,7 +122,7 @@ def _in_evaluation(
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        found.append(_evaluated(captured, *made, lane))
+        found.append(_evaluated(captured, trained, *made, lane))
     return found
 
 
@@ -119,15 +137,24 @@ def _copied(
 
 
 def _evaluated(
-    captured: Captured, spec: ProgramSpec, stages: Sequence[StageGraph], lane: Lane
+    captured: Captured,
+    training: Mapping[str, torch.Tensor],
+    spec: ProgramSpec,
+    stages: Sequence[StageGraph],
+    lane: Lane,
 ) -> Lane:
-    """One lane's evaluation modules."""
+    """One lane's evaluation modules. training: the state of the program captured in training."""
     part = parts_of(spec, lane.index)
     made: dict[int, nn.Module] = {}
     for index, trained in lane.modules.items():
         stage = spec.stages[index]
         module = load_stage(emit(stages[index]), stage, device_of(trained))
-        held = {s.name: s.attribute for s in lane.spec.stages[index].state}
+        # Constants are numbered in each capture: one name may be of two tensors.
+        held = {
+            s.name: s.attribute
+            for s in lane.spec.stages[index].state
+            if s.kind != "constant" or _is_same(s.name, training, captured.state)
+        }
         missing = [s for s in stage.state if s.name not in held]
         if missing:
             _fill(module, missing, captured.state, part)
@@ -136,6 +163,16 @@ def _evaluated(
                 setattr(module, state.attribute, getattr(trained, held[state.name]))
         made[index] = module
     return Lane(lane.index, spec, made)
+
+
+def _is_same(
+    name: str, training: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether both captures have the same constant under the name."""
+    one, other = training.get(name), state.get(name)
+    if one is None or other is None:
+        return one is other
+    return storage_identity(one) == storage_identity(other)
 
 
 def _fill(

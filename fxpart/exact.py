@@ -355,7 +355,8 @@ def limited(
     kept = problem.variants
     for wish in read_wishes(request.constraints):
         if wish.key == "microbatches":
-            kept = tuple(v for v in kept if str(v.microbatches) in wish.values)
+            fixed = wish.kind == "fix"
+            kept = tuple(v for v in kept if (str(v.microbatches) in wish.values) == fixed)
     if not kept:
         counts = ", ".join(str(v.microbatches) for v in problem.variants)
         raise error(

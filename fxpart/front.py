@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxpart.annotations import annotations_of_batch, whole_batch, whole_model
 from fxpart.annotations.entries import merged
 from fxpart.capture import Captured, capture
+from fxpart.capture.accepted import plain_module
 from fxpart.capture.batch import assemble
+from fxpart.capture.live import live_parameters
 from fxpart.cluster import Cluster
 from fxpart.costmodels import Measured
 from fxpart.costs import CostModel
@@ -20,9 +23,9 @@ from fxpart.errors import error
 from fxpart.modes import Constraints
 from fxpart.optimizers import choose
 from fxpart.passes import PREPARE
-from fxpart.pipeline import PassManager
+from fxpart.pipeline import BLOCKS_KEY, PassManager
 from fxpart.pipeline.garbage import seldom_collected
-from fxpart.plan import Plan, PlanModel
+from fxpart.plan import ModuleCheck, Plan, PlanModel
 from fxpart.planning import model_info
 from fxpart.requests import (
     DATA_AXIS,
@@ -31,8 +34,15 @@ from fxpart.requests import (
     find_cluster,
     make_request,
 )
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.sharded.coupling import couplings, is_accepted, mark_numbers
 from fxpart.sharded.decide import find_annotations
+from fxpart.verification import (
+    Guard,
+    check_module,
+    check_option,
+    refuse_gradient_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,23 @@ class Asked:
 
 @dataclass(frozen=True)
 class Front:
-    """A captured model with blocks, and what is asked of it."""
+    """A captured model with blocks, and what is asked of it.
+
+    compare: compares the captured program with the module (FXP113), and returns what the plan says
+    of that.
+    """
 
     request: Request
     captured: Captured
     graph: fx.GraphModule
     info: PlanModel
     annotations: Mapping[str, str]
+    compare: Callable[[], ModuleCheck | None] = lambda: None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the model's blocks."""
+        return tuple(block.name for block in self.graph.meta[BLOCKS_KEY])
 
 
 @seldom_collected()
@@ -66,14 +86,20 @@ def make_front(
     given: tuple[Any, Any],
     asked: Asked,
     options: Mapping[str, Any],
+    check: str = "auto",
 ) -> Front:
-    """Check what is asked, capture the model, and find its blocks. plan: where one is applied."""
+    """Check what is asked, capture the model, and find its blocks. plan: where one is applied.
+
+    check: whether ``Front.compare`` compares the program with the module, as for compile().
+    """
     check_counts(asked.batch_size, asked.microbatches)
+    check_option(check)
     request = make_request(
         find_cluster(cluster, plan), asked.optimizer, asked.cost_model, asked.constraints,
         asked.seed,
     )  # fmt: skip
-    model = whole_model(model)
+    model, loss = plain_module(whole_model(model)), options.get("loss")
+    refuse_gradient_hooks(model, loss)
     captured = _capture(
         model,
         whole_batch(given[0]),
@@ -84,6 +110,8 @@ def make_front(
         precision=request.precision,
         **options,
     )
+    if isinstance(asked.optimizer, torch.optim.Optimizer):
+        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     graph = PassManager().run(_prepare(granularity), captured.graph)
@@ -91,7 +119,13 @@ def make_front(
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
     info = model_info(captured, graph)
-    return Front(of_model(request, info), captured, graph, info, said)
+    guard = Guard.of(model, loss, captured)
+    captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
+
+    def compare() -> ModuleCheck:
+        return check_module(model, loss, captured, graph, seed=request.seed, check=check)
+
+    return Front(of_model(request, info), captured, graph, info, said, compare)
 
 
 def of_model(request: Request, info: PlanModel) -> Request:

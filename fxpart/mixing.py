@@ -27,6 +27,7 @@ from fxpart.price import price
 from fxpart.pricing.mixed import mixed_problem, unlike
 from fxpart.pricing.places import kinds, named
 from fxpart.report import units
+from fxpart.requests import fixed_stages
 from fxpart.reranking import Stages, keys_of, measured_whole, whole_words
 from fxpart.runtime.replicas import rounds_of
 from fxpart.solver.joint.wishes.parse import read_wishes
@@ -56,7 +57,9 @@ def mixes(request: Request) -> bool:
     """
     wish = str(request.constraints.get("copies", "auto"))
     free = request.open or (request.mesh.size == 1 and request.zero == 0)
-    stages = ("pp",) if "stages" in request.constraints else ()  # by the name that is kept to
+    stages = (
+        ("pp",) if fixed_stages(request.constraints) is not None else ()
+    )  # by the name that is kept to
     wishes = read_wishes(request.constraints)
     kept = all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes)
     if wish == "none" or not (free and kept) or request.mode != "sync":
@@ -79,7 +82,7 @@ def best_mixed(front: Front, microbatches: int | None) -> Found | None:
         microbatches=microbatches,
         optimizer=request.optimizer,
         schedules=plain(wished(request)),
-        min_stages=request.stages[0] if "stages" in request.constraints else 1,
+        min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
         max_stages=request.stages[1],
         transfer_dtype=request.transfer_dtype,
     )
@@ -278,7 +281,7 @@ def _of_one_kind(request: Request) -> Iterator[tuple[str, tuple[int, ...], Reque
         if request.ranks is not None and len(devices) < request.ranks:
             continue
         part = cluster.part(devices)
-        wish = "stages" in request.constraints
+        wish = fixed_stages(request.constraints) is not None
         stages = request.stages if wish else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
         model = request.cost_model

@@ -94,6 +94,11 @@ def with_mode(
 def faults(constraints: Constraints) -> Iterator[Problem]:
     """FXP109 for what does not go together; each word by itself is known to be one."""
     mode, weights = mode_of(constraints), constraints.get("weights")
+    virtual = constraints.get("virtual", 1)
+    if mode in (ASYNC, QUEUE) and virtual != 1:
+        why = "a rank of such a pipeline has one stage"
+        fix = 'leave it out, or mode="sync" with schedule="interleaved"'
+        yield Problem("FXP109", f"mode={mode!r}, virtual={virtual}", why, fix)
     if mode == QUEUE:
         yield from _queue_faults(constraints)
         return

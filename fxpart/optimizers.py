@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxpart.compat import optimizer_over
 from fxpart.compat.several import ByName, members
 from fxpart.errors import FxpartError, error
 
@@ -33,8 +34,8 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
     """The optimizer that a name, class, instance, partial or ``parameters -> optimizer`` means.
 
     A mapping of patterns of parameters' names to such means several optimizers, each for the
-    parameters that its pattern is the first to match. An instance stands for its class with its
-    defaults. Raises FXP109 for anything else.
+    parameters that its pattern is the first to match. An instance stands for its class with the
+    options of its first group. Raises FXP109 for anything else.
     """
     if isinstance(optimizer, str):
         table = _named()
@@ -48,8 +49,7 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
             fix=f"one of {', '.join(sorted(table))}; or a class, or a function of parameters",
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer)
-        return OptimizerChoice(kind.__name__.lower(), partial(kind, **optimizer.defaults))
+        return OptimizerChoice(type(optimizer).__name__.lower(), partial(_like, optimizer))
     if isinstance(optimizer, OptimizerChoice):
         return optimizer
     if isinstance(optimizer, Mapping) and optimizer:
@@ -68,6 +68,19 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
         why=f"a {type(optimizer).__name__} makes no optimizer",
         fix='"adamw", torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), or a function',
     )
+
+
+def _like(
+    instance: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """One of the instance's class, with all parameters in its first group."""
+    group = instance.param_groups[0]
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    own = [next(iter(group["params"]), torch.empty(0))]
+    others: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in instance.param_groups[1:]]
+    made = optimizer_over(instance, [[(own[0], p) for p in parameters], *others], own[0])
+    made.param_groups = [{**options, "params": made.param_groups[0]["params"]}]
+    return made
 
 
 def state_bytes(

@@ -53,7 +53,14 @@ def apply_plan(captured: Captured, graph: fx.GraphModule, info: PlanModel, plan:
         again = tuple(recomputed(plan))
     return copied(
         make_parts(
-            captured, graph, sharded, starts, plan.seed, plan.order, plan.transfer_dtype, again,
+            captured,
+            graph,
+            sharded,
+            starts,
+            plan.seed,
+            plan.order,
+            plan.transfer_dtype,
+            again,
             microbatches=plan.microbatches,
         ),
         rounds_of(plan),
@@ -102,9 +109,14 @@ def make_parts(
     lanes = None
     if sharded is not None:
         lanes = Lanes(
-            divided_lanes(sharded, captured, microbatches), captured, tuple(starts), seed,
-            tuple(order), transfer_dtype, in_blocks,
-        )  # fmt: skip
+            divided_lanes(sharded, captured, microbatches),
+            captured,
+            tuple(starts),
+            seed,
+            tuple(order),
+            transfer_dtype,
+            in_blocks,
+        )
         spec, sources = lanes.program(0)
     else:
         spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)

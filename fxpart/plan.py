@@ -165,8 +165,8 @@ class Alternative(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Equivalence(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the results of training by the plan relate to those of single-process training.
 
-    promise: "bitwise" (identical in every bit), "rounding" (the same sums in another order), or "per
-    microbatch" (the listed parts are computed for each microbatch, not for the batch). reasons: one
+    promise: "bitwise" (identical in every bit), "rounding" (the same sums in another order), or
+    "per microbatch" (the listed parts use each microbatch instead of the batch). reasons: one
     sentence for each cause of a promise other than "bitwise", such as "BatchNorm in layers.1".
     """
 

@@ -187,7 +187,8 @@ class OneProcess:
         """One optimizer step, then gradients are dropped."""
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for name in self.captured.parameters:  # the optimizer may have a part of them
+                self.state[name].grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """A copy of each parameter's gradient by original name."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpart import costmodels
 from fxpart.cluster import Cluster
-from fxpart.constraints import beside, faults
+from fxpart.constraints import allowed_stages, beside, faults
 from fxpart.costs import CostModel
 from fxpart.environment import launch
 from fxpart.errors import FxpartError, Problem, error
@@ -16,6 +16,8 @@ from fxpart.modes import QUEUE, Constraints, mode_of, weights_of
 from fxpart.plan import Plan
 from fxpart.plan_io.precision import precision_of, transfer_dtype_of
 from fxpart.sharding import Mesh
+from fxpart.solver.joint.wishes.parse import faults as wish_faults
+from fxpart.solver.joint.wishes.parse import read_wishes
 
 DATA_AXIS = "dp"
 ONE_LANE = "none"  # as a mesh: every stage is one rank
@@ -119,13 +121,16 @@ def with_mesh(request: Request, mesh: str, zero: int, stages: int | None = None)
     most = len(request.cluster.devices) // lanes.size
     if stages is None and request.ranks is not None:
         stages = request.ranks // lanes.size
-    wish = request.constraints.get("stages", stages)
+    problems: list[Problem] = []
+    allowed = _bounds(request.constraints, most, problems)
+    if problems:
+        raise FxpartError(problems)
     return replace(
         request,
         mesh=lanes,
         zero=zero,
         zero_axis=DATA_AXIS if zero else "",
-        stages=(1, most) if wish is None else (int(wish), int(wish)),
+        stages=allowed if stages is None else (stages, stages),
         open=False,
     )
 
@@ -208,6 +213,37 @@ def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
     return found.world
 
 
+def fixed_stages(constraints: Constraints) -> int | None:
+    """The number of stages that ``stages`` or ``pp`` fixes, None where neither fixes one."""
+    counts = [
+        wish.numbers
+        for wish in read_wishes(constraints)
+        if (wish.kind, wish.key) == ("fix", "pp") and len(wish.numbers) == 1
+    ]
+    return min(counts)[0] if counts else None
+
+
+def _bounds(constraints: Constraints, most: int, problems: list[Problem]) -> tuple[int, int]:
+    """The least and most stages up to ``most`` that the constraints allow; FXP202 if there is none.
+
+    A number between them that is not allowed is found when the plan is checked.
+    """
+    allowed = allowed_stages(constraints, most)
+    if not allowed:
+        problems.append(Problem(
+            "FXP202",
+            ", ".join(
+                f"constraint {key}={constraints[key]!r}"
+                for key in ("stages", "pp", "forbid")
+                if key in constraints
+            ),
+            f"no number of stages from 1 to {most} satisfies all of them",
+            "give one number of stages",
+        ))  # fmt: skip
+        return 1, 1
+    return allowed[0], allowed[-1]
+
+
 def _stages(
     constraints: Constraints,
     mesh: Mesh,
@@ -217,9 +253,9 @@ def _stages(
 ) -> tuple[int, int]:
     """The least and most stages: as wished, as there are ranks, or as devices allow."""
     lanes, devices = mesh.size, len(cluster.devices)
-    given = constraints.get("stages")
-    number = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-    wish = int(given) if number and given is not None else None
+    if wish_faults(constraints):
+        return 1, 1
+    wish = fixed_stages(constraints)
     if lanes > devices:
         problems.append(Problem(
             "FXP202",
@@ -228,8 +264,8 @@ def _stages(
             f"a cluster of {lanes} devices or more, or a smaller mesh",
         ))  # fmt: skip
         return 1, 1
-    if constraints.get("mesh") in (None, "", "auto"):
-        return (wish, wish) if wish is not None else (1, devices)
+    if constraints.get("mesh") in (None, "", "auto") and mode_of(constraints) != QUEUE:
+        return _bounds(constraints, devices, problems)
     if ranks is not None and wish is None:
         if ranks % lanes:
             why = f"each stage has {lanes} ranks, and there are {ranks} processes"
@@ -253,4 +289,7 @@ def _stages(
             f"they need {wish * lanes} devices, and {cluster.name} has {devices}",
             f"at most {devices // lanes} stages of {lanes} ranks",
         ))  # fmt: skip
-    return (wish, wish) if wish is not None else (1, devices // lanes)
+    if wish is None or wish * lanes <= devices:
+        bounds = _bounds(constraints, devices // lanes, problems)
+        return bounds if wish is None else (wish, wish)
+    return wish, wish

@@ -28,6 +28,23 @@ def mix(*words: int) -> int:
     return state >> 1
 
 
+class RepeatedKey(int):
+    """The key of a microbatch whose rows are repeated, so that their random numbers are, too.
+
+    count: how often each row is there. axes: of the mesh, over which ranks share rows.
+    """
+
+    count: int
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, key: int, count: int, axes: frozenset[str]) -> RepeatedKey:
+        """Return the key with how often rows are repeated."""
+        found = cls(key)
+        found.count, found.axes = count, axes
+        return found
+
+
 def microbatch_key(seed: int, step: int, microbatch: int) -> int:
     """The key that stage modules take as first argument; all numbers 0-based."""
     return mix(seed, step, microbatch)

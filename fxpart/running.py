@@ -19,8 +19,12 @@ from fxpart.prediction import busy_by_rank
 from fxpart.program import ProgramSpec
 from fxpart.runtime import Distributed, InProcess, Trainer, connect, watch
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.ambient import Ambient, Kind, apart
 from fxpart.runtime.connect import local_device
+from fxpart.runtime.constants import Constants
+from fxpart.runtime.entry_point import announced_call
 from fxpart.runtime.lanes import Lane, Ranks, mesh_of, rank_table
+from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.queued.living import Living
 from fxpart.runtime.queued.options import QueueOptions, routed
@@ -29,6 +33,7 @@ from fxpart.runtime.same_weights import check_same
 from fxpart.runtime.stream import StreamTrainer
 from fxpart.runtime.stream.chosen import FLUSHED, chosen_mode
 from fxpart.runtime.transport import Transport
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
@@ -49,13 +54,36 @@ def make_trainer(
 
     weights: where they come from. weight_mode: in place of the plan's.
     """
+    kind = "cuda" if _is_of_gpus(program.plan) else "cpu"
+    captured = program.captured
+    ambient = Ambient(captured.default_dtype, captured.precision, kind, captured.mode_change)
+    with announced_call("program.trainer"), apart(ambient, Kind.MAKE, "program.trainer"):
+        made = _make_trainer(
+            program, optimizer, weights=weights, weight_mode=weight_mode, timeout=timeout,
+            strict=strict, **options,
+        )  # fmt: skip
+    made.ambient = ambient
+    return made
+
+
+def _make_trainer(
+    program: Program,
+    optimizer: Any,
+    *,
+    weights: Any,
+    weight_mode: str | WeightMode | None,
+    timeout: float | None,
+    strict: bool,
+    **options: Any,
+) -> Trainer | StreamTrainer | QueueTrainer:
+    """As :func:`make_trainer`, without modes of torch around it."""
     # Capture and passes, which an exported program trains without.
     from fxpart.evaluating import evaluation, prediction
 
     plan, spec = program.plan, program.spec
     queue = routed(plan, weight_mode, options)
     options["stream"] = None if queue else chosen_mode(plan, weight_mode, options)
-    _check_frozen(program)
+    given = _given_now(program, optimizer)
     places = _Places.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -73,17 +101,37 @@ def make_trainer(
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
         check_same(places.transport, state, used)
+    copies = Constants.of(lanes, state)
     made = places.trainer(
         lanes,
         queue=queue,
-        optimizer=program.optimizer if optimizer is None else optimizer,
-        evaluation=lambda: evaluation(program, lanes),
-        prediction=lambda loss: prediction(program, lanes, loss),
+        optimizer=given,
+        evaluation=lambda: evaluation(program, lanes, copies),
+        prediction=lambda loss: prediction(program, lanes, loss, copies),
         unused=unused,
         **options,
     )
     made.model_config = program.captured.config
+    captured = program.captured
+    slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
+    made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
+    if (guard := program.captured.guard) is not None:
+        # Without flushes, minibatches of before and after a change are on their way together.
+        update = copies.update if type(made) is Trainer else None
+        made.guard = lambda: guard(update)
     return _of_plan(made, plan)
+
+
+def _given_now(program: Program, optimizer: Any) -> Any:
+    """Take the module's tensors as they are now, and return the optimizer over them."""
+    from fxpart.capture.live import live_parameters, take_live
+
+    take_live(program.captured)
+    _check_frozen(program)
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        return UserOptimizer(given, live_parameters(program.captured))
+    return given
 
 
 def _check_frozen(program: Program) -> None:
@@ -240,9 +288,18 @@ def load_trainer(
         return None, ""
 
     agree(places.transport, "the weights", fill)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise error(
+            "FXP115",
+            where=f"optimizer {type(optimizer).__name__}",
+            why="an exported program has no module, whose parameters the instance could have",
+            fix="give its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
+        )
     options["queue"] = routed(plan, None, options)
     options["stream"] = None if options["queue"] else chosen_mode(plan, None, options)
-    return _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
+    made = _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
+    made.ambient = Ambient(precision=plan.precision, device=places.kind)
+    return made
 
 
 def _of_plan(
@@ -255,8 +312,7 @@ def _of_plan(
 
 def _wants_gpu(plan: Plan) -> bool:
     """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
-    kinds = {plan.device(rank).kind for rank in range(plan.world)}
-    if "gpu" not in kinds:
+    if not _is_of_gpus(plan):
         return False
     if not torch.cuda.is_available():
         raise error(
@@ -266,6 +322,10 @@ def _wants_gpu(plan: Plan) -> bool:
             fix='compile for this machine (cluster="local:4"), or start the program there',
         )
     return True
+
+
+def _is_of_gpus(plan: Plan) -> bool:
+    return any(plan.device(rank).kind == "gpu" for rank in range(plan.world))
 
 
 def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:

@@ -9,21 +9,24 @@ rounds them at the same places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from fxpart.capture.batch import put_together, take_apart
+from fxpart.capture.batch import take_apart
+from fxpart.capture.live import live_parameters
 from fxpart.codegen.placement import stages_of
 from fxpart.optimizers import choose
-from fxpart.reference import OneProcess, Sending, Sent, draws_scalars, keyed_random, split
-from fxpart.rng import microbatch_key
+from fxpart.reference import OneProcess, Sending, Sent
+from fxpart.rng import seeded
 from fxpart.rounding import Convert, Rounding, measures
 from fxpart.runtime.lane_batch import row_multiple
 from fxpart.runtime.links import chained, links
 from fxpart.runtime.ties import summed_in_order
+from fxpart.runtime.user_optimizer import UserOptimizer
+from fxpart.verification.written import Written, compare_written, run_written
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -61,7 +64,9 @@ class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rank, and no gradient is added up over stages in another order). equal: whether they did.
     largest: the largest relative difference of a loss, gradient, parameter or buffer, without those
     that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's
-    own module, None where it could not be run. passed: within the promise.
+    own module, None where it could not be run. eager_differences: what differs from the user's own
+    module over all steps by more than rounding, as text. passed: within the promise, and equal to
+    the user's own module within rounding.
     """
 
     ranks: int
@@ -78,6 +83,7 @@ class Verification(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eager_loss: float | None
     eager_gradient: float | None
     passed: bool
+    eager_differences: tuple[str, ...] = ()
 
 
 def verify(
@@ -93,7 +99,10 @@ def verify(
     if batch is None:
         assert captured.example is not None
         batch = captured.example()
-    trainer = program.trainer(optimizer, need_loss=False, routing="turns")
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        given = UserOptimizer(given, live_parameters(captured), followed=False)
+    trainer = program.trainer(given, need_loss=False, routing="turns")
     try:
         seen = Seen([], [], {})
         for _ in range(steps):
@@ -103,7 +112,7 @@ def verify(
         seen.state.update(trainer.state_dict())
         text = b""
         if trainer.rank == 0:
-            factory = choose(program.optimizer if optimizer is None else optimizer).make
+            factory = given if isinstance(given, UserOptimizer) else choose(given).make
             text = msgspec.msgpack.encode(compare(program, factory, batch, seen))
         text = trainer.transport.exchange_bytes(text)[0]
     finally:
@@ -149,7 +158,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
     worst = _worst(table.loss, buffers, rows)
     if not exact and worst > TOLERANCE:
         rows, worst = _against_rounding(program, factory, batch, table, buffers, rows)
-    eager_loss, eager_gradient = _eager(program, batch, table.losses[0][1], table.first)
+    eager = _against_module(program, factory, batch, seen)
     return Verification(
         ranks=program.plan.world,
         stages=len(program.plan.stages),
@@ -162,10 +171,56 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
         equal=bits,
         largest=worst,
         tolerance=0.0 if exact else TOLERANCE,
-        eager_loss=eager_loss,
-        eager_gradient=eager_gradient,
-        passed=bits if exact else worst <= TOLERANCE,
+        eager_loss=None if eager is None else eager.loss,
+        eager_gradient=None if eager is None else eager.gradient,
+        eager_differences=() if eager is None else eager.differences,
+        passed=(bits if exact else worst <= TOLERANCE) and (eager is None or not eager.differences),
     )
+
+
+def _against_module(program: Program, factory: Any, batch: Any, seen: Seen) -> Written | None:
+    """The run compared with the user's own module, None where that cannot run."""
+    written = run_written(
+        program.captured, program.graph, factory, batch, len(seen.losses),
+        microbatches=program.plan.microbatches, seed=program.plan.seed,
+        multiple=row_multiple(program.spec),
+    )  # fmt: skip
+    if written is None:
+        return None
+    found = compare_written(written, seen.losses, seen.gradients, seen.state)
+    lossy = bool(program.spec.transfer_dtype) or program.captured.precision != "fp32"
+    if found.differences and not lossy:
+        for known in measures(
+            lambda convert: _one_process(program, factory, convert),
+            lambda: list(take_apart(batch).tensors),
+            len(seen.losses),
+            relative,
+        ):
+            found = compare_written(written, seen.losses, seen.gradients, seen.state, known)
+            if not found.differences:
+                break
+    promise = program.plan.equivalence
+    whole = program.plan.microbatches > 1 and promise is not None
+    if whole and promise is not None and promise.promise != "per microbatch":
+        found = _against_whole_batch(program, factory, batch, seen, found)
+    return replace(found, differences=()) if lossy else found
+
+
+def _against_whole_batch(
+    program: Program, factory: Any, batch: Any, seen: Seen, found: Written
+) -> Written:
+    """Also compared with the module on the whole batch, where no random number is drawn."""
+    if any(n.target is seeded for n in program.graph.graph.nodes):
+        return found
+    written = run_written(
+        program.captured, program.graph, factory, batch, 1, microbatches=1,
+        seed=program.plan.seed, multiple=1,
+    )  # fmt: skip
+    if written is None:
+        return found
+    whole = compare_written(written, seen.losses[:1], seen.gradients[:1], {})
+    more = tuple(f"{each} (module on the whole batch)" for each in whole.differences)
+    return replace(found, differences=(*found.differences, *more))
 
 
 def _against_rounding(
@@ -316,44 +371,3 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and relative(a, b) == 0.0
-
-
-def _eager(
-    program: Program, batch: Any, loss: float, gradients: Mapping[str, torch.Tensor]
-) -> tuple[float | None, float | None]:
-    """The user's own module on the same microbatches: relative differences of loss and gradient.
-
-    Its gradients and buffers are put back as they were. None, None where it cannot run (weights
-    that were never allocated).
-    """
-    captured = program.captured
-    if captured.eager is None or any(t.device.type == "meta" for t in captured.state.values()):
-        return None, None
-    parts = take_apart(batch)
-    live = {n: captured.state[n] for n in captured.parameters}
-    kept = {n: t.detach().clone() for n, t in captured.state.items() if n not in live}
-    before = {n: t.grad for n, t in live.items()}
-    for tensor in live.values():
-        tensor.grad = None
-    total, scalars = 0.0, draws_scalars(program.graph)
-    try:
-        rows = row_multiple(program.spec)
-        pieces = split(captured, list(parts.tensors), program.plan.microbatches, rows)
-        for index, (piece, weight) in enumerate(pieces):
-            with keyed_random(microbatch_key(program.plan.seed, 0, index), scalars=scalars):
-                value = captured.eager(put_together(parts.tree, piece))[0]
-                if value.requires_grad:
-                    value.backward(torch.full_like(value, weight))
-            total += float(value.detach()) * weight
-        grads = {n: t.grad for n, t in live.items()}
-        found = {n: g.to_dense() if g is not None and g.is_sparse else g for n, g in grads.items()}
-        pairs = [(g, found[n]) for n, g in gradients.items()]
-        floor = NOISE * norm(gradients.values())
-        worst = max((relative(mine, g) for mine, g in pairs if norm([mine]) > floor), default=0.0)
-    finally:
-        for name, tensor in live.items():
-            tensor.grad = before[name]
-        with torch.no_grad():
-            for name, value in kept.items():
-                captured.state[name].copy_(value)
-    return abs(total - loss) / max(abs(loss), 1e-30), worst

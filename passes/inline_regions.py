@@ -15,7 +15,8 @@ from fxpart.errors import error
 from fxpart.pipeline.annotation import KEY, Level
 from fxpart.pipeline.autocast import WHOLE_KEY, Autocast, conversions
 from fxpart.pipeline.edit import add_call, annotation, fake_mode, place, value
-from fxpart.pipeline.effects import is_op
+from fxpart.pipeline.effects import is_op, packet_name, written
+from fxpart.pipeline.functional import METADATA_OPS
 
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
@@ -110,7 +111,7 @@ class _Inliner:
             device, dtype, enabled, cache, body, *operands = args
             around = replace(around, autocast=self._autocast(device, dtype, enabled, cache))
         else:
-            raise _refuse(call, f"the region {kind} cannot be cut into stages")
+            raise _refuse_region(call, kind)
         path = str(body.target) if isinstance(body, fx.Node) else ""
         module = attrgetter(path)(self.root) if path else None
         if not isinstance(module, fx.GraphModule):
@@ -136,7 +137,7 @@ class _Inliner:
             elif node.op == "get_attr":
                 env[node] = self._attribute(node, f"{path}.{node.target}")
             elif node.op == "output":
-                found = fx.node.map_arg(node.args[0], env.__getitem__)
+                found = fx.node.map_arg(node.args[0], lambda n: env[_written_object(n)])
                 return list(found) if isinstance(found, (tuple, list)) else [found]
             elif _region(node):
                 args = fx.node.map_arg(node.args, env.__getitem__)
@@ -222,23 +223,55 @@ class _Inliner:
         return new
 
 
+def _written_object(node: fx.Node) -> fx.Node:
+    """The node whose tensor object an in-place op returned, through several such ops.
+
+    Outside of the region it is the same tensor as before, with its gradient.
+    """
+    while is_op(node.target) and packet_name(node.target) not in METADATA_OPS:
+        targets = written(node)
+        if len(targets) != 1 or node.args[:1] != targets or "out" in node.kwargs:
+            break
+        node = targets[0]
+    return node
+
+
 def _region_item(node: fx.Node) -> bool:
     """Whether a node takes one result out of a nested region."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and bool(_region(source))
 
 
-def _refuse(call: fx.Node, why: str) -> Exception:
-    """FXP108 at the first line of the region."""
-    where = place(call)
-    users: Iterator[fx.Node] = iter(call.users)
-    first = next(users, None)
-    if not annotation(call).source and first is not None:
-        where = place(first)
+def _refuse_region(call: fx.Node, kind: str) -> Exception:
+    """FXP108 for a region that is neither of gradients nor of autocast."""
+    fixes = {
+        "cond": "compute both branches and choose with torch.where(condition, a, b), or decide "
+        "outside of the model",
+        "while_loop": "use a Python loop with a fixed number of iterations",
+        "scan": "use a Python loop over the dim",
+        "map_impl": "use torch.vmap, or a Python loop over the dim",
+    }
     return error(
         "FXP108",
-        where=where,
+        where=_region_place(call),
+        why=f"torch.{kind} runs a graph of its own, which cannot be divided into stages",
+        fix=fixes.get(kind, "write the same with plain operations on tensors"),
+    )
+
+
+def _refuse(call: fx.Node, why: str) -> Exception:
+    """FXP108 at the first line of the region."""
+    return error(
+        "FXP108",
+        where=_region_place(call),
         why=why,
         fix="put it under torch.autocast(device, enabled=False), or cast the tensors there "
         "yourself with .to(dtype)",
     )
+
+
+def _region_place(call: fx.Node) -> str:
+    """Where the region is: the call's place, or that of its first user."""
+    users: Iterator[fx.Node] = iter(call.users)
+    first = next(users, None)
+    return place(first if not annotation(call).source and first is not None else call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,7 +16,8 @@ from fxpart.pipeline.edit import add_call, fake_mode, place, value
 from fxpart.pipeline.effects import packet_name, sweep, tensors_in, written
 from fxpart.pipeline.functional import FILLING, METADATA_OPS, functional_form
 from fxpart.pipeline.sizes import expression
-from fxpart.pipeline.view_inverse import put_back
+from fxpart.pipeline.state_writes import followed_state
+from fxpart.pipeline.view_inverse import put_back, scatter
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class RemoveInplace:
     A write through a view (``x[:, 0] = 1``, ``x.t().add_(y)``) becomes a new value of the view's
     base, and every other view of it is taken anew where it is used next, as autograd does. Which
     values share storage is observed on fake tensors. Writes to parameters and buffers (BatchNorm's
-    statistics, counters) stay real writes. FXP108 where a write has no functional form.
+    statistics, counters) stay real writes; those of :func:`followed_state` are functional, and one
+    ``copy_`` after the last of them writes the result. FXP108 where a write has no functional form.
     """
 
     name: ClassVar[str] = "remove_inplace"
@@ -37,7 +39,8 @@ class RemoveInplace:
         """Rewrite the graph in one walk."""
         graph = graph_module.graph
         if any(written(n) for n in graph.nodes):
-            _Rewriter(graph_module, Walk(graph_module, fake_mode(graph))).rewrite()
+            walk = Walk(graph_module, fake_mode(graph))
+            _Rewriter(graph_module, walk, followed_state(graph_module)).rewrite()
             sweep(graph)
         return graph_module
 
@@ -46,13 +49,15 @@ class RemoveInplace:
 class _Storage:
     """One storage that values share: its first value and what that value has become.
 
-    version: number of writes so far. state: it is a parameter's or buffer's.
+    version: number of writes so far. state: it is a parameter's or buffer's, whose writes stay.
+    last: the last op that wrote to it.
     """
 
     base: fx.Node
     now: fx.Node
     state: bool
     version: int = 0
+    last: fx.Node | None = None
 
 
 @dataclass
@@ -70,13 +75,15 @@ class _Recipe:
 class _Rewriter:
     """One walk over the graph that follows storages and rewrites each node.
 
-    storages: by number. homes: node -> the storage it lies in. recipes: view -> how it was made and
-    its present form. detached: views that cut the gradient. renamed: node -> the node that stands
-    for the same tensor object now. replaced: nodes to be erased once nothing refers to them.
+    followed: state whose writes become functional, with one write at the end. storages: by number.
+    homes: node -> the storage it lies in. recipes: view -> how it was made and its present form.
+    detached: views that cut the gradient. renamed: node -> the node that stands for the same tensor
+    object now. replaced: nodes to be erased once nothing refers to them.
     """
 
     root: fx.GraphModule
     walk: Walk
+    followed: frozenset[str] = frozenset()
     storages: dict[int, _Storage] = field(default_factory=dict)
     homes: dict[fx.Node, _Storage] = field(default_factory=dict)
     recipes: dict[fx.Node, _Recipe] = field(default_factory=dict)
@@ -93,6 +100,10 @@ class _Rewriter:
                 continue
             with self.root.graph.inserting_before(node):
                 self._operation(node)
+        for home in self.storages.values():
+            if home.base.op == "get_attr" and home.last is not None:
+                with self.root.graph.inserting_before(home.last):
+                    self._add(torch.ops.aten.copy_.default, (home.base, home.now), {}, home.last)
         for node in reversed(self.replaced):
             self.root.graph.erase_node(node)
 
@@ -109,6 +120,7 @@ class _Rewriter:
             raise _refuse(node, "it writes several values at once, and not all of them are state")
         self.walk.call(node)
         if inner:
+            self._check_state(node, [n for n in inner if self._is_followed(n)])
             self.replaced.append(node)
             change = self._metadata if packet_name(node.target) in METADATA_OPS else self._write
             change(node, inner[0])
@@ -128,6 +140,11 @@ class _Rewriter:
         home = self.homes.get(node)
         return home is not None and home.state
 
+    def _is_followed(self, node: fx.Node) -> bool:
+        """Whether the node's storage is a buffer's whose writes become functional."""
+        home = self.homes.get(node)
+        return home is not None and not home.state and home.base.op == "get_attr"
+
     def _settle(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note in which storage a new value lies, and its recipe if it is a view."""
         numbers = {part.home.number for part in self.walk.parts[node]}
@@ -137,7 +154,8 @@ class _Rewriter:
         known = self.storages.get(number)
         if known is None:
             if isinstance(value(node), torch.Tensor):
-                known = _Storage(node, node, node.op == "get_attr")
+                state = node.op == "get_attr" and str(node.target) not in self.followed
+                known = _Storage(node, node, state)
                 self.storages[number] = self.homes[node] = known
             return
         self.homes[node] = known
@@ -255,8 +273,12 @@ class _Rewriter:
         same = tuple(map(expression, a.stride())) == tuple(map(expression, b.stride()))
         if b.dim() == 0 or (same and not always):
             return new
-        everything = (old, new, 0, 0, torch.iinfo(torch.int64).max)
-        return self._add(torch.ops.aten.slice_scatter.default, everything, {}, like)
+
+        def add(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+            return self._add(op, args, kwargs, like)
+
+        everything = (0, 0, torch.iinfo(torch.int64).max)
+        return scatter(add, torch.ops.aten.slice_scatter.default, old, new, *everything)
 
     def _store(
         self, target: fx.Node, new: fx.Node, chain: Mapping[fx.Node, fx.Node], like: fx.Node
@@ -285,7 +307,7 @@ class _Rewriter:
             old = chain[parent]
             new = self._layout(inverse(add, old, new), old, like)
             current = parent
-        home.now = new
+        home.now, home.last = new, like
         home.version += 1
 
     def _carry_gradient(self, home: _Storage) -> None:
@@ -294,7 +316,7 @@ class _Rewriter:
             if other is home and node not in self.detached:
                 self.walk.parts[node] = [replace(p, grad=True) for p in self.walk.parts[node]]
 
-    def _check_state(self, node: fx.Node, targets: tuple[fx.Node, ...]) -> None:
+    def _check_state(self, node: fx.Node, targets: Sequence[fx.Node]) -> None:
         """State outlives the step, so what is written to it must have no gradient."""
         if not targets:
             return

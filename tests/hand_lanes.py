@@ -264,6 +264,7 @@ class Whole:
         self.p = {n: nn.Parameter(t) for n, t in weights().items()}
         self.optimizer, self.clip = optimizer(list(self.p.values())), clip
         self.norm: torch.Tensor | None = None
+        self.rows: list[int] = []  # of each batch since the last update
 
     def loss(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         p = self.p
@@ -274,12 +275,18 @@ class Whole:
         return F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
 
     def backward(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of the batch; microbatches weigh by rows, so cutting changes nothing."""
+        """The loss of the batch; microbatches and batches weigh by rows."""
+        self.rows.append(len(given["ids"]))
         loss = self.loss(given)
-        loss.backward()
+        (loss * (self.rows[-1] / self.rows[0])).backward()
         return loss.detach()
 
     def update(self) -> None:
+        if len(self.rows) > 1:
+            for tensor in self.p.values():
+                if tensor.grad is not None:
+                    tensor.grad.div_(sum(self.rows) / self.rows[0])
+        self.rows.clear()
         if self.clip is not None:
             self.norm = torch.nn.utils.clip_grad_norm_(list(self.p.values()), self.clip)
         self.optimizer.step()

@@ -299,10 +299,12 @@ class Whole:
         self.clip = clip
         self.norm: torch.Tensor | None = None
         self.calls = 0
+        self.rows: list[int] = []  # of each batch since the last update
 
     def backward(self, given: dict[str, Any], microbatches: int) -> torch.Tensor:
-        """Forward and backward, microbatch by microbatch."""
+        """Forward and backward, microbatch by microbatch; batches weigh by rows."""
         rows = given["ids"].shape[0]
+        self.rows.append(rows)
         count = min(microbatches, rows)
         cut = {n: torch.tensor_split(given[n], count) for n in ("ids", "labels")}
         total = None
@@ -310,7 +312,8 @@ class Whole:
             piece = {n: parts[index] for n, parts in cut.items()}
             weight = piece["ids"].shape[0] / rows
             loss = self.run(piece | {"mask": given["mask"]}, index)["loss"]
-            torch.autograd.backward([loss], [torch.full_like(loss, weight)])
+            share = weight * (rows / self.rows[0])
+            torch.autograd.backward([loss], [torch.full_like(loss, share)])
             part = loss.detach() * weight
             total = part if total is None else total + part
         self.calls += 1
@@ -325,6 +328,13 @@ class Whole:
         return values
 
     def update(self) -> None:
+        if len(self.rows) > 1:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    gradient = parameter.grad
+                    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+                    values.div_(sum(self.rows) / self.rows[0])
+        self.rows.clear()
         if self.clip is not None:
             parameters = list(self.named.values())
             self.norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip)

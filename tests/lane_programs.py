@@ -139,7 +139,7 @@ def fail(
 
 
 def refuse(mesh: str, rows: int) -> list[tuple[str, str, str, str]]:
-    """A batch whose rows cannot be shared; then a good step."""
+    """A batch with a number of rows that is refused; then a good step."""
     made = trainer(connect(ranks_of(mesh)), mesh)
     try:
         made.step(batch(rows))

@@ -220,6 +220,21 @@ def _fourier(op: Any, *rest: Any) -> Maker:
     return make
 
 
+def _transform(name: str) -> Maker:
+    """A public Fourier transform over the last dim, or over the last two."""
+
+    def make(r: Draw) -> Example:
+        shape = r.sizes(3, 2, 4)
+        x = r.real(*shape)
+        x = x if name.startswith("fft_r") else torch.complex(x, r.real(*shape))
+        dims = [1, 2] if name[-1] in "2n" else 2
+        # the inverse of a real transform has no gradient of the parts that its input does not have
+        gradients = not name.startswith("fft_ir")
+        return Example(getattr(ATEN, name).default, (x, None, dims), gradients=gradients)
+
+    return make
+
+
 def _bucketize(r: Draw) -> Example:
     return Example(ATEN.bucketize.Tensor, (r.real(*r.shape()), r.real(r.size()).sort().values))
 
@@ -280,6 +295,10 @@ EXAMPLES: dict[str, Maker] = {
     "aten._fft_r2c": _fourier(ATEN._fft_r2c.default, True),
     "aten._fft_c2c": _fourier(ATEN._fft_c2c.default, True),
     "aten._fft_c2r": _fourier(ATEN._fft_c2r.default),
+    **{
+        f"aten.{name}": _transform(name)
+        for name in (f"fft_{k}fft{d}" for k in ("", "i", "r", "ir") for d in ("", "2", "n"))
+    },
     "aten.bucketize": _bucketize,
     "aten.meshgrid": _meshgrid,
 }

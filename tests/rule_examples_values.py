@@ -180,7 +180,24 @@ def _new(op: Any, *rest: Any, values: bool = True) -> Maker:
 _SAME = """alias clone contiguous detach lift_fresh_copy lift_fresh lift
 zeros_like ones_like hardtanh celu""".split()
 
+
+def _complex(name: str) -> Maker:
+    """An op of one complex tensor."""
+
+    def make(r: Draw) -> Example:
+        shape = r.shape()
+        value = torch.complex(r.real(*shape), r.real(*shape))
+        return Example(getattr(ATEN, name).default, (value,))
+
+    return make
+
+
 EXAMPLES: dict[str, Maker] = {
+    **{f"aten.{n}": _complex(n) for n in ("resolve_conj", "resolve_neg", "conj", "real", "imag")},
+    "aten.view_as_real": _complex("view_as_real"),
+    "aten.view_as_complex": lambda r: Example(
+        ATEN.view_as_complex.default, (r.real(*r.shape(), 2),)
+    ),
     **{f"aten.{name}": like(getattr(ATEN, name).default) for name in _SAME},
     "aten.detach_copy": still(ATEN.detach_copy.default),
     "aten.alias_copy": still(ATEN.alias_copy.default),

@@ -22,9 +22,7 @@ class Stage:
     def __init__(self, module: nn.Module, make: MakeOptimizer, weights: dict[str, Any]) -> None:
         self.module = module
         self.optimizer = make(list(module.parameters()))
-        make_scheduler = weights.pop("schedule", None)
-        scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
-        self.weights = StageWeights(module, self.optimizer, scheduler=scheduler, **weights)
+        self.weights = StageWeights(module, self.optimizer, **weights)
         self.cells: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,39 @@ def test_the_step_alone() -> None:
     assert not heard
     optimizer.step()
     assert heard
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    """Groups, names and attributes are those of the real one; state and hooks stay behind."""
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    real = torch.optim.Adam(
+        [{"params": [("a", first)]}, {"params": [("b", second)], "lr": torch.tensor(0.5)}]
+    )
+    real.cached = [first, second]  # type: ignore[attr-defined]
+    new, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    made = compat.optimizer_over(real, [[(first, new), (first, other)], []], torch.zeros(0))
+    assert [len(group["params"]) for group in made.param_groups] == [2, 0]
+    assert made.param_groups[0]["params"][1] is other
+    assert made.param_groups[0]["param_names"] == ["a", "a"]
+    assert made.param_groups[1]["lr"] is not real.param_groups[1]["lr"]
+    assert made.cached[0] is new and made.cached[1].numel() == 0  # type: ignore[attr-defined]
+    assert not made.state and not compat.has_step_hooks(made)
+    real.register_step_pre_hook(lambda *_: None)
+    assert compat.has_step_hooks(real)
+
+
+def test_a_replaced_step_is_known_to_schedulers() -> None:
+    real = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    before = torch.optim.lr_scheduler.StepLR(real, 1)
+    assert compat.steps_as_its_class(real)
+    calls: list[object] = []
+    compat.replace_step(real, lambda self: calls.append(self))
+    after = torch.optim.lr_scheduler.StepLR(real, 1)
+    assert not compat.steps_as_its_class(real)
+    real.step()
+    compat.mark_stepped(real)
+    assert calls == [real]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before.step()
+        after.step()

@@ -372,3 +372,20 @@ def aged(seconds: float, stale: int) -> Plan:
 def test_of_equals_the_least_stale(plans: list[tuple[float, int]], best: int) -> None:
     made: list[Any] = [(aged(*each), index) for index, each in enumerate(plans)]
     assert _least_stale(made)[1] == best
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"mode": "async", "virtual": 2}, {"schedule": "async", "virtual": 4},
+        {"mode": "queue", "virtual": 2}, {"mode": "async", "weights": "stash", "virtual": 3},
+    ],
+)  # fmt: skip
+def test_virtual_stages_are_refused_where_a_rank_has_one(constraints: dict[str, Any]) -> None:
+    with pytest.raises(FxpartError) as raised:
+        fxpart.compile(
+            nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "local:2", example_inputs=BATCH,
+            loss=nn.functional.cross_entropy, constraints=constraints,
+        )  # fmt: skip
+    (problem,) = raised.value.problems
+    assert problem.code == "FXP109" and "virtual" in problem.where

@@ -12,6 +12,7 @@ from torch.distributed import tensor as distributed
 
 from fxpart.annotations.entries import FIX, STATE, Key, merged, read_placements, text_problems
 from fxpart.annotations.files import load_annotations
+from fxpart.compat import uncompiled, unwrapped
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import PARTIAL, REPLICATE, Placement, Shard
 
@@ -32,26 +33,30 @@ def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model
         why = f"it is a {type(model).__name__}"
         raise error("FXP111", where="annotate(model, ...)", why=why, fix="give a torch.nn.Module")
     given = load_annotations(annotations) if isinstance(annotations, (str, Path)) else annotations
-    problems = text_problems(given)
-    if not problems:
-        problems = [p for key, text in given.items() for p in _misfits(model, key, text)]
+    plain = unwrapped(model)
+    with uncompiled(plain):
+        problems = text_problems(given)
+        if not problems:
+            problems = [p for key, text in given.items() for p in _misfits(plain, key, text)]
+        if problems:
+            raise FxpartError(problems)
+        own = merged(getattr(plain, ATTRIBUTE, {}), given)
+        problems = contradictions(own, _state_names(plain))
     if problems:
         raise FxpartError(problems)
-    own = merged(getattr(model, ATTRIBUTE, {}), given)
-    problems = contradictions(own, _state_names(model))
-    if problems:
-        raise FxpartError(problems)
-    setattr(model, ATTRIBUTE, own)
+    setattr(plain, ATTRIBUTE, own)
     return model
 
 
 def annotations_of(model: nn.Module) -> dict[str, str]:
     """What :func:`annotate` was told and what DTensor parameters say; FXP111, FXP112."""
-    own: dict[str, str] = getattr(model, ATTRIBUTE, {})
-    state = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    plain = unwrapped(model)
+    own: dict[str, str] = getattr(plain, ATTRIBUTE, {})
+    with uncompiled(plain):
+        state: dict[str, torch.Tensor] = {
+            **dict(plain.named_parameters(remove_duplicate=False)),
+            **dict(plain.named_buffers(remove_duplicate=False)),
+        }
     held = {
         name: _of_dtensor(tensor, name)
         for name, tensor in state.items()

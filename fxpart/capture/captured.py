@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxpart.capture.batch import look_up
+from fxpart.capture.state import Slots
 from fxpart.program import ConstantSpec, InputSpec
 
 
@@ -34,6 +35,13 @@ class Captured:
     with training switched on or off, for evaluation. eager: runs the user's own module and loss on
     a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
     inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
+    slots: where the user's modules store each tensor of ``state``.
+    mode_change: says which module has changed between training and evaluation mode since, ""
+    if none has. default_dtype: torch's, when the model was captured.
+    source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a
+    constant is another, or a gradient hook was added; given a function that copies tensors anew, it
+    calls that for tensors that were written in place. Returns how often tensors were copied.
+    guarded: names of the state that the guard watches.
     """
 
     graph: fx.GraphModule
@@ -62,6 +70,12 @@ class Captured:
     eager: Callable[[Any], tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     example: Callable[[], Any] | None = field(default=None, repr=False)
     config: str = field(default="", repr=False)
+    slots: Slots = field(default_factory=dict, repr=False)
+    mode_change: Callable[[], str] | None = field(default=None, repr=False)
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    source: tuple[Any, Any] | None = field(default=None, repr=False)
+    guard: Callable[[Any], int] | None = field(default=None, repr=False)
+    guarded: frozenset[str] = frozenset()
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """The graph's arguments out of a batch object, in the order of ``inputs``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxpart.capture.accepted import plain_module
 from fxpart.capture.batch import assemble, distinct, take_apart
@@ -17,12 +17,15 @@ from fxpart.capture.dims import infer, settled
 from fxpart.capture.examples import infer_examples, no_examples
 from fxpart.capture.fakes import faked
 from fxpart.capture.gradients import check_gradients, own_backwards
+from fxpart.capture.lazy import initialize_lazy
 from fxpart.capture.modes import prepared
+from fxpart.capture.outputs import ambiguous_loss
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.request import Request, run
 from fxpart.capture.trial import Trial
 from fxpart.capture.whole import Whole
-from fxpart.errors import FxpartError, Problem
+from fxpart.compat import uncompiled, unwrapped
+from fxpart.errors import FxpartError, Problem, error
 
 
 def capture(
@@ -41,21 +44,47 @@ def capture(
 
     example_inputs: a tuple of positional inputs, or a dict of keyword inputs, loss targets
     included; inferred where None (see :mod:`fxpart.capture.examples`). loss: a function of the
-    output and the targets; without it the output's own loss, or the mean square of its floating
-    tensors. batch_size: rows of the global batch, by default those of the example. batch_dims: per
-    input name the dim of the batch, None for an input that is not cut; the rest is inferred.
-    microbatch_size: the size to capture at where the batch cannot be symbolic. precision: "bf16"
-    for ``torch.autocast`` in bfloat16 around model and loss, whose conversions are then operations
-    of the graph; "fp32" as the model is. The model's modes,
-    configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
+    output and the targets; without it the output's own loss, or its only scalar with a gradient,
+    or the mean square of its floating tensors. batch_size: rows of the global batch, by default
+    those of the example. batch_dims: per input name the dim of the batch, None for an input
+    that is not cut; the rest is inferred. microbatch_size: the size to capture at where the
+    batch cannot be symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model
+    and loss, whose conversions are then operations of the graph; "fp32" as the model is. The
+    model's modes, configuration and tensors are left as they were.
+    Errors: FXP101 to FXP106, FXP108, FXP109.
     """
-    model, autocast = plain_module(model), autocast_dtype(precision)
+    plain, loss = plain_module(model), unwrapped(loss)
+    with uncompiled(plain, loss) as compiled:
+        captured = _captured(
+            plain, example_inputs, example_kwargs, loss, batch_dims, batch_size, microbatch_size,
+            training, precision,
+        )  # fmt: skip
+    if compiled or plain is not model:
+        note = "torch.compile is left out; names of parameters are those of the plain module"
+        captured = replace(captured, tried=(*captured.tried, note))
+    return captured
+
+
+def _captured(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    loss: Callable[..., Any] | None,
+    batch_dims: Mapping[str, int | None] | None,
+    batch_size: int | None,
+    microbatch_size: int | None,
+    training: bool,
+    precision: str,
+) -> Captured:
+    """Capture a plain module; see :func:`capture`."""
+    autocast = autocast_dtype(precision)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
     parts = distinct(take_apart(batch))
     has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
     call = divide(model, loss, parts, has_kwargs=has_kwargs)
+    initialize_lazy(model, call, parts)
     names = unique_names(input_names(parts, call, model, loss))
     if not parts.tensors:
         raise no_examples(model)
@@ -79,12 +108,41 @@ def capture(
         training=training,
         floating=trial.whole.floating,
         form=trial.whole.form,
+        loss_name=_own_loss_name(trial.whole.scalars),
         precision=precision,
+        assigned=trial.whole.assigned,
     )
     captured = run(request)
+    if request.loss_name is not None:
+        captured = _with_own_loss(captured, trial.whole.scalars)
     if not backwards:
         return captured
     note = check_gradients(captured, backwards, request)
+    return replace(captured, tried=(*captured.tried, note))
+
+
+def _own_loss_name(scalars: Mapping[str, str]) -> str | None:
+    """The output that is the loss where none was given; FXP106 where it may be any of several."""
+    if len(scalars) > 1:
+        names = ", ".join(scalars)
+        why = f"no loss was given, and any of its scalars may be the loss: {names}"
+        raise ambiguous_loss(scalars, why)
+    return next(iter(scalars), None)
+
+
+def _with_own_loss(captured: Captured, scalars: Mapping[str, str]) -> Captured:
+    """The capture with a note of which output is its loss; FXP106 if no input reaches that."""
+    reached: set[fx.Node] = set()
+    for node in captured.graph.graph.nodes:
+        if node.op == "placeholder" or any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    loss = captured.graph.graph.output_node().args[0][0]  # type: ignore[index]
+    (name, path), *_ = scalars.items()
+    if loss not in reached:
+        why = f"no loss was given, and its only scalar, {name}, does not depend on the inputs"
+        fix = "give compile() loss=, a function of the output and the targets"
+        raise error("FXP106", where=path, why=why, fix=fix)
+    note = f"loss: the output {name} ({path}), the only scalar with a gradient"
     return replace(captured, tried=(*captured.tried, note))
 
 

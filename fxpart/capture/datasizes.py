@@ -13,6 +13,8 @@ from fxpart.compat import has_unbacked_symbols
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.effects import is_op
 
+# Composite ops without such a tag: they call nonzero.
+_UNTAGGED = frozenset({"aten.where.default", "aten.nonzero_numpy.default", "aten.argwhere.default"})
 _TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -46,4 +48,4 @@ def _tells(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.index.Tensor:
         indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
         return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices)
-    return any(tag in node.target.tags for tag in _TAGS)  # type: ignore[union-attr]
+    return str(node.target) in _UNTAGGED or any(tag in node.target.tags for tag in _TAGS)  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -41,14 +41,19 @@ def can_be_cut(
     if trial.mode is not None or not small or not rows or min(sizes, default=0) < 2:
         return None
     half = min(sizes) // 2
+
+    def run(batch: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        with trial.state.unchanged():
+            return whole(tuple(batch))  # type: ignore[no-any-return]
+
     with training_mode(whole, False), kept_buffers(whole), torch.no_grad():
-        together = whole(tuple(t.clone() for t in tensors))
-        again = whole(tuple(t.clone() for t in tensors))
+        together = run(t.clone() for t in tensors)
+        again = run(t.clone() for t in tensors)
         if not all(_close(again[name], together[name]) for name in rows):
             return None
         for start, length in ((0, half), (half, min(sizes) - half)):
             try:
-                part = whole(tuple(_cut(t, d, start, length) for t, d in _pairs(tensors, dims)))
+                part = run(_cut(t, d, start, length) for t, d in _pairs(tensors, dims))
             except Exception:  # whatever the user's module raises on a part of its batch
                 return False
             for name, dim in rows.items():

@@ -20,9 +20,8 @@ from fxpart.errors import error
 
 @contextmanager
 def prepared(model: nn.Module, training: bool) -> Iterator[None]:
-    """All of this module together: mode set, cache off, quiet, and the model untouched after."""
+    """All of this module together: mode set, cache off, quiet, and the buffers as they were."""
     with ExitStack() as stack:
-        stack.enter_context(untouched(model))
         stack.enter_context(kept_buffers(model))
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(cache_off(model))
@@ -57,14 +56,14 @@ def cache_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode, each submodule's own mode restored afterwards.
+    """Each module in the mode of training or of evaluation; its own mode is restored afterwards.
 
-    A model that is in training mode already keeps submodules that its owner put into evaluation
-    mode (frozen BatchNorm).
+    Training leaves every module in the mode that its owner gave it, as a training loop of torch's
+    does: a frozen BatchNorm, or a whole model, may be in evaluation mode.
     """
     before = {module: module.training for module in model.modules()}
-    if not (training and model.training):
-        model.train(training)
+    if not training:
+        model.eval()
     try:
         yield
     finally:
@@ -72,27 +71,39 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what the traced forward writes into Python attributes of the model and its submodules.
+class ModuleModes:
+    """The modes, of training or evaluation, of a model's modules when it was captured."""
 
-    A module that keeps a tensor of its last call would otherwise keep a fake one. Attributes are
-    restored by identity, and lists, dicts and sets of a module also by content.
-    """
-    before: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
-    for module in model.modules():
-        attributes = dict(vars(module))
-        holders = [v for v in attributes.values() if type(v) in (list, dict, set)]
-        before.append((module, attributes, [(v, v.copy()) for v in holders]))
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for holder, content in contents:
-                holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(content)
+    def __init__(self, *modules: object) -> None:
+        """modules: the model and the loss; what is no module is left out."""
+        found = {
+            module: f"{type(root).__name__}{'.' if name else ''}{name}"
+            for root in modules
+            if isinstance(root, nn.Module)
+            for name, module in root.named_modules()
+        }
+        self._names = list(found.values())
+        self._modules = list(found)
+        self._modes = self._now()
+
+    def __call__(self) -> str:
+        """Which module is in another mode now, as a sentence; "" if none is."""
+        now = self._now()
+        if now == self._modes:
+            return ""
+        at = next(at for at, (a, b) in enumerate(zip(now, self._modes, strict=True)) if a != b)
+        before, after = _mode(self._modes[at]), _mode(now[at])
+        return (
+            f"{self._names[at]} is in {after} mode, and was in {before} mode when the program was "
+            "compiled"
+        )
+
+    def _now(self) -> list[bool]:
+        return [module.training for module in self._modules]
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 
 
 def named_tensors(output: Any) -> dict[str, torch.Tensor]:
@@ -82,6 +82,45 @@ def own_loss(output: Any) -> torch.Tensor | None:
     if isinstance(loss, fx.Proxy):
         return loss  # type: ignore[return-value]
     return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def scalar_outputs(output: Any) -> dict[str, str]:
+    """The outputs that may be the loss: name -> the expression that takes it from ``out``.
+
+    These are floating scalars with a gradient. None of an object that has a field for its loss,
+    which is empty (a transformers model without labels): its other scalars are parts of a loss.
+    """
+    if isinstance(output, fx.Proxy) or getattr(output, "loss", output) is None:
+        return {}
+    if isinstance(output, Mapping) and "loss" in output:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    paths: dict[str, str] = {}
+    for name, tensor in _walk(output, ""):
+        unique = _unique(name, found)
+        found[unique] = tensor
+        if tensor.dim() == 0 and tensor.is_floating_point() and tensor.requires_grad:
+            paths[unique] = _expression(output, tensor, "out")
+    return paths
+
+
+def _expression(value: Any, wanted: torch.Tensor, before: str) -> str:
+    """The Python expression that takes a tensor out of a structure; "" where it is not there."""
+    if value is wanted:
+        return before
+    for key, item, _ in _parts(value, ""):
+        attribute = not isinstance(value, (Mapping, tuple, list))
+        inner = f"{before}.{key}" if attribute else f"{before}[{key!r}]"
+        found = _expression(item, wanted, inner)
+        if found:
+            return found
+    return ""
+
+
+def ambiguous_loss(paths: Mapping[str, str], why: str) -> FxpartError:
+    """FXP106 for outputs of which any may be the loss; paths as of :func:`scalar_outputs`."""
+    choices = " or ".join(f"loss=lambda out: {path}" for path in paths.values())
+    return error("FXP106", where="the model's output", why=why, fix=f"give compile() {choices}")
 
 
 def mean_square(

@@ -18,16 +18,17 @@ from fxpart.capture.causes import problems_of, summary_of
 from fxpart.capture.dims import Inferred, resize
 from fxpart.capture.fakes import as_meta, faked, stand_in
 from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import cache_off, prepared, training_mode
+from fxpart.capture.modes import ModuleModes, cache_off, prepared, training_mode
 from fxpart.capture.outputs import Form
 from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.pretrained import config_text
+from fxpart.capture.python_state import PythonState
 from fxpart.capture.replay import Repeats
-from fxpart.capture.state import State, loss_prefix, state_of
+from fxpart.capture.state import State, loss_prefix, slots_of, state_of
 from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
 from fxpart.capture.unlift import Unlifted, unlift
 from fxpart.capture.whole import Whole
-from fxpart.compat import size_hint, symbol_names
+from fxpart.compat import size_hint, symbol_names, uncompiled
 from fxpart.errors import FxpartError
 from fxpart.pipeline.autocast import WHOLE_KEY
 from fxpart.program import InputSpec
@@ -39,7 +40,8 @@ class Request:
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
     where it could be run. precision: "fp32" or
-    "bf16".
+    "bf16". loss_name: the output that is the loss where none was given. assigned: registered
+    buffers to which forward assigns new tensors.
     """
 
     model: nn.Module
@@ -54,6 +56,8 @@ class Request:
     floating: frozenset[str] | None = None
     form: Form | None = None
     precision: str = "fp32"
+    loss_name: str | None = None
+    assigned: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -73,23 +77,32 @@ class Request:
 
 def run(request: Request) -> Captured:
     """Trace one request in the first way that works and assemble the result."""
+    with uncompiled(request.model, request.loss):
+        return _run(request)
+
+
+def _run(request: Request) -> Captured:
     start = time.perf_counter()
     model = request.model
     prefix = loss_prefix(model)
     state = state_of(model, request.loss, prefix)
     whole = Whole(model, request.loss, request.call, request.autocast)
-    whole.floating = request.floating
+    whole.floating, whole.loss_name = request.floating, request.loss_name
+    whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
     with prepared(model, request.training), faked(model) as mode:
+        python = PythonState.of(model, request.loss)
 
         def attempt(way: Way) -> Unlifted:
             tensors = request.resized(max(size, 2) if way.symbolic else size)
             if way.method == "symbolic-trace":
-                return name_state(symbolic_trace(whole, tensors), request.names, state, prefix)
+                with python.unchanged():
+                    traced = symbolic_trace(whole, tensors)
+                return name_state(traced, request.names, state, prefix)
             if mode is not None:
                 tensors = [stand_in(mode, t) for t in tensors]
-            exported = _export(whole, tensors, request.batch_dims, way)
+            exported = _export(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
         # torch.fx's way records no autocast: its graph would be another model's.
@@ -115,17 +128,18 @@ def _export(
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
     way: Way,
+    python: PythonState,
 ) -> ExportedProgram:
     """torch.export in one way, equal layers traced once; in full where that does not work."""
     if not way.strict:
         repeats = Repeats(whole)
         try:
             with repeats.watching():
-                return run_export(whole, tensors, batch_dims, way)
+                return run_export(whole, tensors, batch_dims, way, python)
         except Exception:  # torch.export raises many unrelated types
             if not repeats.doubtful:
                 raise
-    return run_export(whole, tensors, batch_dims, way)
+    return run_export(whole, tensors, batch_dims, way, python)
 
 
 def _possible(way: Way, *, has_rows: bool, runs: bool) -> bool:
@@ -163,6 +177,9 @@ def _assemble(
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),
+        slots=slots_of(state, request.model, request.loss, loss_prefix(request.model)),
+        mode_change=ModuleModes(request.model, request.loss),
+        source=(request.model, request.loss),
     )
 
 
@@ -199,7 +216,9 @@ def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
     """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
     whole = Whole(request.model, request.loss, request.call, request.autocast)
-    with cache_off(request.model), training_mode(request.model, request.training):
+    whole.loss_name = request.loss_name
+    plain = uncompiled(request.model, request.loss)
+    with plain, cache_off(request.model), training_mode(request.model, request.training):
         returned = whole(tensors)
     loss = next(v for k, v in returned.items() if k.startswith("loss/"))
     return (loss, *(v for k, v in returned.items() if not k.startswith("loss/")))

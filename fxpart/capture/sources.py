@@ -12,11 +12,11 @@ from fxpart.pipeline import KEY, Annotation
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH = Path(torch.__file__).parent.as_posix() + "/"
-_OURS = Path(__file__).parent.as_posix() + "/"
+_OURS = Path(__file__).parents[1].as_posix() + "/"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's or a model library's: not torch, not capture itself."""
+    """Whether a file is the user's or a model library's: not torch, not fxpart itself."""
     path = Path(file).as_posix()
     # torch writes some of its own files in short form; "<...>" is code without a file.
     return not path.startswith((_TORCH, _OURS, "torch/", "<"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -57,6 +59,27 @@ def state_of(model: nn.Module, loss: object = None, prefix: str = "loss") -> Sta
                 parameters.append(main)
     names = {aliases.get(name, name) for name in saved} - set(parameters)
     return State(tensors, tuple(parameters), frozenset(names & set(tensors)), aliases)
+
+
+Slots = dict[str, tuple[MutableMapping[str, Any], str]]
+
+
+def slots_of(state: State, model: nn.Module, loss: object = None, prefix: str = "loss") -> Slots:
+    """Return where the modules store each tensor of a state: a dict of a module, and the key.
+
+    What is there later is what the modules use then, also where a parameter was replaced.
+    """
+    found: Slots = {}
+    for module, start in ((model, ""), (loss, f"{prefix}.")):
+        if not isinstance(module, nn.Module):
+            continue
+        for path, part in module.named_modules():
+            for place in (part._parameters, part._buffers):
+                for key in place:
+                    name = state.main(start + (f"{path}.{key}" if path else key))
+                    if name in state.tensors:
+                        found.setdefault(name, (place, key))
+    return found
 
 
 def loss_prefix(model: nn.Module) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 from fxpart.capture.causes import problem_of
+from fxpart.capture.python_state import PythonState
 from fxpart.capture.whole import Whole
 from fxpart.compat import deferred_code, grad_modes_kept
 
@@ -68,10 +69,14 @@ def run_export(
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
     way: Way,
+    python: PythonState,
 ) -> ExportedProgram:
-    """torch.export of the whole module in one way; raises whatever torch raises."""
+    """torch.export of the whole module in one way; raises whatever torch raises.
+
+    python: the Python state of model and loss, restored after the trace.
+    """
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
-    with deferred_code(), grad_modes_kept():
+    with python.unchanged(), deferred_code(), grad_modes_kept():
         return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
 
 

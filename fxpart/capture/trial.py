@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fxpart.capture.fakes import stand_in
 from fxpart.capture.modes import kept_buffers
+from fxpart.capture.python_state import PythonState
 from fxpart.capture.whole import Whole
 from fxpart.compat import fake_mode
 
@@ -32,6 +33,11 @@ class Trial:
     first: dict[str, tuple[int, ...]] | None = None
     trained: bool = False
     graph: dict[str, torch.Tensor] | None = None
+    state: PythonState = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Note the Python state that every run starts from."""
+        self.state = PythonState.of(self.whole.model, self.whole.loss)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
         """The shapes of loss and outputs by name; raises what the module raises."""
@@ -62,7 +68,8 @@ class Trial:
     def _call(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         self.whole.noting = True
         try:
-            return self._called(tensors)
+            with self.state.unchanged():
+                return self._called(tensors)
         finally:
             self.whole.noting = False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch import fx, nn
 
 from fxpart.capture.batch import put_together
 from fxpart.capture.calling import Call
-from fxpart.capture.outputs import Form, form_of, mean_square, named_tensors, own_loss
+from fxpart.capture.outputs import (
+    Form,
+    form_of,
+    mean_square,
+    named_tensors,
+    own_loss,
+    scalar_outputs,
+)
 from fxpart.errors import error
 
 LOSS_KEYS = {"given": "loss/given", "output": "loss/output", "mean-square": "loss/mean-square"}
@@ -24,7 +32,11 @@ class Whole(nn.Module):
     The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
     parameters are known by prefix. floating: names of the floating outputs once they are known,
     for tracing on proxies, which cannot tell. autocast: the dtype of ``torch.autocast`` around
-    model and loss; None for no autocast.
+    model and loss; None for no autocast. scalars: the outputs that may be the loss, once a run
+    with gradients has noted them. loss_name: the one of these that is taken as the loss. assigned:
+    registered buffers (module path and name) to which forward assigns new tensors; where
+    ``states_kept`` is set, each new value is copied into the registered tensor at the end, so that
+    a tracer records it as a write to state.
     """
 
     def __init__(
@@ -38,8 +50,12 @@ class Whole(nn.Module):
         self.floating: frozenset[str] | None = None
         self.form: Form | None = None
         self.noting = False
+        self.scalars: dict[str, str] = {}
+        self.loss_name: str | None = None
         self.autocast = autocast
         self.kind = autocast_device(model)
+        self.assigned: frozenset[tuple[str, str]] = frozenset()
+        self.states_kept = False
 
     def forward(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Run the model, then its loss; FXP106 when the loss is no scalar tensor."""
@@ -50,6 +66,26 @@ class Whole(nn.Module):
             return self._run(batch)
 
     def _run(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        if self.noting:
+            with noted_assignments(self):
+                return self._called(batch)
+        if not (self.states_kept and self.assigned):
+            return self._called(batch)
+        slots = [(self.get_submodule(path), name) for path, name in sorted(self.assigned)]
+        registered = [module._buffers[name] for module, name in slots]
+        # Backward passes may need the old values after the new ones are copied.
+        for (module, name), tensor in zip(slots, registered, strict=True):
+            assert tensor is not None, "an assigned buffer has a value before"
+            module._buffers[name] = tensor.clone()
+        returned = self._called(batch)
+        for (module, name), tensor in zip(slots, registered, strict=True):
+            value = module._buffers[name]
+            assert tensor is not None and value is not None, "checked when it was noted"
+            tensor.copy_(value.detach())
+            module._buffers[name] = tensor
+        return returned
+
+    def _called(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         call = self.call
         args = put_together(call.args, batch)
         kwargs = put_together(call.kwargs, batch)
@@ -64,12 +100,39 @@ class Whole(nn.Module):
             kind = "given"
         else:
             value = own_loss(output)
+            if value is None and self.noting and torch.is_grad_enabled():
+                self.scalars = scalar_outputs(output)
+            if value is None and self.loss_name is not None:
+                value = outputs.get(self.loss_name)
             kind = "mean-square" if value is None else "output"
             if value is None:
                 value = mean_square(outputs, self.floating)
             else:
                 outputs = {k: t for k, t in outputs.items() if t is not value}
         return {LOSS_KEYS[kind]: _scalar(value), **outputs}
+
+
+@contextmanager
+def noted_assignments(whole: Whole) -> Iterator[None]:
+    """Note to which registered buffers the code within assigns tensors of the same shape and dtype.
+
+    The registered tensors are put back.
+    """
+    before = [
+        (path, name, module, tensor)
+        for path, module in whole.named_modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    finally:
+        for path, name, module, tensor in before:
+            value = module._buffers.get(name)
+            if value is not tensor and value is not None:
+                same = (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+                whole.assigned |= {(path, name)} if same else set()
+                module._buffers[name] = tensor
 
 
 def autocast_device(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import json_option
+from fxpart.cli.options import check_option, json_option
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target")
 @click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
+@check_option
 @json_option
-def command(target: str, batch_size: int | None, as_json: bool) -> int:
+def command(target: str, batch_size: int | None, check: str, as_json: bool) -> int:
     """Capture TARGET and say how that went: inputs, batch, loss, parameters, blocks.
 
     What stands in the way is shown as errors, each with the line of your source and a fix.
     """
     from fxpart.target import load_target
 
-    found = examine(load_target(target), batch_size, target)
+    found = examine(load_target(target), batch_size, target, check)
     if as_json:
         output.data(found)
     else:
@@ -33,14 +34,20 @@ def command(target: str, batch_size: int | None, as_json: bool) -> int:
     return 0
 
 
-def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str, Any]:
-    """Capture, prepare, and what there is to say about both. Raises what capture and passes do."""
+def examine(
+    workload: Workload, batch_size: int | None, target: str, check: str = "auto"
+) -> dict[str, Any]:
+    """Capture, prepare, compare with the module, and what there is to say about all of them.
+
+    Raises what capture and passes do, and FXP113.
+    """
     from msgspec import to_builtins
 
     from fxpart.capture import capture
     from fxpart.capture.doctor import describe as diagnosis
     from fxpart.passes import PREPARE
     from fxpart.pipeline import PassManager
+    from fxpart.verification import check_module
 
     with output.busy(f"capturing {target}"):
         captured = capture(
@@ -51,6 +58,8 @@ def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str
             batch_size=batch_size or workload.batch_size,
         )
         graph = PassManager().run(PREPARE, captured.graph)
+        assert captured.source is not None, "a capture brings its module along"
+        checked = check_module(*captured.source, captured, graph, check=check)
     inferred = workload.example is None and not workload.example_kwargs
     known = to_builtins(diagnosis(captured))
     return {
@@ -70,6 +79,7 @@ def examine(workload: Workload, batch_size: int | None, target: str) -> dict[str
         "ties": dict(captured.aliases),
         "ops": sum(node.op == "call_function" for node in graph.graph.nodes),
         "blocks": len(graph.meta["fxpart_blocks"]),
+        "check": to_builtins(checked),
         **{name: known[name] for name in SPECIAL},
     }
 
@@ -102,6 +112,7 @@ LOSSES = {
 def describe(found: dict[str, Any]) -> list[str]:
     """The examination for a person."""
     from fxpart.report import units
+    from fxpart.report.explain import check_text
 
     whole = [i["name"] for i in found["inputs"] if i["batch_dim"] is None]
     size = "any batch size" if found["batch"] == "symbolic" else "one microbatch size"
@@ -117,6 +128,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         ("graph", f"{found['ops']} ops in {units.plural(found['blocks'], 'block')}: "
          f"up to {units.plural(found['blocks'], 'stage')}"),
     ]  # fmt: skip
+    rows.append(("check", check_text(found["check"]["status"], found["check"].get("reason", ""))))
     for key, name in SPECIAL.items():
         if found[key]:
             rows += [(name, text) for text in _special(found[key])]

@@ -50,6 +50,7 @@ class Request:
     transfer_dtype: str | None = None
     mode: str | None = None
     weights: str | None = None
+    check: str = "auto"
     batch_coupling: str | None = None
 
     def workload(self) -> Workload:
@@ -113,7 +114,9 @@ class Request:
         options: further ones by name, left out where None or False.
         """
         found = [verb, self.target, "--plan", plan]
-        for name, value in {**options, "--optimizer": self.optimizer}.items():
+        check = None if self.check == "auto" else self.check
+        given = {**options, "--optimizer": self.optimizer, "--check": check}
+        for name, value in given.items():
             if value is True:
                 found.append(name)
             elif value is not None and value is not False:
@@ -144,6 +147,7 @@ class Request:
             "transfer_dtype": self.transfer_dtype,
             "mode": self.mode,
             "weights": self.weights,
+            "check": self.check,
             "batch_coupling": self.batch_coupling,
         }
 
@@ -156,6 +160,10 @@ class Request:
             return compile(**self._arguments(workload), plan=self.plan, progress=progress)
 
 
+check_option = click.option(
+    "--check", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+    help="Compare the captured program with the module over two steps.",
+)  # fmt: skip
 _MODES = (
     click.option(
         "--mode", type=click.Choice(NAMES),
@@ -230,6 +238,7 @@ def compile_options(command: Command) -> Command:
                 help="bfloat16 sends float32 between ranks as that.",
             ),
             *_MODES,
+            check_option,
             click.option("--seed", type=int, default=0, show_default=True),
         )
     ):  # fmt: skip

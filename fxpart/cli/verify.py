@@ -87,7 +87,7 @@ def _verdict(found: Verification) -> list[str]:
     lines = []
     if found.equal:
         lines.append("equal: every loss, gradient, parameter and buffer, bit for bit")
-    elif found.passed:
+    elif found.largest <= found.tolerance:
         lines.append(
             f"equal within {found.tolerance:g} relative (largest {found.largest:.1e}), as promised "
             "where a sum is added up over ranks in another order"
@@ -99,6 +99,9 @@ def _verdict(found: Verification) -> list[str]:
             f"DIFFERENT: largest relative difference {found.largest:.1e}, promised was {allowed} "
             "(fxpart explain FXP506)"
         )
+    if found.eager_differences:
+        lines.append("DIFFERENT from the module as you wrote it (fxpart explain FXP113):")
+        lines += [f"  {each}" for each in found.eager_differences]
     if found.eager_loss is not None and found.eager_gradient is not None:
         lines.append(
             f"against the module as you wrote it: loss {_number(found.eager_loss)}, "

@@ -13,7 +13,7 @@ import torch
 
 from fxpart.collectives.communicator import Communicator, Size
 from fxpart.collectives.pieces import lengths, part, take
-from fxpart.rng import seeded
+from fxpart.rng import RepeatedKey, seeded
 from fxpart.sharding import Placements, Shard, parse_placements
 
 _ATEN = torch.ops.aten
@@ -51,7 +51,11 @@ def random_shard(
         return _attention(mesh, shape, where, key, index, args, kwargs)
     name = getattr(getattr(op, "_schema", None), "name", "")
     if name in _FACTORIES:
-        return _cut(mesh, seeded(key, index, op, *_sized(op, args, shape), **kwargs), where)
+
+        def draw(size: list[Size]) -> Any:
+            return seeded(key, index, op, *_sized(op, args, size), **kwargs)
+
+        return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)
     wholes = [_around(mesh, a, shape, where) if isinstance(a, torch.Tensor) else a for a in args]
     found = seeded(key, index, op, *wholes, **kwargs)
     if isinstance(found, torch.Tensor):
@@ -73,12 +77,42 @@ def _mask(
     The whole is drawn, and so it is drawn in its place: dropout of ones, as ATen's unfused dropout
     draws it (native/Dropout.cpp), would hold four of it. Other devices draw as their kernels do.
     """
-    with torch.no_grad():
+
+    def draw(size: list[Size]) -> torch.Tensor:
         if like.device.type == "cpu" and 0 < p < 1:
-            drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(list(shape)), 1 - p)
-            return _cut(mesh, drawn.div_(1 - p), where)
-        ones = like.new_ones(list(shape))
-        return _cut(mesh, seeded(key, index, _ATEN.dropout.default, ones, p, True), where)
+            drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(size), 1 - p)
+            scaled: torch.Tensor = drawn.div_(1 - p)
+            return scaled
+        found: torch.Tensor = seeded(
+            key, index, _ATEN.dropout.default, like.new_ones(size), p, True
+        )
+        return found
+
+    with torch.no_grad():
+        return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)
+
+
+def _repeated(
+    mesh: Communicator,
+    shape: Sequence[Size],
+    where: Placements,
+    key: int,
+    draw: Callable[[list[Size]], torch.Tensor],
+) -> torch.Tensor:
+    """Draw a whole tensor; where the rows of the microbatch are repeated, so are the numbers."""
+    size = list(shape)
+    if not isinstance(key, RepeatedKey):
+        return draw(size)
+    dims = {
+        p.dim
+        for axis, p in zip(mesh.mesh.names, where, strict=True)
+        if axis in key.axes and isinstance(p, Shard)
+    }
+    if len(dims) != 1:
+        return draw(size)
+    (dim,) = dims
+    size[dim] //= key.count
+    return torch.cat([draw(size)] * key.count, dim)
 
 
 def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Tensor:

@@ -3,8 +3,14 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.compat.agents import telling
+from fxpart.compat.ambient_modes import (
+    active_modes,
+    default_device_of,
+    has_modes,
+    has_saved_tensor_hooks,
+)
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
-from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled
+from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled, uncompiled
 from fxpart.compat.foreach import (
     foreach_add,
     foreach_add_,
@@ -34,9 +40,14 @@ from fxpart.compat.modules import (
     watched_calls,
 )
 from fxpart.compat.optimizers import (
+    has_step_hooks,
+    mark_stepped,
+    optimizer_over,
     optimizer_standing_in,
+    replace_step,
     scheduler_standing_in,
     step_of,
+    steps_as_its_class,
 )
 from fxpart.compat.saved import release_saved, saved_hooks, saved_slots
 from fxpart.compat.symbols import (
@@ -73,9 +84,11 @@ from fxpart.compat.tracing import (
 
 __all__ = [
     "TorchDispatchMode",
+    "active_modes",
     "active_tracer",
     "compile_counters",
     "compiler_fault",
+    "default_device_of",
     "default_store",
     "deferred_code",
     "fake_mode",
@@ -95,15 +108,20 @@ __all__ = [
     "grad_modes_kept",
     "guards_off",
     "has_kernel",
+    "has_modes",
     "has_module_hooks",
+    "has_saved_tensor_hooks",
+    "has_step_hooks",
     "has_unbacked_symbols",
     "is_compiled",
     "is_fake",
     "is_plain_fake",
     "like_fake",
+    "mark_stepped",
     "mask_detection_off",
     "may_convert",
     "operation_schema",
+    "optimizer_over",
     "optimizer_standing_in",
     "own_backward",
     "python_dispatcher",
@@ -111,6 +129,7 @@ __all__ = [
     "record_operations",
     "registering_module",
     "release_saved",
+    "replace_step",
     "saved_hooks",
     "saved_slots",
     "scheduler_standing_in",
@@ -118,6 +137,7 @@ __all__ = [
     "size_hint",
     "skip_batches",
     "step_of",
+    "steps_as_its_class",
     "storage_address",
     "storage_identity",
     "symbol_facts",
@@ -127,6 +147,7 @@ __all__ = [
     "tensor_slots",
     "trace_as",
     "traced_node",
+    "uncompiled",
     "unflatten_output",
     "untraced",
     "unwrapped",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 
 def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
@@ -29,10 +31,10 @@ def own_backward(function: object) -> type | None:
     return getattr(function, "_forward_cls", type(function))
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside what torch.compile returned; any other module as it is."""
-    inside = getattr(model, "_orig_mod", None)
-    return inside if isinstance(inside, nn.Module) else model
+def unwrapped(value: T) -> T:
+    """The module inside what torch.compile returned; any other object as it is."""
+    inside = getattr(value, "_orig_mod", None)
+    return cast(T, inside) if isinstance(inside, nn.Module) else value
 
 
 @contextmanager

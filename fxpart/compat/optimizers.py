@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ def scheduler_standing_in(scheduler: LRScheduler) -> tuple[LRScheduler, torch.op
     stepped, without which the first step of a scheduler warns.
     """
     real: torch.optim.Optimizer = scheduler.optimizer
-    stand_in = object.__new__(type(real))
+    kind = type(real)
+    if isinstance(getattr(kind, "param_groups", None), property):  # it shows those of others
+        kind = torch.optim.Optimizer
+    stand_in = object.__new__(kind)
     stand_in.__dict__.update(real.__dict__)
+    stand_in.defaults = real.defaults
     stand_in.param_groups = [
         {name: copy.copy(value) if name != "params" else [] for name, value in group.items()}
         for group in real.param_groups
@@ -45,13 +50,52 @@ def optimizer_standing_in(
 
     parameters: of the real one -> of the new one. It has no hooks.
     """
+    return _copy_without_state(
+        real,
+        [
+            {**group, "params": [parameters[p] for p in group["params"]]}
+            for group in real.param_groups
+        ],
+        {id(p): q for p, q in parameters.items()},
+    )
+
+
+def optimizer_over(
+    real: torch.optim.Optimizer,
+    members: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    fallback: torch.Tensor,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and options, without state, over other parameters.
+
+    members: for each group of the real optimizer, pairs of one of its parameters and a new one; a
+    parameter may have several new ones, or none. fallback: what an attribute refers to in place of
+    a parameter that has none. Tensors among the options are copied; hooks are left out.
+    """
+    groups = []
+    for group, pairs in zip(real.param_groups, members, strict=True):
+        options = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if "param_names" in group:
+            names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+            options["param_names"] = [names[id(p)] for p, _ in pairs]
+        groups.append({"params": [q for _, q in pairs], **options})
+    memo: dict[int, Any] = {id(p): fallback for g in real.param_groups for p in g["params"]}
+    memo |= {id(p): q for pairs in reversed(members) for p, q in reversed(pairs)}
+    return _copy_without_state(real, groups, memo)
+
+
+def _copy_without_state(
+    real: torch.optim.Optimizer, groups: list[dict[str, Any]], parameters: Mapping[int, Any]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer's attributes around other groups; parameters: the new ones, by identity."""
     made = object.__new__(type(real))
     made.state = defaultdict(dict)
-    made.param_groups = [
-        {**group, "params": [parameters[p] for p in group["params"]]} for group in real.param_groups
-    ]
-    memo: dict[int, Any] = {id(p): q for p, q in parameters.items()}
-    memo |= {
+    made.param_groups = groups
+    memo: dict[int, Any] = {
+        **parameters,
         id(real): made,
         id(real.state): made.state,
         id(real.param_groups): made.param_groups,
@@ -73,3 +117,40 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     step: Any = kind.step
     plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return plain
+
+
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the instance's step is its class's, or what a scheduler wraps around that to count.
+
+    Needs ``_wrapped_by_lr_sched`` of torch 2.4 and later; without it a wrapped step counts as
+    another one.
+    """
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    function = getattr(own, "__func__", own)
+    inner = getattr(function, "__wrapped__", None)
+    return bool(getattr(function, "_wrapped_by_lr_sched", False)) and (
+        inner is type(optimizer).step
+    )
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Have schedulers know that the optimizer was stepped (``_opt_called``): others warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Have an instance run another function as its step, also for schedulers made before.
+
+    step: takes the instance, as a method does. ``_wrapped_by_lr_sched`` says that schedulers need
+    not wrap it, as :func:`mark_stepped` counts.
+    """
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks were registered on the instance's step (``_optimizer_step_*_hooks``)."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(vars(optimizer).get(name) for name in names)

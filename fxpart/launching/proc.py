@@ -24,6 +24,11 @@ def is_stopped(pid: int) -> bool:
     return _status(pid).get("State", "")[:1] in ("T", "t")
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is neither stopped nor ended; it may be busy or asleep."""
+    return _status(pid).get("State", "T")[:1] not in ("T", "t", "Z", "X", "x")
+
+
 def told_to_end_but_stopped(pid: int) -> bool:
     """Whether it was sent SIGTERM and cannot hear it, as it is stopped."""
     status = _status(pid)

@@ -270,8 +270,12 @@ def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> 
             with python_dispatcher():
                 return call()
         except RuntimeError:
-            why = f"{op_of(node)} fails on fake tensors: {str(first).splitlines()[0]}"
-            raise error("FXP900", where=place(node), why=why) from first
+            raise error(
+                "FXP108",
+                where=place(node),
+                why=f"{op_of(node)} fails on tensors without data: {str(first).splitlines()[0]}",
+                fix="write the same with other operations of torch, or keep it out of the model",
+            ) from first
 
 
 def _relate(

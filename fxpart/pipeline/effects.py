@@ -196,6 +196,14 @@ def views(node: fx.Node) -> tuple[fx.Node, ...]:
     )
 
 
+def view_chain(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, what it is a view of, and so on to the value that owns the storage."""
+    yield node
+    while sources := views(node):
+        node = sources[0]
+        yield node
+
+
 def state_written(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
     """For each node that writes state: the names of that state, through views."""
     roots = state_roots(graph)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.compat import operation_schema
 from fxpart.pipeline.edit import value
 from fxpart.pipeline.effects import packet_name
 
@@ -70,7 +71,8 @@ def _inverse(name: str, target: Any, rest: list[Any], kwargs: dict[str, Any]) ->
     if name == "narrow":
         dim, start, length = rest
         known = isinstance(start, int) and isinstance(length, int)
-        return lambda add, parent, part: add(
+        return lambda add, parent, part: scatter(
+            add,
             aten.slice_scatter.default,
             parent,
             part,
@@ -79,10 +81,16 @@ def _inverse(name: str, target: Any, rest: list[Any], kwargs: dict[str, Any]) ->
             start + length if known else add(operator.add, start, length),
         )
     if name in _SCATTERS:
-        return lambda add, parent, part: add(_SCATTERS[name], parent, part, *rest, **kwargs)
+        return lambda add, parent, part: scatter(
+            add, _SCATTERS[name], parent, part, *rest, **kwargs
+        )
     if name in ("view_as_real", "view_as_complex"):
         other = aten.view_as_complex if name == "view_as_real" else aten.view_as_real
         return lambda add, parent, part: add(other.default, part)
+    if name in ("real", "imag"):
+        return lambda add, parent, part: _with_half(name, add, parent, part)
+    if name in ("conj", "_conj"):
+        return lambda add, parent, part: add(aten._conj.default, part)
     return None
 
 
@@ -92,6 +100,53 @@ _SCATTERS = {
     "diagonal": aten.diagonal_scatter.default,
     "as_strided": aten.as_strided_scatter.default,
 }
+
+
+def scatter(
+    add: Add, op: Any, parent: fx.Node, part: fx.Node, *rest: Any, **kwargs: Any
+) -> fx.Node:
+    """A scatter op on the parent; on complex tensors by real and imaginary part.
+
+    PyTorch has no derivative of these ops for complex tensors. An ``as_strided`` view counts
+    elements, so that its real form has other sizes, strides and offset.
+    """
+    if not value(parent).is_complex():
+        return add(op, parent, part, *rest, **kwargs)
+    names = [declared.name for declared in operation_schema(op).arguments[2:]]
+    given = {**dict(zip(names, rest, strict=False)), **kwargs}
+    real = {key: _in_real(key, held, value(parent).dim()) for key, held in given.items()}
+    if op is aten.diagonal_scatter.default:  # the diagonal is the last dim of its view
+        order = [*range(value(part).dim() - 1), value(part).dim(), value(part).dim() - 1]
+        pair = add(aten.permute.default, _real(add, part), order)
+    else:
+        pair = _real(add, part)
+    whole = _real(add, parent)
+    return add(aten.view_as_complex.default, add(op, whole, pair, **real))
+
+
+def _real(add: Add, source: fx.Node) -> fx.Node:
+    """A complex value as pairs of numbers, where its conjugation is carried out."""
+    return add(aten.view_as_real.default, add(aten.resolve_conj.default, source))
+
+
+def _with_half(name: str, add: Add, parent: fx.Node, part: fx.Node) -> fx.Node:
+    """A complex value with another real or imaginary part."""
+    if not value(parent).is_complex():
+        return part
+    other = add(aten.imag.default if name == "real" else aten.real.default, parent)
+    halves = [part, other] if name == "real" else [other, part]
+    return add(aten.view_as_complex.default, add(aten.stack.default, halves, -1))
+
+
+def _in_real(name: str, held: Any, dims: int) -> Any:
+    """An argument of a scatter op for the real form, which has one more dim of two numbers."""
+    if name in ("dim", "dim1", "dim2"):
+        return held + dims if held < 0 else held
+    if name == "size":
+        return [*held, 2]
+    if name == "stride":
+        return [*(2 * step for step in held), 1]
+    return 2 * held if name == "storage_offset" and held is not None else held
 
 
 def _inverse_order(order: list[int]) -> list[int]:

@@ -55,6 +55,11 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         f"({units.seconds(step.simulated_seconds)} by {by(step.method)}"
         f"{_rehearsed(step)}), {rate:.4g} samples/s, "
         f"bubble {units.percent(step.bubble)}",
+        *(
+            [f"  check      {check_text(plan.check.status, plan.check.reason)}"]
+            if plan.check
+            else []
+        ),
         *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
         *_results(plan),
         *(f"  host       {words}" for words in crowded_words(found)),
@@ -118,6 +123,15 @@ def _input(item: PlanInput) -> str:
     """An input as "input_ids int64[s0*, 64]": the star marks the dim that counts samples."""
     dims = [f"{d}*" if i == item.batch_dim else str(d) for i, d in enumerate(item.shape)]
     return f"{item.name} {item.dtype}[{', '.join(dims)}]"
+
+
+def check_text(status: str, reason: str) -> str:
+    """What is known of the captured program beside the module as written."""
+    if status == "passed":
+        return "two steps of the captured program equal those of the module as written"
+    if status == "off":
+        return "the captured program was not compared with the module (check=off)"
+    return f"the captured program was not compared with the module: {shortened(reason, 160)}"
 
 
 def _stages(found: Explanation) -> list[str]:

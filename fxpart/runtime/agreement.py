@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from fxpart.errors import CODES, FxpartError, Problem, error
 from fxpart.runtime import watch
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.watch.calls import calls
 
 _BITS = 63
 T = TypeVar("T")
@@ -36,13 +38,15 @@ class Pending(Generic[T]):
     def __init__(self, transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> None:
         """Run ``make``, which returns a value and a text that describes it, and announce both.
 
-        what: what is compared, for the message. An FxpartError of ``make`` is announced, too.
+        what: what is compared, for the message. An exception of ``make`` is announced, too: the
+        problems of an FxpartError, FXP507 with the type and text of any other.
         """
         self._transport = transport
         self._what = what
         self._text = ""
         self._value: list[T] = []
         self._problems: Sequence[Problem] = ()
+        self._cause: Exception | None = None
         self._alone = transport.ranks == len(transport.local)
         self._handle: Any = None
         self.confirmed = self._alone
@@ -53,6 +57,11 @@ class Pending(Generic[T]):
             if self._alone:
                 raise
             self._problems = failure.problems
+        except Exception as failure:
+            if self._alone:
+                raise
+            self._problems = (exception_problem(transport.local[0], what, failure),)
+            self._cause = failure
         if not self._alone:
             row = [len(self._problems), *self._digests(), self._aside()]
             with reporting(transport, f"comparing {what}"):
@@ -78,7 +87,9 @@ class Pending(Generic[T]):
             rows = self._transport.end_exchange(handle)
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
-                raise AgreedError(merge(self._transport.exchange_bytes(problems)))
+                raise AgreedError(
+                    merge(self._transport.exchange_bytes(problems), names_ranks=True)
+                ) from self._cause
             self._compare(rows)
             self.confirmed = True
 
@@ -97,8 +108,13 @@ class Pending(Generic[T]):
 
     def _refuse(self, text: str) -> NoReturn:
         """Raise FXP501 with what each process has to say, which all do."""
-        raws = self._transport.exchange_bytes(text.encode())
-        raise AgreedError(_difference(self._what, [raw.decode(errors="replace") for raw in raws]))
+        message = msgspec.json.encode((calls.name, text))
+        raws = self._transport.exchange_bytes(message)
+        told = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
+        names = [name for name, _ in told]
+        if all(names) and len(set(names)) > 1:
+            raise AgreedError(different_calls(names))
+        raise AgreedError(_difference(self._what, [text for _, text in told]))
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
@@ -150,15 +166,47 @@ def problems_of(problems: Sequence[Problem]) -> bytes:
     return msgspec.json.encode([(p.code, p.where, p.why, p.fix) for p in problems])
 
 
-def merge(messages: Sequence[bytes]) -> list[Problem]:
-    """The problems of all messages, each once."""
-    found: dict[Problem, None] = {}
-    for message in messages:
+def merge(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Problem]:
+    """The problems of all messages, each once.
+
+    names_ranks: one that not every rank has says which ranks have it, if it does not already.
+    """
+    found: dict[Problem, list[int]] = {}
+    for rank, message in enumerate(messages):
         for code, where, why, fix in msgspec.json.decode(
             message, type=list[tuple[str, str, str, str]]
         ):
-            found[Problem(code if code in CODES else "FXP504", where, why, fix)] = None
-    return list(found)
+            problem = Problem(code if code in CODES else "FXP504", where, why, fix)
+            found.setdefault(problem, []).append(rank)
+    if not names_ranks:
+        return list(found)
+    return [
+        problem
+        if len(set(ranks)) == len(messages) or problem.where.startswith("rank ")
+        else replace(problem, why=f"{problem.why} (on rank {', '.join(map(str, ranks))})")
+        for problem, ranks in found.items()
+    ]
+
+
+def exception_problem(rank: int, what: str, cause: BaseException) -> Problem:
+    """FXP507 for an exception of one rank, which is no error of fxpart's own."""
+    return Problem(
+        "FXP507",
+        f"rank {rank}, {what}",
+        f"{type(cause).__name__}: {cause}",
+        "correct it there; every rank has ended this call, and none waits",
+    )
+
+
+def different_calls(names: Sequence[str]) -> Problem:
+    """FXP501: the trainer call that each rank has made, by rank."""
+    return Problem(
+        "FXP501",
+        "calls of the trainer",
+        "\n".join(f"rank {rank} called {name}()" for rank, name in enumerate(names)),
+        "make the call on every rank, in the same order; `if rank == 0:` belongs around what is "
+        "done with its result",
+    )
 
 
 def _difference(what: str, texts: Sequence[str]) -> Problem:

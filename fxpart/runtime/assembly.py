@@ -13,34 +13,38 @@ from fxpart.errors import FxpartError, error
 from fxpart.events.event import LEFT
 from fxpart.events.ring import Ring
 from fxpart.program import ProgramSpec
-from fxpart.rng import microbatch_key
+from fxpart.rng import RepeatedKey, microbatch_key
+from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
+from fxpart.runtime.ambient import Ambient, process_modes
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
 from fxpart.runtime.engine import Engine, place
+from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor import Around
 from fxpart.runtime.groups import Group, Groups, own
 from fxpart.runtime.held import Held
 from fxpart.runtime.lane_batch import LaneFeed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks, mesh_of, rank_table, shared_text
 from fxpart.runtime.meshes import Meshes, sum_axes
+from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.needs import Needs
-from fxpart.runtime.optimizer import (
-    check_elementwise,
-    describe_groups,
-    groups_of,
-    make_optimizer,
-)
+from fxpart.runtime.optimizer import describe_groups, groups_of, make_optimizer
+from fxpart.runtime.optimizer_facade import OptimizerFacade
+from fxpart.runtime.optimizer_parts import check_division, division_of, split
 from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
+from fxpart.runtime.repetition import Results
+from fxpart.runtime.repetition_check import check_repetition, with_buffers
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
-from fxpart.runtime.state import ModelState
+from fxpart.runtime.state import ModelState, Place
 from fxpart.runtime.transport import Transport
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.action import Kind, Schedule
 
 T = TypeVar("T")
@@ -48,20 +52,28 @@ Prediction = Callable[[bool], tuple[Sequence[Lane], Outputs]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[Lane]]
 
 
-class Assembly:
+class Assembly(EntryPoints):
     """The parts of a trainer, which its own methods and those of its bases share.
 
-    options: what it was given. optimizer: this process's torch optimizer, for learning-rate
-    schedulers and options. events: what this process did last, in memory until it is given a file.
+    options: what it was given. optimizer: shows this process's optimizers to schedulers and users
+    (:class:`~fxpart.runtime.optimizer_facade.OptimizerFacade`). optimizers: those that update the
+    weights, by the first stage and lane of each. watch: of the user's module, where there is one;
+    frozen: parameters that were frozen in it since the trainer was made.
+    events: what this process did last, in memory until it is given a file.
     pace: how long each rank computes, and whether one has become slow.
+    ambient: the modes of torch that the program was compiled under.
     asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
+    guard: called before each batch is read; raises where a constant of the program has changed.
     """
 
+    watch: ModuleWatch | None = None
+    frozen: frozenset[str] = frozenset()
     shared_rows = True
     flows = False
     repeats = True
+    guard: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -98,6 +110,7 @@ class Assembly:
         self.spec = spec
         self.options = Options.of(options)
         self.calls = 0
+        self.ambient = Ambient()
         self._ranks = rank_table(ranks, mesh_of(spec).size)
         self._transport = transport
         self.events = Ring(transport.local[0])
@@ -130,14 +143,14 @@ class Assembly:
             schedule,
             around=self._held.around,
         )
+        self._trial: Engine | None = None  # runs training stages forward alone
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
-        self._pending = 0  # batches accumulated since the last update
+        self._accumulation = Accumulation()  # batches since the last update
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
-        self.optimizer: torch.optim.Optimizer | None = None
-        if optimizer is not None:
-            self.optimizer = self._make_optimizer(optimizer, groups)
+        self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
+        self.optimizer = self._prepare_optimizers(optimizer, groups)
 
     @property
     def microbatches(self) -> int:
@@ -177,6 +190,8 @@ class Assembly:
     def close(self) -> None:
         """Give back the transport's resources; the trainer cannot be used after it."""
         self.events.put(LEFT, "end")
+        if self.optimizer is not None:
+            self.optimizer.closed = True
         self._crew.close()
         if self._meshes is not None:
             self._meshes.close()
@@ -203,7 +218,14 @@ class Assembly:
         )  # fmt: skip
 
     def _keys(self, cut: Cut) -> list[int]:
-        return [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        keys = [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        if not cut.repeated or not any(stage.random_ops for stage in self.spec.stages):
+            return keys
+        axes = self._feed.row_axes
+        return [
+            key if count == 1 else RepeatedKey.of(key, count, axes)
+            for key, count in zip(keys, cut.repeats, strict=True)
+        ]
 
     def _each_lane(self, do: Callable[[Lane], T]) -> dict[int, T]:
         """``do`` for every lane of this process, at the same time."""
@@ -219,15 +241,132 @@ class Assembly:
         def make() -> tuple[torch.optim.Optimizer, str]:
             self._groups = groups_of(given, groups, self._state.trainable())
             mine = self._state.parameters()
-            made = make_optimizer(given, [p for _, p in mine], own(self._groups, mine))
-            check_elementwise(made, self._held.cut(), self._groups)
+            own_groups, names = own(self._groups, mine), [name for name, _ in mine]
+            made = make_optimizer(given, [p for _, p in mine], own_groups, names)
             check_gradients(made, self._state, self._held.rows)
-            names = " ".join(",".join(group.names) for group in self._groups)
-            return made, f"{describe_groups(made)} {names}"
+            text = " ".join(",".join(group.names) for group in self._groups)
+            return made, f"{describe_groups(made)} {text}"
 
         made = agree(self._transport, "the optimizer's parameter groups", make)
-        self._held.install(made)
+        self.optimizers = {(0, 0): made}
         return made
+
+    def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
+        """Make the optimizers, check that division changes nothing, give them their state."""
+        if given is None:
+            return None
+        self._make_optimizer(given, groups)
+        state, alone = self._state, len(self._transport.local) == self._transport.ranks
+        division = division_of(state, self._held, by_stage=self.flows)
+        names = {id(p): name for name, p in state.parameters()}
+        user = given if isinstance(given, UserOptimizer) else None
+
+        def check() -> tuple[bool, str]:
+            each = self.optimizers.values()
+            apart = [check_division(one, division, names) for one in each]
+            return all(apart), "" if user is None or alone else user.describe()
+
+        apart = agree(self._transport, "the optimizer", check)
+        if not apart and division.copies and not self.flows:
+            (made,) = self.optimizers.values()
+            self.optimizers = self._by_rank(made)
+        if not self.flows:
+            for each in self.optimizers.values():
+                self._held.install(each)
+        if user is not None:
+            user.fill(state, self._held, self.optimizers.values())
+        return self._facade(user)
+
+    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+        """What shows the optimizers; user: the instance that was given."""
+        return OptimizerFacade(
+            self, list(self.optimizers.values()), self._members(), user,
+            withheld=self._withheld(), final=self._transport.ranks == 1,
+        )  # fmt: skip
+
+    def _by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
+        """One optimizer for each rank of this process, as under torchrun."""
+        sets: dict[int, list[torch.Tensor]] = {}
+        places: dict[int, Place] = {}
+        for entry in self._state.entries.values():
+            for (stage, lane), tensor in entry.copies.items() if entry.trainable else ():
+                rank = self._state.rank(stage, lane)
+                places.setdefault(rank, (stage, lane))
+                sets.setdefault(rank, []).append(tensor)
+        return dict(zip((places[r] for r in sets), split(made, list(sets.values())), strict=True))
+
+    def _members(self) -> list[list[torch.Tensor]]:
+        """Of each group the parameters of this process, each name once, in the model's order."""
+        groups = [
+            {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
+            for index in range(len(next(iter(self.optimizers.values())).param_groups))
+        ]
+        found: list[list[torch.Tensor]] = [[] for _ in groups]
+        for entry in self._state.entries.values():
+            first = entry.first() if entry.trainable else None
+            for ids, mine in zip(groups, found, strict=True):
+                if first is not None and id(self._held.of(first)) in ids:
+                    mine.append(first)
+        return found
+
+    def _withheld(self) -> str:
+        """Why users may not read the optimizer's parameters; "" where they may."""
+        cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
+        if not cut:
+            return ""
+        shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
+        return f"a rank has a part of {shown} only, which is not what a user expects to see"
+
+    def step_by_hand(self) -> None:
+        """Refused, FXP115."""
+        raise error(
+            "FXP115", where="optimizer.step()",
+            why="this trainer updates by itself, after each minibatch",
+            fix="leave the call out",
+        )  # fmt: skip
+
+    def zero_grad(self) -> None:
+        """Nothing: every minibatch ends with an update, and gradients start from zero."""
+
+    def _reconcile(self) -> str:
+        """Let count what the user has changed; text of it, for ranks to compare.
+
+        Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
+        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.module_watch.ModuleWatch.frozen`.
+        """
+        count = 0 if self.guard is None else self.guard()
+        text = f" constants copied {count} times" if count else ""
+        if self.watch is not None:
+            frozen = self.watch.frozen()
+            if frozen != self.frozen:
+                self._freeze(frozen)
+            text += f" frozen {sorted(frozen)}" if frozen else ""
+        facade = self.optimizer
+        if facade is None or self.flows:
+            return text
+        if facade.touched:
+            with torch.no_grad():
+                for entry in self._state.entries.values():
+                    if entry.trainable and len(entry.copies) > 1:
+                        for copy in entry.copies.values():
+                            if (first := entry.first()) is not None and copy is not first:
+                                copy.copy_(first)
+        facade.apply()
+        text += facade.changed
+        return text
+
+    def _freeze(self, frozen: frozenset[str]) -> None:
+        """Parameters of the user's module were frozen, or trained again."""
+        if self.flows or self._accumulation.batches:
+            raise error(
+                "FXP109",
+                where=f"parameter {min(frozen ^ self.frozen)}",
+                why="its requires_grad was changed while minibatches were in flight"
+                if self.flows
+                else "its requires_grad was changed between a backward and its update",
+                fix="change it after an update of a synchronous trainer, or compile again",
+            )
+        self.frozen = frozen
 
     def _make_engine(
         self,
@@ -250,8 +389,37 @@ class Assembly:
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
-        mode = f"{mode} call {self.calls}"
-        return Reading(self._transport, source, batch, mode, local=local, asks=self.asks)
+        pending = self._accumulation.batches
+        mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
+        if len(self._transport.local) < self._transport.ranks:
+            mode += process_modes()
+        refusal = None
+        try:
+            mode += self._reconcile()
+        except FxpartError as cause:
+            refusal = cause
+        read = Reading(
+            self._transport, source, batch, mode, local=local, asks=self.asks, refusal=refusal
+        )
+        if self.optimizer is not None:
+            self.optimizer.changed = ""
+        return read
+
+    def _check_training_rows(self, read: Reading) -> None:
+        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        check_repetition(
+            self._transport, self._source, read, partial(self._training_results, read.confirm)
+        )
+
+    def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
+        """Run forward as in training; the loss and what buffers become, which are restored."""
+        trial = self._trial = self._trial or self._make_engine(self._lanes, "forward")
+
+        def run() -> torch.Tensor | None:
+            parts, keys = self._feed.parts(cut), self._keys(cut)
+            return trial.run(parts, keys, train=False, gate=gate).loss
+
+        return with_buffers([m for own in self._lanes for m in own.modules.values()], run)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:
@@ -277,7 +445,7 @@ class Assembly:
         return source, self._make_engine(lanes, "forward")
 
     def _describe(self, optimizer: Any) -> str:
-        kind = getattr(optimizer, "func", optimizer)
+        kind = getattr(optimizer, "func", getattr(optimizer, "instance", optimizer))
         name = getattr(kind, "__qualname__", None) or type(kind).__name__
         return (
             f"ranks {self._ranks} seed {self.seed} {self.options.describe()} optimizer {name} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from fxpart.errors import FxpartError, Problem
 from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.links import torch_dtype
+from fxpart.runtime.repetition import divide, repeat, times
 from fxpart.runtime.shapes import Sizes, dim
 from fxpart.runtime.totals import BatchTotals
 
@@ -25,16 +27,23 @@ class Cut:
     inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
     process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
     of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
-    they were given; ``inputs`` are meta tensors then. totals: numbers of the whole batch, such as
-    how many targets count, by the stage input that takes them; each microbatch has them too.
+    they were given; ``inputs`` are meta tensors then. repeats: per microbatch how often ``inputs``
+    have its rows (:mod:`fxpart.runtime.repetition`). totals: numbers of the whole batch, such as
+    how many targets count, by the stage input that takes them; also in ``inputs``.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
     sizes: tuple[Sizes, ...]
     rows: tuple[int, ...]
     weights: tuple[float, ...]
+    repeats: tuple[int, ...]
     local: Mapping[str, torch.Tensor] | None = None
     totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether any rows are there more than once."""
+        return max(self.repeats) > 1
 
     def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
         """Per microbatch the inputs of these names, on the device."""
@@ -66,8 +75,8 @@ class Reader:
     ) -> None:
         """spec: whose inputs, constants and symbols the batches must fit.
 
-        multiple: the rows of each microbatch are a multiple of it, where they may vary. needed: the
-        inputs that batches must have, by default all.
+        multiple: the rows of each microbatch are a multiple of it, where they may vary; they are
+        repeated where they are not. needed: the inputs that batches must have, by default all.
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
@@ -94,11 +103,19 @@ class Reader:
         shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
         return Seen(tensors, shapes, tuple(i.name for i in self._inputs if i.name not in tensors))
 
-    def cut(self, seen: Seen, microbatches: int, others: Mapping[str, Shape] | None = None) -> Cut:
+    def cut(
+        self,
+        seen: Seen,
+        microbatches: int,
+        others: Mapping[str, Shape] | None = None,
+        *,
+        again: int = 1,
+    ) -> Cut:
         """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
 
-        others: dtypes and shapes of inputs that other processes were given. Raises FXP105 with
-        every fault found: sizes that contradict each other, an empty batch.
+        others: dtypes and shapes of inputs that other processes were given. again: rows that have
+        to be repeated are repeated so many times as often. Raises FXP105 with every fault found:
+        sizes that contradict each other, an empty batch.
         """
         problems: list[Problem] = []
         known = {**(others or {}), **seen.shapes}
@@ -115,14 +132,20 @@ class Reader:
         pieces, rows = self._cut(tensors, microbatches, problems)
         if problems:
             raise FxpartError(problems)
+        repeats = self._repeat(pieces, rows, again, problems)
+        if problems:
+            raise FxpartError(problems)
         sizes = self._measure(pieces, problems)
         if problems:
             raise FxpartError(problems)
         total = sum(rows)
         weights = tuple(n / total for n in rows)
         local = seen.tensors if seen.local else None
-        totals = {} if self.totals is None else self.totals.feed(tensors, pieces, weights)
-        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, local, totals)
+        totals = {}
+        if self.totals is not None:
+            shares = [weight * count for weight, count in zip(weights, repeats, strict=True)]
+            totals = self.totals.feed(tensors, pieces, shares)
+        return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local, totals)
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
         """Some rank has every input that a size is read from."""
@@ -261,19 +284,47 @@ class Reader:
                 _problem(plain[0].path, "the batch is empty", "leave empty batches out")
             )
             return []
-        multiple = self._multiple
-        if rows % multiple:
-            why = f"the batch has {rows} rows, and {multiple} ranks take equal parts of each piece"
-            fix = (
-                f"give a multiple of {multiple} (drop_last=True in a DataLoader drops a smaller "
-                "last batch)"
+        return list(divide(rows, self._multiple, microbatches))
+
+    def _repeat(
+        self,
+        pieces: list[dict[str, torch.Tensor]],
+        rows: list[int],
+        again: int,
+        problems: list[Problem],
+    ) -> tuple[int, ...]:
+        """Repeat the rows of pieces that do not divide, in place; how often each has them then."""
+        cut = [spec for spec in self._inputs if spec.batch_dim is not None]
+        if not cut or any(isinstance(_entry(spec), int) for spec in cut):
+            return (1,) * len(rows)
+        repeats = tuple(again * n if (n := times(m, self._multiple)) > 1 else 1 for m in rows)
+        if max(repeats) == 1:
+            return repeats
+        for spec in self._unrepeatable(cut):
+            why = (
+                f"its shape {_shape(spec)} does not have the {sum(rows)} rows of the batch in one "
+                f"dim alone, and {self._multiple} ranks take equal parts of each microbatch"
             )
-            problems.append(_problem(plain[0].path, why, fix))
-            return []
-        units = rows // multiple
-        count = min(microbatches, units)
-        small, more = divmod(units, count)
-        return [(small + 1) * multiple] * more + [small * multiple] * (count - more)
+            fix = (
+                f"give a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
+                "smaller last batch)"
+            )
+            problems.append(_problem(spec.path, why, fix))
+        for piece, count in zip(pieces, repeats, strict=True):
+            for spec in cut if count > 1 and not problems else ():
+                if spec.name in piece:
+                    assert spec.batch_dim is not None
+                    piece[spec.name] = repeat(piece[spec.name], count, spec.batch_dim)
+        return repeats
+
+    def _unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
+        """Inputs whose rows are not one dim of the size of the batch."""
+        symbols = {str(_entry(spec)) for spec in cut if str(_entry(spec)).isidentifier()}
+        for spec in self._inputs:
+            others = [e for at, e in enumerate(spec.shape) if at != spec.batch_dim]
+            words = {word for e in others for word in re.findall(r"\w+", str(e))}
+            if words & symbols or (spec in cut and str(_entry(spec)) not in symbols):
+                yield spec
 
     def _lengths(
         self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]

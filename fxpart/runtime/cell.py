@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class Cell:
             used = self.inputs
             if train:
                 for position in table.gradient_inputs:
-                    used[position].requires_grad_()
+                    leaf = used[position].requires_grad_()
+                    # Accumulated, it would get the strides of the leaf.
+                    leaf.register_hook(partial(self.gradients.__setitem__, position))
                 if table.relayed:
                     used = list(used)
                     for position in table.relayed:
@@ -91,7 +94,10 @@ class Cell:
     def _end(self) -> None:
         for position in self.table.gradient_inputs:
             leaf = self.inputs[position]
-            self.gradients[position] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if leaf.grad is None:
+                self.gradients[position] = torch.zeros_like(leaf)
+            elif position not in self.gradients:  # it was set, not accumulated
+                self.gradients[position] = leaf.grad
         kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlasts else ()
         self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
 

@@ -72,6 +72,14 @@ def clip_value(state: ModelState, held: Held, largest: float) -> None:
             gradient.clamp_(-largest, largest)
 
 
+def divide(state: ModelState, held: Held, divisor: float) -> None:
+    """Divide all gradients, after they are shared: sums over batches become a mean."""
+    for _, parameter in state.parameters():
+        gradient = numbers(held.of(parameter))
+        if gradient is not None:
+            gradient.div_(divisor)
+
+
 def _note_norms(table: torch.Tensor, index: int, state: ModelState, held: Held, name: str) -> None:
     """Put a parameter's norm into the table; squared where several lanes hold pieces of it."""
     entry, sources = state.entries[name], held.pieces(name).sources

@@ -94,7 +94,7 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
     meeting = meet(found, timeout)
     if found.supervised:
         spread = watch.by_store(meeting.store, found.rank, found.world, timeout)
-        watch.join(found, spread, silence=lambda: deadline.silence)
+        watch.join(found, spread, silence=lambda: deadline.silence, busy=lambda: deadline.seconds)
     try:
         dist.init_process_group(
             backend,
@@ -130,7 +130,10 @@ def _watch_group(made: Distributed, deadline: Deadline) -> None:
     if dist.group.WORLD not in _of_watch:
         die_with_parent()
         with reporting(made, "connecting the ranks"):
-            watch.join(found, made.exchange_bytes, silence=lambda: deadline.silence)
+            watch.join(
+                found, made.exchange_bytes,
+                silence=lambda: deadline.silence, busy=lambda: deadline.seconds,
+            )  # fmt: skip
         _of_watch.add(dist.group.WORLD)
     _wake(made)
 

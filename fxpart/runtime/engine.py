@@ -120,11 +120,12 @@ class Engine:
         train: bool,
         gate: Callable[[], None],
         keep_outputs: bool = False,
+        factor: float = 1.0,
     ) -> Result:
         """Forward all microbatches and, to train, backward; gradients add up in the parameters.
 
         cuts: the part of each lane of this process. gate: returns once all ranks are known to run
-        the same step, or raises.
+        the same step, or raises. factor: what the gradients, but not the loss, are multiplied by.
         """
         self.check_whole()
         lanes = self._get(len(cuts[0].rows), train, keep_outputs)
@@ -133,7 +134,7 @@ class Engine:
             self._recorder.ran()
         try:
             drives = {
-                lane.index: partial(self._drive, mine, cut, keys, gate)
+                lane.index: partial(self._drive, mine, cut, keys, gate, factor)
                 for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
             }
             self._crew.together(drives)
@@ -210,10 +211,17 @@ class Engine:
         ]
 
     def _drive(
-        self, executors: list[Executor], cut: Cut, keys: Sequence[int], gate: Callable[[], None]
+        self,
+        executors: list[Executor],
+        cut: Cut,
+        keys: Sequence[int],
+        gate: Callable[[], None],
+        factor: float,
     ) -> None:
         """Step the local ranks of one lane in turn until all are through."""
-        runs = {e: e.run(self._feed(e.rank, cut, keys), self._gate(e, gate)) for e in executors}
+        runs = {
+            e: e.run(self._feed(e.rank, cut, keys, factor), self._gate(e, gate)) for e in executors
+        }
         stuck = in_turn(runs, lambda executor: executor.position)
         if stuck:
             self.broken = "no rank could go on"
@@ -229,9 +237,9 @@ class Engine:
             return noted
         return self._recorder.timed(AGREE, noted, [executor.rank])
 
-    def _feed(self, rank: int, cut: Cut, keys: Sequence[int]) -> Feed:
+    def _feed(self, rank: int, cut: Cut, keys: Sequence[int], factor: float) -> Feed:
         inputs = cut.taken(self._used[rank], self._devices[rank])
-        return Feed(inputs, cut.sizes, cut.weights, keys)
+        return Feed(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
     def _conclude(self, executors: list[Executor], cut: Cut) -> Result:
         """Tell every process the loss and whether all went well."""

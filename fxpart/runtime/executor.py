@@ -72,12 +72,14 @@ class Executor(Prepared):
         self._marks = [self._first_mark(each) for each in self._prepared]
         self._computes = [each.action.kind.is_compute for each in self._prepared]
         # While the ranks compare their batches, one that waits for nobody may begin; but not where
-        # a forward leaves traces (buffers), lest a refused batch leave some.
+        # a forward leaves traces (buffers), lest a refused batch leave some, nor where it meets
+        # other ranks in a collective, at which one that makes another call would never arrive.
         self._alone = int(
             bool(self._instructions)
             and self._instructions[0].action.kind is Kind.F
             and not self._instructions[0].awaits
             and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
+            and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
         )
 
     def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:

@@ -15,6 +15,7 @@ from fxpart.errors import error
 from fxpart.runtime.agreement import agree
 from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
 from fxpart.runtime.loader import each, guarded
+from fxpart.runtime.optimizer_facade import check_scheduler
 from fxpart.runtime.run.kept import Done, Kept
 from fxpart.runtime.run.options import Checkpoints
 from fxpart.runtime.run.position import Position
@@ -202,12 +203,13 @@ class Fit:
             yield group
 
     def _update(self, group: list[Any]) -> None:
-        trainer, total, rows = self.trainer, 0.0, 0
+        trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
             loss = trainer.step(batch, accumulate=not last, local=self.run.local)
-            total, rows = total + float(loss) * trainer.last_rows, rows + trainer.last_rows
-        self.loss, self.step = total / rows, self.step + 1
+            total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
+            weights += trainer.last_weight
+        self.loss, self.step = total / weights, self.step + 1
         self._used(group, rows)
         lr = self._rates()
         if self.run.scheduler_every == "step":
@@ -251,9 +253,25 @@ class Fit:
 
     def _made(self, given: Any) -> Any:
         """The scheduler, or what a function of the optimizer makes of it."""
-        if given is None or hasattr(given, "step"):
-            return given
-        return self.guarded("the scheduler", lambda: given(self.trainer.optimizer))
+        if given is None:
+            return None
+        facade = self.trainer.optimizer
+        made = given
+        if not hasattr(given, "step"):
+            made = self.guarded("the scheduler", lambda: given(facade))
+
+        def check() -> tuple[Any, str]:
+            check_scheduler(made, facade)
+            plateau = isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            if plateau and self.run.evaluate is None:
+                raise error(
+                    "FXP115", where="fit(scheduler=ReduceLROnPlateau)",
+                    why="it is stepped with the first number of each evaluation, and there is none",
+                    fix="evaluate=, the batches to evaluate on; or step it in a loop of your own",
+                )  # fmt: skip
+            return made, type(made).__name__
+
+        return agree(self.transport, "the scheduler", check)
 
     def _schedule(self) -> None:
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau

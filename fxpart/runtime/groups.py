@@ -79,12 +79,13 @@ def own(
     """The groups as torch's optimizers take them, with this process's parameters.
 
     All of them, also those of which it has no parameter, so that learning-rate schedulers find the
-    same on every rank.
+    same on every rank. Parameters that are in no group are not trained.
     """
     place = {name: index for index, group in enumerate(groups) for name in group.names}
     made: list[dict[str, Any]] = [{**group.options, "params": []} for group in groups]
     for name, parameter in parameters if groups else ():
-        made[place[name]]["params"].append(parameter)
+        if name in place:
+            made[place[name]]["params"].append(parameter)
     return made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxpart.runtime.layouts import Order, has_order, unpacked
 from fxpart.runtime.links import Link
 from fxpart.runtime.shapes import Sizes, shape
 from fxpart.runtime.transport import Transport
@@ -40,8 +41,13 @@ class Inbox:
         channel: int,
         device: torch.device,
         messages: Sequence[Message],
+        *,
+        orders: bool = False,
     ) -> None:
-        """source, target: ranks. messages: all of one step, in the order in which they are sent."""
+        """source, target: ranks. messages: all of one step, in the order in which they are sent.
+
+        orders: whether the order of a link's dims in memory is sent before its first tensor.
+        """
         self.source = source
         self.channel = channel
         self._transport = transport
@@ -56,13 +62,17 @@ class Inbox:
             [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
             for m in messages
         ]
+        self._links = [m.links for m in messages]
+        self._orders: dict[Link, Order] | None = {} if orders else None
+        self._announced: set[Link] = set()
+        self._heads: dict[int, list[tuple[Link, Any]]] = {}  # by message: orders under way
         self._handles: list[list[Any] | None] = []
         self._sizes: Sequence[Sizes] = ()
 
     def begin(self, sizes: Sequence[Sizes]) -> None:
         """Start a step: post the first receives. sizes: symbol sizes per microbatch."""
         self._sizes = sizes
-        self._handles = []
+        self._handles, self._heads = [], {}
         self.ensure(AHEAD)
 
     def ensure(self, count: int) -> None:
@@ -72,16 +82,30 @@ class Inbox:
         post, plan, handles = self._transport.post, self._plan, self._handles
         for microbatch, tensors in plan[len(handles) : count]:
             sizes = self._sizes[microbatch]
+            if self._orders is not None:
+                self._post_orders(len(handles))
             handles.append(
                 [post(*self._ends, of(sizes), dtype, self._device) for of, dtype in tensors]
             )
+
+    def _post_orders(self, index: int) -> None:
+        """Post the orders that come before the tensors of message ``index``."""
+        for link in self._links[index]:
+            if link not in self._announced and has_order(link.shape):
+                self._announced.add(link)
+                shape = (len(link.shape),)
+                handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
+                self._heads.setdefault(index, []).append((link, handle))
 
     def ready(self, index: int) -> bool:
         """Whether message ``index`` can be taken without waiting for this process's own turn."""
         if index >= len(self._handles):
             self.ensure(index + 1)
         handles = self._handles[index]
-        return handles is None or all(map(self._transport.ready, handles))
+        if handles is None:
+            return True
+        heads = [handle for _, handle in self._heads.get(index, ())]
+        return all(map(self._transport.ready, (*heads, *handles)))
 
     def take(self, index: int) -> list[torch.Tensor]:
         """Wait for message ``index`` and return its tensors; then post further ones."""
@@ -89,7 +113,14 @@ class Inbox:
             self.ensure(index + 1)
         handles = self._handles[index]
         assert handles is not None, "a message is taken once"
+        self._read_orders(index)
         tensors = list(map(self._transport.wait, handles))
+        if self._orders:
+            orders = self._orders
+            tensors = [
+                unpacked(tensor, orders[link]) if link in orders else tensor
+                for tensor, link in zip(tensors, self._links[index], strict=True)
+            ]
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
         wanted = self._wanted[index]
@@ -97,12 +128,19 @@ class Inbox:
             tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
         return tensors
 
+    def _read_orders(self, index: int) -> None:
+        """Note the orders that come with a message."""
+        for link, handle in self._heads.pop(index, ()):
+            assert self._orders is not None, "orders were posted"
+            self._orders[link] = tuple(self._transport.wait(handle).tolist())
+
     def settle(self, index: int) -> None:
         """Wait for message ``index`` as :meth:`take` does, and leave it there to be taken.
 
         Only over a transport between processes, whose transfers can be waited for twice.
         """
         self.ensure(index + 1)
+        self._read_orders(index)
         for handle in self._handles[index] or ():
             self._transport.wait(handle)
         self.ensure(index + 1 + AHEAD)

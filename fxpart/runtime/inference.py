@@ -11,10 +11,13 @@ import torch
 
 from fxpart.errors import error
 from fxpart.runtime.agreement import reporting
+from fxpart.runtime.batch import Cut
 from fxpart.runtime.engine import Result
 from fxpart.runtime.loader import each, guarded
 from fxpart.runtime.outputs import Outputs, collect
 from fxpart.runtime.reading import Reading
+from fxpart.runtime.repetition import Results, undo
+from fxpart.runtime.repetition_check import check_repetition
 from fxpart.runtime.saving import Saving
 
 Metric = Callable[[Any, Any], Any]
@@ -79,27 +82,50 @@ class Inference(Saving):
     def _eval_loss(self, batch: Any, local: bool) -> tuple[torch.Tensor, int]:
         source, engine = self._evaluator()
         read = self._read(source, batch, "evaluation", local)
-        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
-        loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
-        if loss is None:
-            raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
-        return loss, sum(read.cut.rows)
+
+        def run(cut: Cut) -> torch.Tensor:
+            cuts, keys = source.feed.parts(cut), self._keys(cut)
+            loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
+            if loss is None:
+                raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
+            return loss
+
+        check_repetition(self._transport, source, read, lambda cut: Results([run(cut)]))
+        return run(read.cut), sum(read.cut.rows)
 
     def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
         source, engine, outputs = self._predictor(loss)
         read = self._read(source, batch, "evaluation" if loss else "prediction", local)
-        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
-        result = engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
-        return read, result, outputs
+
+        def run(cut: Cut) -> Result:
+            cuts, keys = source.feed.parts(cut), self._keys(cut)
+            return engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
+
+        def results(cut: Cut) -> Results:
+            result = run(cut)
+            found = self._whole(cut, result, outputs, first_only=False)
+            assert found is not None, "every rank gets them"
+            return Results([*found.values(), *([] if result.loss is None else [result.loss])])
+
+        check_repetition(self._transport, source, read, results)
+        return read, run(read.cut), outputs
+
+    def _whole(
+        self, cut: Cut, result: Result, outputs: Outputs, *, first_only: bool
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole outputs by name, each row once."""
+        device = self._devices[self._transport.local[0]]
+        dims = {spec.value: spec.dim for spec in outputs.specs}
+        parts = {
+            name: {m: undo(tensor, cut.repeats[m], dims[name]) for m, tensor in found.items()}
+            for name, found in result.outputs.items()
+        }
+        return collect(self._transport, outputs, parts, cut.rows, device, first_only=first_only)
 
     def _collect(
         self, reading: Reading, result: Result, outputs: Outputs, *, first_only: bool
     ) -> Any:
-        device = self._devices[self._transport.local[0]]
-        rows = reading.cut.rows
-        found = collect(
-            self._transport, outputs, result.outputs, rows, device, first_only=first_only
-        )
+        found = self._whole(reading.cut, result, outputs, first_only=first_only)
         return None if found is None else outputs.build(found)
 
     def _tell(self, tally: _Tally, first: bool) -> dict[str, float]:

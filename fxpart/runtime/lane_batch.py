@@ -66,13 +66,36 @@ class LaneFeed:
                 fix="give the global batch, or compile with microbatches=1",
             )
 
-    def cut(self, seen: Seen, microbatches: int, others: Mapping[str, Shape] | None = None) -> Cut:
+    def cut(
+        self,
+        seen: Seen,
+        microbatches: int,
+        others: Mapping[str, Shape] | None = None,
+        *,
+        again: int = 1,
+    ) -> Cut:
         """The global batch in microbatches; see :meth:`fxpart.runtime.batch.Reader.cut`."""
-        cut = self._reader.cut(seen, microbatches, others)
+        cut = self._reader.cut(seen, microbatches, others, again=again)
         problems = uneven_dims(self._spec, cut)
         if problems:
             raise FxpartError(problems)
         return cut
+
+    @property
+    def multiple(self) -> int:
+        """What the rows of each microbatch are a multiple of, or are repeated to be."""
+        return row_multiple(self._spec)
+
+    @property
+    def row_axes(self) -> frozenset[str]:
+        """The mesh axes over which ranks share the rows of any input."""
+        mesh, held = mesh_of(self._spec), input_placements(self._spec)
+        return frozenset(
+            axis
+            for given in inputs_of(self._spec)
+            for axis, placement in zip(mesh.names, held[given.name], strict=False)
+            if isinstance(placement, Shard) and placement.dim == given.batch_dim
+        )
 
     def parts(self, cut: Cut) -> list[Cut]:
         """Each lane's part."""
@@ -132,7 +155,7 @@ class LaneReader:
             for piece in inputs
         )
         inputs = inputs if cut.local is None else self._own(cut, inputs)
-        return Cut(inputs, sizes, cut.rows, cut.weights, totals=cut.totals)
+        return Cut(inputs, sizes, cut.rows, cut.weights, cut.repeats, totals=cut.totals)
 
     def _own(
         self, cut: Cut, shapes: Sequence[dict[str, torch.Tensor]]

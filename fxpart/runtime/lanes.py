@@ -13,6 +13,7 @@ from torch import nn
 
 from fxpart.errors import error
 from fxpart.program import ProgramSpec
+from fxpart.runtime.ambient import flushes_denormals
 from fxpart.sharding import Mesh
 
 T = TypeVar("T")
@@ -105,9 +106,9 @@ class Crew:
         if self._pool is None:
             return {lane: task() for lane, task in tasks.items()}
         raised: list[BaseException] = []
-        gradients = torch.is_grad_enabled()
+        modes = torch.is_grad_enabled(), flushes_denormals()
         running = {
-            lane: self._pool.submit(self._run, lane, task, gradients, raised)
+            lane: self._pool.submit(self._run, lane, task, modes, raised)
             for lane, task in tasks.items()
         }
         try:
@@ -127,8 +128,16 @@ class Crew:
             self._pool.shutdown()
 
     def _run(
-        self, lane: int, task: Callable[[], T], gradients: bool, raised: list[BaseException]
+        self,
+        lane: int,
+        task: Callable[[], T],
+        modes: tuple[bool, bool],
+        raised: list[BaseException],
     ) -> T:
+        """modes: of the caller's thread: whether gradients are on and denormal numbers flushed."""
+        gradients, flushed = modes
+        if flushes_denormals() != flushed:
+            torch.set_flush_denormal(flushed)
         # A backward runs in its lane's own thread: torch has one thread for each GPU, and a lane
         # that waits in it for another would keep the other out.
         with torch.set_grad_enabled(gradients), torch.autograd.set_multithreading_enabled(False):

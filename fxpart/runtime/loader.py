@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from fxpart.errors import FxpartError, error
-from fxpart.runtime.agreement import AgreedError, agree
+from fxpart.errors import FxpartError
+from fxpart.runtime.agreement import AgreedError, agree, exception_problem
 from fxpart.runtime.transport import Transport
 
 T = TypeVar("T")
@@ -44,14 +44,10 @@ def guarded(transport: Transport, what: str, do: Callable[[], T]) -> T:
 
 def announced(transport: Transport, what: str, cause: Exception) -> FxpartError:
     """Tells the other ranks, at what they compare next, that the user's own function has raised."""
-    where = f"rank {transport.local[0]}, {what}"
     if isinstance(cause, FxpartError):
         own = cause
     else:
-        own = error(
-            "FXP507", where=where, why=f"{type(cause).__name__}: {cause}",
-            fix="correct it there; every rank has ended this call, and none waits",
-        )  # fmt: skip
+        own = FxpartError(exception_problem(transport.local[0], what, cause))
 
     def tell() -> tuple[bool, str]:
         raise own

@@ -93,6 +93,17 @@ def plan_of_all(asked: str, make: Callable[[], Plan], devices: int) -> Plan:
     return make() if answer is None else answer.taken()
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several ranks of a job."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    try:
+        found = launch()
+    except FxpartError:  # reported where ranks connect
+        return False
+    return found is not None and found.world > 1
+
+
 @contextmanager
 def by_itself() -> Iterator[None]:
     """This process alone makes plans meanwhile, and gives them to nobody."""

@@ -13,6 +13,7 @@ from fxpart.compat.several import Several, members
 from fxpart.errors import FxpartError, error
 from fxpart.optimizers import choose
 from fxpart.runtime.groups import Group, Groups, assign
+from fxpart.runtime.user_optimizer import UserOptimizer
 
 _FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
@@ -21,16 +22,21 @@ def make_optimizer(
     given: Any,
     parameters: Sequence[nn.Parameter],
     groups: Sequence[dict[str, Any]] = (),
+    names: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer for ``parameters``.
 
     given: an Optimizer class, its name ("adamw"), a functools.partial or function of a parameter
     list, or an Optimizer instance, whose class and options are used again (its parameters are
-    not); or a mapping of patterns to such, with a group for each (:func:`groups_of`). A rank
-    without parameters gets one that does nothing. groups: the same parameters in groups, of which
-    some may be empty (:func:`~fxpart.runtime.groups.own`). Raises
-    FXP109 for anything else.
+    not); or a mapping of patterns to such, with a group for each (:func:`groups_of`); or a
+    :class:`~fxpart.runtime.user_optimizer.UserOptimizer`, which needs ``names``, those of the
+    parameters, and is copied without its state. A rank without parameters gets one that does
+    nothing. groups: the same parameters in groups, of which some may be empty
+    (:func:`~fxpart.runtime.groups.own`). Raises FXP109 for anything else, and FXP115 where the
+    class or function raises.
     """
+    if isinstance(given, UserOptimizer):
+        return given.over_named(list(zip(names, parameters, strict=True)))
     if isinstance(given, Mapping):
         assert len(groups) == len(given), "a group of parameters for each optimizer"
         return Several([
@@ -38,13 +44,10 @@ def make_optimizer(
             for one, group in zip(given.values(), groups, strict=True)
         ])  # fmt: skip
     mine: list[Any] = list(groups or parameters)
-    if not mine:
-        # torch refuses an empty list; a parameter that never gets a gradient is never touched.
-        mine = [nn.Parameter(torch.empty(0))]
     if isinstance(given, torch.optim.Optimizer):
-        return _again(given, mine)
+        return _again(given, mine or [nn.Parameter(torch.empty(0))])
     factory = choose(given).make if isinstance(given, str) else given
-    made = factory(mine) if callable(factory) else None
+    made = _called(factory, mine) if callable(factory) else None
     if not isinstance(made, torch.optim.Optimizer):
         what = f"{given!r} is no optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
@@ -58,6 +61,13 @@ def groups_of(
 
     shapes: of the whole trainable parameters. FXP109 for faults of either.
     """
+    if isinstance(given, UserOptimizer):
+        if groups is not None:
+            raise error(
+                "FXP109", where="groups", why="the optimizer's instance has groups of its own",
+                fix="leave groups= out, or give the optimizer's class",
+            )  # fmt: skip
+        return given.groups(shapes)
     if not isinstance(given, Mapping):
         return () if groups is None else assign(groups, shapes)
     if groups is not None:
@@ -110,37 +120,36 @@ def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
     return error("FXP109", where=f"optimizer {type(given).__name__}", why=why, fix=_FIX)
 
 
-# Each number of a parameter is updated by its own gradient and state alone.
-_ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
-    "Rprop", "SparseAdam",
-)  # fmt: skip
+def _called(factory: Any, mine: list[Any]) -> Any:
+    """What the factory makes of a rank's parameters, of which there may be too few for it.
 
-
-def check_elementwise(
-    optimizer: torch.optim.Optimizer, cut: Sequence[str], groups: Sequence[Group] = ()
-) -> None:
-    """FXP109 if parameters are cut and the optimizer may not be run on parts of them.
-
-    cut: names of parameters of which a lane updates a part only. groups: those of the whole model,
-    where the optimizer is several. An optimizer of the user's own
-    says with a class attribute ``elementwise = True`` that it may.
+    torch refuses an empty list, Muon any but matrices, and a function that picks parameters may
+    find none. A parameter without numbers, which never gets a gradient and so is never touched, of
+    one dim or two, stands in their place.
     """
-    kind = type(optimizer)
-    if isinstance(optimizer, Several):
-        for one, group in zip(optimizer.each, groups, strict=True):
-            check_elementwise(one, [name for name in cut if name in group.names])
-        return
-    if not cut or getattr(kind, "elementwise", False):
-        return
-    if any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE):
-        return
-    shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
+    fillers = [[nn.Parameter(torch.empty(0))], [nn.Parameter(torch.empty(0, 0))]]
+    fillers.append([made for each in fillers for made in each])
+    grouped = any(isinstance(each, dict) for each in mine)
+    attempts = [mine] if mine else []
+    attempts += [
+        [{**each, "params": [*each["params"], *more]} for each in mine] if grouped else mine + more
+        for more in fillers
+    ]
+    first: Exception | None = None
+    for attempt in attempts:
+        try:
+            return factory(attempt)
+        except FxpartError:
+            raise
+        except Exception as cause:  # whatever a class or function of the user's raises
+            first = first or cause
+    assert first is not None, "something was tried"
+    name = getattr(factory, "__name__", type(factory).__name__)
     raise error(
-        "FXP109",
-        where=f"optimizer {kind.__name__}",
-        why=f"each rank updates only a part of {shown}, and it is not known to work number by "
-        "number (Adafactor, LBFGS and Muon look at whole matrices)",
-        fix=f"use one of {', '.join(_ELEMENTWISE)}; shard neither these parameters nor the "
-        "optimizer's state; or set elementwise = True in the class of an optimizer that does",
-    )
+        "FXP115",
+        where=f"optimizer {name}",
+        why=f"a rank has {len(mine)} of the model's parameters or groups, and it raises "
+        f"{type(first).__name__}: {first}",
+        fix="an optimizer that takes any of the model's parameters, or several by pattern: "
+        '{"*.weight": Muon, "*": AdamW}',
+    ) from first

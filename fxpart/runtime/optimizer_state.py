@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -74,6 +75,22 @@ def gather_optimizer(
     return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
 
 
+def together(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
+    """One view of all: the same groups with everybody's parameters, and all state."""
+    first, *others = optimizers.values()
+    if not others:
+        return first
+    groups = [dict(group) for group in first.param_groups]
+    for index, group in enumerate(groups):
+        group["params"] = list(group["params"])
+        for other in others:
+            group["params"] += other.param_groups[index]["params"]
+    state: dict[torch.Tensor, Any] = {}
+    for each in optimizers.values():
+        state |= each.state
+    return SimpleNamespace(param_groups=groups, state=state, state_dict=first.state_dict)
+
+
 def plan_load(
     state: ModelState,
     held: Held,
@@ -87,7 +104,8 @@ def plan_load(
     has no parameter takes its options by the names of others' parameters, or by its number.
     """
     place = {name: group for group in given["param_groups"] for name in group["params"]}
-    missing = [name for name in state.trainable() if name not in place]
+    wanted_names = [n for g in groups for n in g.names] if groups else list(state.trainable())
+    missing = [name for name in wanted_names if name not in place]
     if missing:
         fix = "give the optimizer state of the same model"
         raise FxpartError(

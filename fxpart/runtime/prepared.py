@@ -18,6 +18,7 @@ from fxpart.events.ring import Mark, Ring
 from fxpart.program import ProgramSpec
 from fxpart.runtime.cell import Cell, Roots
 from fxpart.runtime.instruction import Around, Feed, Instruction, surrounded
+from fxpart.runtime.layouts import Order, has_order, order_of, packed
 from fxpart.runtime.links import Link
 from fxpart.runtime.recompute import Mode
 from fxpart.runtime.routes import Arrival, Routes
@@ -78,6 +79,7 @@ class Prepared:
         self._cells: dict[tuple[int, int], Cell] = {}
         self._rests: dict[tuple[int, int], Rest | None] = {}
         self._sending: deque[Any] = deque()
+        self._orders: dict[tuple[int, Link], Order] = {}  # of what is sent
         self._feed = Feed((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
@@ -314,7 +316,8 @@ class Prepared:
                 self._sending.append(self._transport.send(self.rank, target, channel, tensor))
 
         def do() -> None:
-            cell, sizes, tensors = self._cells[key], self._feed.sizes[microbatch], []
+            cell, sizes = self._cells[key], self._feed.sizes[microbatch]
+            tensors: list[torch.Tensor] = []
             for link, of in expected:
                 value = cell.value(link, forward=forward)
                 if value.shape != of(sizes) or value.dtype != link.dtype:
@@ -322,14 +325,28 @@ class Prepared:
                 value = value.detach()
                 if link.sent != link.dtype:
                     value = value.to(link.sent)
-                tensors.append(value.contiguous())
+                tensors += self._packed(channel, link, value)
             send(tensors)
 
         def drain() -> None:
-            sizes = self._feed.sizes[microbatch]
-            send([torch.zeros(of(sizes), dtype=x.sent, device=self._device) for x, of in expected])
+            sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
+            for link, of in expected:
+                zeros = torch.zeros(of(sizes), dtype=link.sent, device=self._device)
+                tensors += self._packed(channel, link, zeros)
+            send(tensors)
 
         return Instruction(action, (), do, drain)
+
+    def _packed(self, channel: int, link: Link, value: torch.Tensor) -> list[torch.Tensor]:
+        """What is sent of a value: itself, contiguous, and before its link's first its order."""
+        if not has_order(link.shape):
+            return [value.contiguous()]
+        known = self._orders.get((channel, link))
+        if known is not None:
+            return [packed(value, known)]
+        order = self._orders[channel, link] = order_of(value)
+        head = torch.tensor(order, dtype=torch.int64, device=self._device)
+        return [head, packed(value, order)]
 
 
 def _nothing() -> None:

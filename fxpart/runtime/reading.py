@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from fxpart.errors import FxpartError
 from fxpart.runtime.agreement import Pending, digest
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut, Seen, Shape
@@ -25,11 +26,16 @@ Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
 
 @dataclass
 class Source:
-    """What reads the batches of one program. known: shapes by the rows that all ranks told."""
+    """What reads the batches of one program.
+
+    known: shapes by the rows that all ranks told. repeatable: by rows and repetitions the cuts that
+    were found to give the same results however often rows are repeated.
+    """
 
     feed: LaneFeed
     microbatches: int
     known: Known = field(default_factory=dict)
+    repeatable: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
 
 class Reading(Pending[Seen]):
@@ -44,11 +50,13 @@ class Reading(Pending[Seen]):
         *,
         local: bool = False,
         asks: Asks | None = None,
+        refusal: FxpartError | None = None,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
-        asks: what this process asks of all, sent along, and where theirs is put. Raises FXP105 on
-        every rank if any rank's batch does not fit.
+        asks: what this process asks of all, sent along, and where theirs is put. refusal: why this
+        process cannot take the batch, which is raised on every rank. Raises FXP105 on every rank if
+        any rank's batch does not fit.
         """
         self._source = source
         self._mode = mode
@@ -57,10 +65,12 @@ class Reading(Pending[Seen]):
         self._others: Mapping[str, Shape] = {}
 
         def look() -> tuple[Seen, str]:
+            if refusal is not None:
+                raise refusal
             seen = source.feed.look(batch, local=local)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)
-            return seen, _text(mode, seen.shapes)
+            return seen, _text(self._mode, seen.shapes)
 
         super().__init__(transport, "the batches", look)
 
@@ -72,6 +82,10 @@ class Reading(Pending[Seen]):
             # Every rank has all sizes now, and so they find the same faults.
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
+
+    def repeated_again(self) -> Cut:
+        """The same microbatches with twice as many repetitions, where there are any."""
+        return self._source.feed.cut(self.value, self._source.microbatches, self._others, again=2)
 
     @property
     def others(self) -> Mapping[str, Shape]:

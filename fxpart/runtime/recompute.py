@@ -19,8 +19,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, NoReturn
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -33,17 +33,29 @@ Mode = Literal["none", "selective", "full"]
 Call = Callable[..., tuple[torch.Tensor, ...]]
 
 
+class ForwardWeights(Protocol):
+    """See :class:`fxpart.runtime.weights.forward_again.ForwardAgain`."""
+
+    def reading(self) -> AbstractContextManager[Callable[[torch.Tensor], Any] | None]:
+        """Around a forward that runs again: what packs the tensors that it saves."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """A packed tensor as the backward that runs reads it."""
+
+
 class Recompute:
     """Calls the pieces of one stage, and makes what they did not keep.
 
-    unpacked: while it is a list, what the backward has asked for since it was emptied; see
-    :class:`fxpart.runtime.split_backward.Halves`. times: how often a piece was run again.
+    weights: gives the weights that a forward read, where its backward reads others; None: they are
+    the same. unpacked: while it is a list, what the backward has asked for since it was emptied;
+    see :class:`fxpart.runtime.split_backward.Halves`. times: how often a piece was run again.
     """
 
     def __init__(self, module: nn.Module, mode: Mode) -> None:
         """module: the stage, whose buffers its pieces may write."""
         self.mode = mode
         self.module = module
+        self.weights: ForwardWeights | None = None
         self.unpacked: list[Slot] | None = None
         self.times = 0
         self._pieces: dict[str, _Piece] = {}
@@ -186,11 +198,15 @@ class _Record:
     def again(self) -> None:
         """Run the piece again and fill the slots that are still there."""
         slots, made = self._slots, 0
+        weights = self.piece.stage.weights
+        packed: list[tuple[Slot, Any]] = []
 
         def fill(tensor: torch.Tensor) -> None:
             nonlocal made
             slot = slots[made]() if made < len(slots) else None
-            if slot is not None:
+            if slot is not None and pack is not None:
+                packed.append((slot, pack(tensor)))
+            elif slot is not None:
                 slot.value = tensor.detach()
             made += 1
             if made == len(slots):
@@ -199,11 +215,17 @@ class _Record:
         self.piece.stage.times += 1
         hooks = torch.autograd.graph.saved_tensors_hooks(fill, _never)
         kept = nullcontext() if self.products is None else self.products.again()
-        with torch.enable_grad(), self._as_before(), kept, hooks:
+        reading: AbstractContextManager[Any] = nullcontext()
+        if weights is not None:
+            reading = weights.reading()
+        with reading as pack, torch.enable_grad(), self._as_before(), kept, hooks:
             try:
                 self.piece.run(self._key, *self._arguments())
             except _EnoughError:
                 pass
+        for slot, value in packed:  # the parameters hold the backward's weights again
+            assert weights is not None, "it packs"
+            slot.value = weights.unpack(value)
         if made != len(slots):
             raise error(
                 "FXP900",

@@ -18,7 +18,7 @@ import torch
 
 from fxpart.collectives.communicator import Handle, Start
 from fxpart.errors import error
-from fxpart.runtime.agreement import reporting
+from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.clocks import Offset, offset
 from fxpart.runtime.executor import Instruction
 from fxpart.runtime.footprint import Footprint
@@ -97,6 +97,7 @@ class Recorder:
             yield self
         finally:
             attach(None)
+        agree(self._transport, "the end of a recording", lambda: (True, f"step {self.step}"))
         with reporting(self._transport, "gathering what was recorded"):
             self._finish()
 

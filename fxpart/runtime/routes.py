@@ -55,7 +55,9 @@ class Routes:
                     ]
                     messages = [Message(self.carried(a), a.microbatch) for a in mine]
                     if messages:
-                        inbox = Inbox(transport, source, rank, channel, device, messages)
+                        inbox = Inbox(
+                            transport, source, rank, channel, device, messages, orders=True
+                        )
                         self._add(inbox, mine)
 
     def carried(self, send: Action) -> tuple[Link, ...]:

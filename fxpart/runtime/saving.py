@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.gradients import gather_gradients
-from fxpart.runtime.optimizer_state import gather_optimizer, plan_load
+from fxpart.runtime.optimizer_state import gather_optimizer, plan_load, together
 from fxpart.runtime.pretrained import save_pretrained
 from fxpart.runtime.replicas import summed_meanwhile
 from fxpart.runtime.sharded_state import has_parts
@@ -39,8 +39,11 @@ class Saving(Assembly):
         first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
         what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
         trainable_only: the parameters that get gradients and nothing else, such as the adapters of
-        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it.
+        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it,
+        unless each has the whole model: then ``first_only`` and ``sharded`` make the others wait.
         """
+        if self._has_whole_model and not first_only and not sharded:
+            return self._note_returned(self._own_state_dict(trainable_only))
         self._together(f"state_dict {first_only} {sharded} {trainable_only}")
         wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
@@ -54,6 +57,43 @@ class Saving(Assembly):
             if not trainable_only:
                 found.update({name: t.detach().clone() for name, t in self._unused.items()})
             found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return self._note_returned(found)
+
+    def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state, which the module may then be given, noted for the watch of it."""
+        if self.watch is not None:
+            self.watch.note_returned(found)
+        return found
+
+    @cached_property
+    def _has_whole_model(self) -> bool:
+        """Whether every rank has all parameters and buffers whole and current between two calls."""
+        every = set(range(self._transport.ranks))
+        sharding = self.spec.sharding
+        return (
+            not self.flows
+            and (sharding is None or not sharding.zero)
+            and all(
+                len(entry.pieces.sources) == 1
+                and {rank for stage in entry.stages for rank in self._ranks[stage]} == every
+                for _, entry in self._state.saved()
+            )
+        )
+
+    def is_collective(self, name: str) -> bool:
+        """Whether every rank has to make the call."""
+        return name != "state_dict" or not self._has_whole_model
+
+    def _own_state_dict(self, trainable_only: bool) -> dict[str, torch.Tensor]:
+        """Copies of what this rank has, where that is the whole model."""
+        found = {
+            name: next(iter(entry.copies.values())).detach().clone().contiguous()
+            for name, entry in self._state.saved()
+            if entry.trainable or not trainable_only
+        }
+        if not trainable_only:
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+        found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
         return found
 
     def save_pretrained(
@@ -99,6 +139,7 @@ class Saving(Assembly):
 
     def settle(self) -> None:
         """Finish what is in flight, before one looks at the whole model; every rank calls it."""
+        self._reconcile()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
@@ -115,27 +156,39 @@ class Saving(Assembly):
         for name, tensor in self._unused.items():
             if name in state:
                 tensor.copy_(state[name])
+        if self.watch is not None:
+            self.watch.accept()
 
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
         self._together(f"optimizer_state_dict {first_only}")
         with reporting(self._transport, "gathering optimizer state"):
-            return gather_optimizer(self._state, self._held, self.optimizer, first_only=first_only)
+            optimizers = together(self.optimizers)
+            return gather_optimizer(self._state, self._held, optimizers, first_only=first_only)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
-        optimizer = self.optimizer
-        assert optimizer is not None, "there is no optimizer"
+        facade = self.optimizer
+        assert facade is not None, "there is no optimizer"
 
-        def plan() -> tuple[Callable[[], None], str]:
-            found = plan_load(self._state, self._held, optimizer, state, self._groups)
+        def plan() -> tuple[list[Callable[[], None]], str]:
+            found = [
+                plan_load(self._state, self._held, each, state, self._groups)
+                for each in self.optimizers.values()
+            ]
             return found, " ".join(sorted(state["state"]))
 
-        agree(self._transport, "the optimizer state", plan)()
+        for load in agree(self._transport, "the optimizer state", plan):
+            load()
+        facade.reload()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients by original name on every rank: accumulated, or as the last update had them."""
+        """Gradients by original name on every rank: accumulated, or as the last update had them.
+
+        Accumulated ones are sums over batches, each weighted by its rows over those of the first;
+        an update divides them by the sum of these weights.
+        """
         self._together("gradients")
         whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
         with reporting(self._transport, "gathering gradients"), whole:
@@ -145,4 +198,9 @@ class Saving(Assembly):
 
     def _together(self, call: str) -> None:
         """Every rank makes the same call, or all hear which one does not, or why it cannot."""
-        agree(self._transport, "what is asked of the trainer", lambda: (True, call))
+        agree(
+            self._transport, "what is asked of the trainer",
+            lambda: (True, f"{call}{self._reconcile()}"),
+        )  # fmt: skip
+        if self.optimizer is not None:
+            self.optimizer.changed = ""

@@ -40,6 +40,14 @@ class Entry:
         """Whether it is a parameter that gets a gradient."""
         return self.spec.kind == "parameter" and self.spec.requires_grad
 
+    def first(self) -> torch.Tensor | None:
+        """The owner's tensor of the lowest lane here, else any of this process; None: it has none.
+
+        Where no lane has a part only, all of them are equal.
+        """
+        places = sorted(self.copies, key=lambda place: (place[0] != self.spec.owner, place[1]))
+        return self.copies[places[0]] if places else None
+
     def owned(self) -> dict[int, torch.Tensor]:
         """The owner's tensors in this process, by lane."""
         return {lane: t for (stage, lane), t in self.copies.items() if stage == self.spec.owner}

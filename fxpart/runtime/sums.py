@@ -179,7 +179,8 @@ class StageSums:
         if bucket.flags:
             absent = {id(term) for term in self._absent}
             there = [0.0 if id(term) in absent else 1.0 for term in bucket.flags]
-            like = bucket.flags[0].parameter
+            # In the dtype of the bucket: torch.cat would convert all gradients to a wider one.
+            like = (bucket.terms or bucket.flags)[0].parameter
             lines = [*lines, torch.tensor(there, dtype=like.dtype, device=like.device)]
         flat = lines[0] if len(lines) == 1 else torch.cat(lines)
         del lines  # the bucket has them; what is received takes as much once more

@@ -11,8 +11,9 @@ import torch
 
 from fxpart.errors import FxpartError, error
 from fxpart.events.event import ALL, STEP
+from fxpart.runtime.accumulation import batch_weight
 from fxpart.runtime.agreement import reporting
-from fxpart.runtime.clipping import clip_norm, clip_value, gradient_norms
+from fxpart.runtime.clipping import clip_norm, clip_value, divide, gradient_norms
 from fxpart.runtime.fit import Fit, Fitted, Run
 from fxpart.runtime.gradients import share_ties
 from fxpart.runtime.inference import Inference
@@ -27,7 +28,8 @@ class Trainer(Inference):
     """Trains a program's stages; every rank makes one and gives it the same global batches.
 
     updates: how many were made, those before a checkpoint that was loaded among them. last_rows:
-    rows of the last global batch. last_grad_norm: the global norm before clipping, after an update
+    rows of the last global batch. last_weight: of that batch in a mean over batches.
+    last_grad_norm: the global norm before clipping, after an update
     with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter group, by its
     name or number.
     """
@@ -37,6 +39,7 @@ class Trainer(Inference):
         super().__init__(*args, **kwargs)
         self.updates = 0
         self.last_rows = 0
+        self.last_weight = 1.0
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
@@ -50,7 +53,8 @@ class Trainer(Inference):
     def step(self, batch: Any, accumulate: bool = False, *, local: bool = False) -> torch.Tensor:
         """One training step on the global batch; the loss (0-d, equal on every rank).
 
-        accumulate: only add to the gradients; the next step without it updates with all of them.
+        accumulate: only add to the gradients; the next step without it updates with the mean over
+        all of these batches, weighted by their rows, as one batch of all rows would.
         local: the batch has only the rows that this rank needs (see :attr:`needs`). Inputs that
         this rank does not need may be missing, or None.
         Raises FXP105 for a batch that does not fit, FXP501 if ranks have different ones (nothing
@@ -59,12 +63,17 @@ class Trainer(Inference):
         """
         closing = not accumulate and self.optimizer is not None
         loss = self._backward(batch, closing=closing, local=local)
-        if not accumulate:
-            self.update()
+        if closing:
+            self._update()
+        elif not accumulate:
+            self.update()  # which refuses a trainer without an optimizer
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
-        """Add the batch's gradients to what was accumulated since the last update; the loss."""
+        """Add the batch's gradients to what was accumulated since the last update; the loss.
+
+        :meth:`update` takes the mean over the batches, weighted by their rows.
+        """
         return self._backward(batch, closing=False, local=local)
 
     def _backward(self, batch: Any, *, closing: bool, local: bool) -> torch.Tensor:
@@ -79,13 +88,16 @@ class Trainer(Inference):
         self.events.step = self.updates + 1
         self.events.write(self._reads)
         read = self._read(self._source, batch, mode, local)
+        self._check_training_rows(read)
         if self._stale:
             self.zero_grad()
         try:
             cuts = self._feed.parts(read.cut)
             keys = self._keys(read.cut)
+            weight = batch_weight(read.cut)
+            factor = self._accumulation.factor(weight)
             self._held.closing = closing
-            loss = self._engine.run(cuts, keys, train=True, gate=read.confirm).loss
+            loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
             if self._held.zero == 2 and self.spec.ties:
                 with reporting(self._transport, "sharing gradients"):
                     self._each_lane(self._held.collect)
@@ -98,8 +110,10 @@ class Trainer(Inference):
             self._held.closing = False
         self.pace.note(self.updates + 1, self._engine.busy)
         self.calls += 1
-        self.last_rows = sum(read.cut.rows)
-        self._pending += 1
+        self.last_rows, self.last_weight = sum(read.cut.rows), weight
+        self._accumulation.add(weight)
+        if self.optimizer is not None:
+            self.optimizer.note_gradients()
         self.events.write(self._over)
         if self._recorder is not None:
             self._recorder.end()
@@ -107,7 +121,8 @@ class Trainer(Inference):
         return loss
 
     def update(self) -> None:
-        """Sum over lanes, share ties, clip, let the optimizer step; then gradients start from zero.
+        """Sum over lanes, share ties, average over the accumulated batches, clip, and let the
+        optimizer step; then gradients start from zero.
 
         Does nothing if no batch came since the last update.
         """
@@ -118,11 +133,20 @@ class Trainer(Inference):
                 why="the trainer was made without an optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
             )
-        if not self._pending:
-            return
+        if self._accumulation.batches:
+            self._together("update")
+            self._update()
+
+    def _update(self) -> None:
+        """As :meth:`update`, where the ranks are known to make it together."""
+        assert self.optimizer is not None, "an update needs one"
+        self.optimizer.check_gradients()
+        self.optimizer.apply()
         for do in self._doing:
             do()
-        self._stale, self._pending = True, 0
+        self._stale = True
+        self._accumulation.reset()
+        self.optimizer.stepped()
         self.updates += 1
         self.events.write(self._over)
         if self._recorder is not None:
@@ -137,10 +161,22 @@ class Trainer(Inference):
             except FxpartError as cause:
                 self._engine.broken = cause.problems[0].why
 
+    def step_by_hand(self) -> None:
+        """Update, as ``optimizer.step()``; FXP115 where the gradients were used already."""
+        if not self._accumulation.batches and self._stale:
+            raise error(
+                "FXP115",
+                where="optimizer.step()",
+                why="trainer.step() has updated with these gradients already",
+                fix="leave the call out, or call trainer.backward(batch) in place of trainer.step",
+            )
+        self.update()
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._held.reset()
-        self._stale, self._pending = False, 0
+        self._stale = False
+        self._accumulation.reset()
 
     def fit(self, batches: Any, **run: Any) -> Fitted:
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.
@@ -148,7 +184,8 @@ class Trainer(Inference):
         batches: an iterable of global batches, gone through again for each epoch; or a function
         that returns one; an iterator is one epoch. Keywords (:class:`~fxpart.runtime.fit.Run`):
         steps and epochs: how many updates and passes at most (one pass if neither is given);
-        accumulate: batches to an update; evaluate: batches, evaluated on after each epoch or after
+        accumulate: batches to an update, which takes their mean weighted by rows (the last update
+        of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or after
         ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch learning-rate
         scheduler of :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
         each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
@@ -222,13 +259,20 @@ class Trainer(Inference):
         self._held.share_rows()
         sum_copies(self._state, self._held)
         share_ties(self._state, self._held)
+        for name in self.frozen:
+            for parameter in self._state.entries[name].copies.values():
+                parameter.grad = self._held.of(parameter).grad = None
+                self._held.rows.drop(parameter)
 
     def _gradients(self, do: Callable[[], object]) -> None:
         with reporting(self._transport, "sharing gradients"):
             do()
 
     def _clip(self) -> None:
+        """Average over the accumulated batches, then clip."""
         options = self.options
+        if self._accumulation.batches > 1:
+            divide(self._state, self._held, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
             with reporting(self._transport, "sharing gradients"):
                 norms = gradient_norms(self._state, self._held)
@@ -243,8 +287,14 @@ class Trainer(Inference):
             clip_value(self._state, self._held, options.clip_value)
 
     def _optimize(self) -> None:
-        assert self.optimizer is not None, "an update needs one"
-        self.optimizer.step()
+        try:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        except Exception as cause:
+            if len(self._transport.local) < self._transport.ranks:
+                # The other ranks have updated their weights, so that no step can follow this one.
+                self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
+            raise
 
     def _spread(self) -> None:
         with reporting(self._transport, "sharing parameters"):

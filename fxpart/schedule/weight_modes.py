@@ -84,7 +84,7 @@ def weight_mode(given: str | WeightMode) -> WeightMode:
     """The mode of that name, or as it was given; FXP109 for an unknown name."""
     if isinstance(given, WeightMode):
         return given
-    if given not in MODES:
+    if not isinstance(given, str) or given not in MODES:
         raise error(
             "FXP109",
             where=f"weights={given!r}",

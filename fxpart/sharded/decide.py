@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,16 @@ from fxpart.annotations.values import sharding
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.pipeline import MESH_KEY, PassManager
-from fxpart.pipeline.effects import state_written
+from fxpart.pipeline.annotation import NodeSharding
+from fxpart.pipeline.edit import annotate
+from fxpart.pipeline.effects import state_written, view_chain, written
+from fxpart.pipeline.sizes import tensors
 from fxpart.plan import Certificate
 from fxpart.pricing.placements import choose_placements
 from fxpart.requests import DATA_AXIS
 from fxpart.sharded.dealt import dealt
 from fxpart.sharded.graphs import Sharded, place, propagated
-from fxpart.sharding import Mesh, Placements, Shard, format_placements
+from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 
 if TYPE_CHECKING:
     from fxpart.capture import Captured
@@ -91,32 +94,52 @@ def shard(
 
 
 def _follow_writers(graph: fx.GraphModule) -> None:
-    """State that an op writes lies as the op takes it: it writes what it is given.
+    """Place state that an op writes as the op takes it, so that the op writes the state itself.
 
-    Raises FXP112 where an annotation says otherwise.
+    A write through views (``detach``) is done whole on every rank, and so is one of an op without a
+    sharding rule. Raises FXP112 where an annotation of the state says otherwise.
     """
     mesh = graph.meta[MESH_KEY]
     problems = []
-    for writer, names in state_written(graph.graph).items():
-        known, rule = sharding(writer), rule_of(writer)
-        if known is None or rule is None:
-            continue
-        made = layout(rule, [s or "" for s in known.strategy], mesh)
-        for operand, wanted in zip(operands(writer), made.operands if made else (), strict=False):
-            held = sharding(operand)
-            if operand.op != "get_attr" or held is None or str(operand.target) not in names:
+    for writer in state_written(graph.graph):
+        for target in written(writer):
+            state, *between = reversed(list(view_chain(target)))
+            if state.op != "get_attr" or sharding(state) is None:
                 continue
-            if held.results[0] == wanted:
+            if between:
+                _replicate([*between, writer], mesh)
+            wanted = _wanted(writer, target, mesh)
+            held = sharding(state)
+            if held is None or held.results[0] == wanted:
                 continue
             if any(map(is_annotated, held.origins)):
                 text = format_placements(wanted, mesh)
-                why = f"{writer.name} writes it in the parts {text}, and an annotation differs"
-                problems.append(Problem("FXP112", str(operand.target), why, "drop one of the two"))
+                why = f"{writer.name} writes it as {text}, and an annotation differs"
+                fix = "leave out the annotation"
+                problems.append(Problem("FXP112", str(state.target), why, fix))
             origin = dict.fromkeys(range(len(wanted)), f"'{writer.name}' writes it")
-            for node in graph.graph.find_nodes(op="get_attr", target=operand.target):
+            for node in graph.graph.find_nodes(op="get_attr", target=state.target):
                 place(node, wanted, origin)
     if problems:
         raise FxpartError(problems)
+
+
+def _replicate(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
+    """Have ops done whole on every rank."""
+    whole: Placements = (REPLICATE,) * len(mesh.axes)
+    for node in nodes:
+        count = len(tensors(node.meta.get("val")))
+        known = NodeSharding(("",) * len(mesh.axes), (whole,) * count)
+        annotate(node, sharding=known)
+
+
+def _wanted(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
+    """How an op takes an operand that it writes; whole where nothing cuts the op."""
+    known, rule = sharding(writer), rule_of(writer)
+    if known is None or rule is None:
+        return (REPLICATE,) * len(mesh.axes)
+    made = layout(rule, [s or "" for s in known.strategy], mesh)
+    return made.operands[operands(writer).index(target)] if made else (REPLICATE,) * len(mesh.axes)
 
 
 def _open(graph: fx.GraphModule) -> int:
@@ -190,13 +213,15 @@ def _store_in_parts(graph: fx.GraphModule, captured: Captured, request: Request)
     """ZeRO-3: parameters lie in parts over the axis, and are put together where they are used.
 
     The first dim that no other axis cuts and that falls into equal parts is cut, else the first
-    dim unevenly; a parameter too small for that, or annotated on the axis, stays as it is.
+    dim unevenly; a parameter too small for that, annotated on the axis, or written by the forward,
+    stays as it is.
     """
     mesh, at = request.mesh, request.mesh.index(request.zero_axis)
     parts, parameters = mesh.shape[at], frozenset(captured.parameters)
+    written_names = {name for names in state_written(graph.graph).values() for name in names}
     for node in graph.graph.find_nodes(op="get_attr"):
         known = sharding(node)
-        if known is None or str(node.target) not in parameters:
+        if known is None or str(node.target) not in parameters - written_names:
             continue
         if at < len(known.origins) and is_annotated(known.origins[at]):
             continue

@@ -185,7 +185,7 @@ class Builder:
     def _value(self, node: fx.Node, new: fx.Node) -> Any:
         """The local value: computed, or for sizes that data decide made after the whole one."""
         held = value(node)
-        if self.run.decided_by_data(held):
+        if self.run.decided_by_data(node):
             homes = iter(self.demands.given[node])
             return map_tensors(held, lambda t: self._like(t, next(homes)))
         return self.run.value(new)

@@ -18,9 +18,17 @@ from torch import fx
 from fxpart.errors import error
 from fxpart.pipeline.annotation import NodeSharding
 from fxpart.pipeline.edit import annotation, place, value
+from fxpart.pipeline.effects import state_written, view_chain, written
 from fxpart.pipeline.sizes import tensors
 from fxpart.pipeline.verify import is_size
-from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
+from fxpart.sharding import (
+    PARTIAL,
+    REPLICATE,
+    Mesh,
+    Placements,
+    Shard,
+    format_placements,
+)
 
 from ..rules import REPLICATED, Layout, Rule, layout, operands, rule_of
 from .steps import Whole
@@ -86,8 +94,32 @@ def analyse(graph: fx.Graph, mesh: Mesh, *, whole_outputs: bool) -> Demands:
     for demands in found.wishes.values():
         for demand in demands:
             found.users.setdefault(demand.source, []).append(demand)
+    _check_writes(found, graph)
     _gradients(found, graph)
     return found
+
+
+def _check_writes(found: Demands, graph: fx.Graph) -> None:
+    """FXP108 for an op that would write a moved copy of state instead of the state itself."""
+    for writer, names in state_written(graph).items():
+        for target in written(writer):
+            user = writer
+            for source in view_chain(target):
+                wanted = next((d for d in found.wishes.get(user, ()) if d.source is source), None)
+                if wanted is not None and wanted.target != found.home(source):
+                    stored, taken = (
+                        format_placements(p, found.mesh)
+                        for p in (found.home(source), wanted.target)
+                    )
+                    raise error(
+                        "FXP108",
+                        where=place(writer),
+                        why=f"it writes the state {', '.join(names)} as {taken}, which is stored "
+                        f"as {stored}",
+                        fix="annotate neither the state nor what is computed from it, or write a "
+                        "new tensor instead",
+                    )
+                user = source
 
 
 def is_item(node: fx.Node) -> bool:

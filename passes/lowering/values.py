@@ -47,9 +47,14 @@ class Runner:
         with self.mode, guards_off(self.mode):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def decided_by_data(self, held: Any) -> bool:
-        """Whether a value's sizes, or a number itself, are known only when the program runs."""
-        return any(map(has_unbacked_symbols, [held, *tensors(held)]))
+    def decided_by_data(self, node: fx.Node) -> bool:
+        """Whether sizes of a value, or a number itself, are known only when the program runs.
+
+        Also where later ops of the whole graph settled them: the op alone would not know them.
+        """
+        held = value(node)
+        dynamic = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+        return dynamic or any(map(has_unbacked_symbols, [held, *tensors(held)]))
 
     def value(self, node: fx.Node) -> Any:
         """The result of a call on the values of its arguments; equal calls run once."""
@@ -85,8 +90,12 @@ class Runner:
                     with python_dispatcher():
                         return target(*args, **kwargs)
                 except RuntimeError:
-                    why = f"it fails on local shapes: {str(first).splitlines()[0]}"
-                    raise error("FXP900", where=place(node), why=why) from first
+                    raise error(
+                        "FXP108",
+                        where=place(node),
+                        why=f"it fails on the shapes of one rank: {str(first).splitlines()[0]}",
+                        fix="annotate what it takes as replicated, or fix a mesh without this axis",
+                    ) from first
 
 
 def _unnumbered(node: fx.Node) -> tuple[Any, ...]:

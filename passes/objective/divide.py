@@ -249,7 +249,8 @@ class _Change:
 
     def _return(self, loss: fx.Node) -> None:
         output = self.graph.output_node()
-        returned: Any = output.args[0]
+        (returned,) = output.args
+        assert isinstance(returned, tuple), "a captured graph returns the loss and its outputs"
         output.args = ((loss, *returned[1:]),)
 
 

@@ -43,6 +43,8 @@ def _grid(call: Call) -> Rule:
     return call.rule([[n] for n in names], [out] * len(call.results))
 
 
+_FOURIER = [f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")]
+
 TABLE: dict[str, Entry] = {
     "aten.cosine_similarity": _similarity,
     "aten.pairwise_distance": notation("... _d, ... _d -> ..."),
@@ -53,6 +55,9 @@ TABLE: dict[str, Entry] = {
     "aten._fft_r2c": _transform,
     "aten._fft_c2c": _transform,
     "aten._fft_c2r": _transform,
+    "aten.view_as_real": notation("... -> ... _c"),
+    "aten.view_as_complex": notation("... _c -> ..."),
+    **{f"aten.{name}": _transform for name in _FOURIER},
     "aten.bucketize": notation("..., _n -> ..."),
     "aten.meshgrid": _grid,
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fxpart.pipeline.effects import written
+
 from .call import Call, Dim, Entry, UnruledError, is_one, same
 from .rule import Rule
 
@@ -36,7 +38,9 @@ def pointwise(call: Call) -> Rule:
             whole = call.results[0][int(str(dim)[1:])]
             if isinstance(size, int) and isinstance(whole, int) and size not in (1, whole):
                 raise UnruledError  # not a broadcast: the op gives its operands another meaning
-    linear = LINEAR.get(call.name.removeprefix("aten."), _none)(call)
+    # What an op writes stays what it is: state is never Partial.
+    writes = bool(written(call.node))
+    linear = () if writes else LINEAR.get(call.name.removeprefix("aten."), _none)(call)
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     return call.rule(operands, [names] * len(call.results), linear=linear)
 
@@ -114,6 +118,7 @@ LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
     "lerp": _lerp,
     **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh_copy"), _first),
     **dict.fromkeys(("positive", "real", "imag", "conj", "_conj", "view_as"), _first),
+    **dict.fromkeys(("resolve_conj", "resolve_neg"), _first),
     **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy"), _first),
     **dict.fromkeys(("deg2rad", "rad2deg", "dropout", "native_dropout"), _first),
 }
@@ -155,7 +160,8 @@ def _tensors(call: Call) -> Rule:
 _LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as dropout
 native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like ones_like full_like
 empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_ copy detach_copy
-alias_copy hardtanh celu rrelu_with_noise_functional normal_functional
+alias_copy resolve_conj resolve_neg conj real imag hardtanh celu
+rrelu_with_noise_functional normal_functional
 """.split()
 
 _UNTAGGED = """where __and__ __or__ __xor__ __lshift__ __rshift__ floor_divide hardswish softplus

@@ -109,8 +109,7 @@ class Ours:
 
     def kept(self) -> int:
         """Bytes between steps; a piece of a parameter is a view of it."""
-        optimizer = self.trainer.optimizer
-        assert optimizer is not None
+        (optimizer,) = self.trainer.optimizers.values()
         held = [p for group in optimizer.param_groups for p in group["params"]]
         own = [p for lane in self.trainer._lanes for m in lane.modules.values()
                for p in m.parameters()]  # fmt: skip

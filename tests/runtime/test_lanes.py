@@ -82,10 +82,12 @@ def test_branches_that_share_a_matrix_on_lanes(zero: int, schedule: str) -> None
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
-def test_rows_that_cannot_be_shared_are_refused(mesh: str) -> None:
-    ((code, _, why, fix),) = refuse(mesh, 7)
-    assert code == "FXP105"
-    assert "7 rows" in why and f"multiple of {mesh[-1]}" in fix
+def test_rows_that_do_not_divide_are_repeated(mesh: str) -> None:
+    """The step is that of the seven rows."""
+    made, whole = trainer(InProcess(ranks_of(mesh)), mesh), Whole()
+    for rows in (7, 6, 1):
+        assert_close(made.step(batch(rows)), whole.step(batch(rows)))
+    assert_close(made.state_dict(), whole.state())
 
 
 def test_a_smaller_batch_makes_fewer_and_larger_pieces() -> None:
@@ -176,8 +178,9 @@ def test_gloo_moves_state_between_meshes(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_gloo_refuses_rows_on_every_rank(pool: Pool) -> None:
-    found = pool.run(refuse, "dp=2", 7, ranks=4)
-    assert found == [refuse("dp=2", 7)] * 4
+    found = pool.run(refuse, "dp=2", 0, ranks=4)
+    assert found == [refuse("dp=2", 0)] * 4
+    assert {problem[0] for problem in refuse("dp=2", 0)} == {"FXP105"}
 
 
 @pytest.mark.slow

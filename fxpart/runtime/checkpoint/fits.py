@@ -75,6 +75,8 @@ def _optimizer(trainer: Saving, manifest: Manifest) -> Iterator[str]:
             yield "its parameter groups name no parameters"
             return
         grouped |= set(names)
-    missing = [name for name in trainer._state.trainable() if name not in grouped]
+    named = [name for group in trainer._groups for name in group.names]
+    wanted = named if trainer._groups else list(trainer._state.trainable())
+    missing = [name for name in wanted if name not in grouped]
     for name in missing[:_MOST]:
         yield f"no parameter group of its optimizer has {name}"

@@ -128,6 +128,10 @@ class _Loading:
             self._model()
             self._states()
         self._groups()
+        if self._trainer.optimizer is not None:
+            self._trainer.optimizer.reload()
+        if self._trainer.watch is not None:
+            self._trainer.watch.accept()
         if isinstance(self._trainer, Whole):
             self._stream(self._trainer)
 

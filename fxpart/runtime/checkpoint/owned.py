@@ -11,7 +11,6 @@ import torch
 from fxpart.checkpoint.regions import Region
 from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.checkpoint.parts import region_of
-from fxpart.runtime.stream.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,7 @@ class Holder:
 
 def optimizers(trainer: Assembly) -> Sequence[torch.optim.Optimizer]:
     """All of this process."""
-    if isinstance(trainer, Whole):
-        return list(trainer.optimizers.values())
-    return [] if trainer.optimizer is None else [trainer.optimizer]
+    return list(trainer.optimizers.values())
 
 
 def holders(trainer: Assembly) -> dict[int, Holder]:

@@ -293,6 +293,7 @@ class Saver:
 def save_once(trainer: Saving, root: Path, extra: dict[str, Any]) -> Path:
     """:meth:`fxpart.runtime.saving.Saving.save_checkpoint`."""
     assert isinstance(trainer, (Trainer, Whole)), "there is no other"
+    check_whole(trainer)  # first: only without minibatches in flight do all ranks count alike
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)
@@ -303,7 +304,6 @@ def save_once(trainer: Saving, root: Path, extra: dict[str, Any]) -> Path:
             raise error("FXP513", where=str(final), why="it is there already", fix=fix)
         return None, f"step {step} {root}"
 
-    check_whole(trainer)
     agree(trainer.transport, "where a checkpoint is saved", check)
     Saver(trainer, root, keep=0, strict=True).save(step, extra, wait=True)
     return final

@@ -58,13 +58,13 @@ def put_slots(trainer: Whole, kept: Kept, told: Told, updates: int, calls: int) 
 
 def whole(trainer: Whole) -> dict[str, Any]:
     """Plain data of the whole trainer, equal on every rank."""
-    weights = next(iter(trainer.weights_of().values()))
+    scheduler = trainer.update_options.scheduler
     found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
     if isinstance(trainer, StreamTrainer):
         update = next(iter(trainer._stages.updates.values()))
         found |= {"draining": trainer.draining, "known": update.known}
-    if weights.scheduler is not None:
-        found["scheduler"] = weights.scheduler.state_dict()
+    if scheduler is not None:
+        found["scheduler"] = scheduler.state_dict()
     return found
 
 
@@ -96,9 +96,9 @@ def put_whole(trainer: Whole, given: Mapping[str, Any]) -> None:
         trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
         for update in trainer._stages.updates.values():
             update.known = given.get("known")
-    for weights in trainer.weights_of().values():
-        if weights.scheduler is not None and given.get("scheduler"):
-            weights.scheduler.load_state_dict(dict(given["scheduler"]))
+    scheduler = trainer.update_options.scheduler
+    if scheduler is not None and given.get("scheduler"):
+        scheduler.load_state_dict(dict(given["scheduler"]))
 
 
 def _state(rule: Predictor | Correction, kept: Kept, told: Told) -> dict[str, Any]:

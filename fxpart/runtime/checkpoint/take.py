@@ -59,7 +59,7 @@ def check_whole(trainer: Saving) -> None:
     Gradients are not part of a checkpoint.
     """
     trainer.settle()
-    waiting = 0 if isinstance(trainer, Whole) else trainer._pending
+    waiting = 0 if isinstance(trainer, Whole) else trainer._accumulation.batches
     if waiting:
         raise error(
             "FXP109", where="a checkpoint",

@@ -66,16 +66,17 @@ class Coming:
 def plain_options(optimizer: torch.optim.Optimizer) -> list[Options]:
     """The options of each group, one-element tensors as numbers."""
     return [
-        {name: _plain(value) for name, value in group.items() if name not in _NO_OPTIONS}
+        {name: plain(value) for name, value in group.items() if name not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A one-element tensor as a number, others as lists, also in a tuple."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple):
-        return tuple(_plain(one) for one in value)
+        return tuple(plain(one) for one in value)
     return value
 
 

@@ -18,15 +18,15 @@ from fxpart.runtime.predict.moments import Move, moved
 from fxpart.runtime.predict.momentum import combined, without_gradients
 from fxpart.runtime.predict.predictor import Predictor
 from fxpart.runtime.predict.shadow import Shadow
+from fxpart.runtime.predict.step_class import step_class
 
 
 def decaying(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None) -> Predictor:
     """The rule for this optimizer's class; through rule "shadow" where there is no closed form."""
-    if type(optimizer) is torch.optim.SGD:
+    kind = step_class(optimizer)
+    if kind is torch.optim.SGD:
         return DecayingSGD(optimizer, scheduler)
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        map(_closed, optimizer.param_groups)
-    ):
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and all(map(_closed, optimizer.param_groups)):
         return DecayingAdam(optimizer, scheduler)
     return Shadow(optimizer, scheduler)
 

@@ -56,5 +56,6 @@ class Difference(Predictor):
     def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
         before = [kept for place in places if (kept := self.kept[place]) is not None]
         last = self.rates[group]
-        further = float(sum(step["lr"] / last if last else 1.0 for step in options))
+        rates = (step.get("lr") for step in options)
+        further = float(sum(1.0 if rate is None or not last else rate / last for rate in rates))
         return foreach_lerp(before, self._weights(places), 1 + further)

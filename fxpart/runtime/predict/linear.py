@@ -9,7 +9,8 @@ step at the tenth update. d is the direction that the optimizer really stepped:
 * Adam, AdamW: m' / (sqrt(v') + eps), bias-corrected (amsgrad: the largest v), from the state;
   decoupled weight decay d shrinks W by (lr_1 + ... + lr_s) d on the way.
 * NAdam: its mix of gradient and m', over the same root: kept, as Nesterov's.
-* Any other optimizer, and complex parameters of the last three: through rule "shadow".
+* Any other optimizer, a subclass that changes the step, and complex parameters of the last three:
+  the step itself, which is the difference of the weights before and after it (rule "difference").
 
 A gradient that stays the same makes this exact for SGD without momentum.
 """
@@ -24,16 +25,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxpart.compat import foreach_add_
 from fxpart.runtime.predict.coming import Options
+from fxpart.runtime.predict.difference import Difference
 from fxpart.runtime.predict.directed import Directed
 from fxpart.runtime.predict.moments import Move, directed, moved
 from fxpart.runtime.predict.momentum import combined
 from fxpart.runtime.predict.predictor import Predictor
-from fxpart.runtime.predict.shadow import Shadow
+from fxpart.runtime.predict.step_class import step_class
 
 
 def linear(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None) -> Predictor:
-    """The rule for this optimizer's class; through rule "shadow" where its step is not known."""
-    kind = type(optimizer)
+    """The rule for this optimizer's class; rule "difference" where its step is not known."""
+    kind = step_class(optimizer)
     if kind is torch.optim.SGD:
         return LinearSGD(optimizer, scheduler)
     real = not any(p.is_complex() for group in optimizer.param_groups for p in group["params"])
@@ -41,7 +43,7 @@ def linear(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = Non
         return LinearAdam(optimizer, scheduler)
     if kind is torch.optim.NAdam and real:
         return LinearNAdam(optimizer, scheduler)
-    return Shadow(optimizer, scheduler)
+    return Difference(optimizer, scheduler)
 
 
 class LinearSGD(Directed):

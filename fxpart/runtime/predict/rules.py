@@ -32,10 +32,10 @@ def predictor(
 
     rule: "linear", along the direction of the last step; "decaying", as if all coming gradients
     were zero, in closed form; "difference", on as the weights last moved; "shadow", as "decaying"
-    by steps of the optimizer itself on a clone. The first two go through "shadow" for optimizers
-    whose step they do not know. scheduler: of the optimizer's learning rate, stepped once after
-    each of its steps; the coming rates are read from a copy of it. Raises FXP109 for an unknown
-    rule, or a scheduler or optimizer that cannot be copied.
+    by steps of the optimizer itself on a clone. For optimizers whose step they do not know the
+    first is "difference", the second "shadow". scheduler: of the optimizer's learning rate,
+    stepped once after each of its steps; the coming rates are read from a copy of it. Raises FXP109
+    for an unknown rule, or a scheduler or optimizer that cannot be copied.
     """
     if rule not in RULES:
         raise error(

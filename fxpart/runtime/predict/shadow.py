@@ -42,7 +42,7 @@ class Shadow(Predictor):
             for one in each
             for group in one.param_groups
             for p in group["params"]
-            if type(one) is torch.optim.SparseAdam
+            if isinstance(one, torch.optim.SparseAdam)
         }
         self._sparse = [id(p) in sparse for p in self.parameters]
         self._step = step_of(type(optimizer))

@@ -32,10 +32,9 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: Layout) -> Worker:
         spec, spec.stages[stage], module, layout.found(stage), False,
         options.recomputes(len(spec.stages)).get(stage, "none"),
     )  # fmt: skip
-    weights = QueueWeights(
-        module, optimizer, queue.mode, bound if table.trains else 0,
-        scheduler=None if queue.scheduler is None else queue.scheduler(optimizer),
-    )  # fmt: skip
+    weights = QueueWeights(module, optimizer, queue.mode, bound if table.trains else 0)
+    if table.keeping.recompute is not None:
+        weights.recompute(table.keeping.recompute)
     return Worker(
         stage, layout, table, weights,
         held_of(trainer, stage, layout),
@@ -65,7 +64,9 @@ def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
     made: dict[Place, torch.optim.Optimizer] = {}
     for stage in trainer._lanes[0].modules:
         mine = parameters_of(trainer, stage)
-        optimizer = make_optimizer(given, [p for _, p in mine], own(trainer._groups, mine))
+        optimizer = make_optimizer(
+            given, [p for _, p in mine], own(trainer._groups, mine), [name for name, _ in mine]
+        )
         check_gradients(optimizer, trainer._state, trainer._held.rows)
         made[stage, 0] = optimizer
     return made

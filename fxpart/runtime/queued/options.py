@@ -8,6 +8,7 @@ from typing import Any
 
 from fxpart.errors import error
 from fxpart.plan import Plan
+from fxpart.runtime.stream.options import is_count
 from fxpart.schedule.weight_modes import QUEUED, WeightMode, weight_mode
 
 TURNS, QUEUE = "turns", "queue"
@@ -35,16 +36,19 @@ class QueueOptions:
         """FXP109 for values that cannot be."""
         object.__setattr__(self, "mode", weight_mode(self.weights))
         wrong = ""
-        if not isinstance(self.staleness, int):
+        if isinstance(self.staleness, Sequence) and not isinstance(self.staleness, str):
             object.__setattr__(self, "staleness", tuple(self.staleness))
-        if min((*self._each, self.warm_up)) < 0:
-            wrong = f"staleness={self.staleness}, warm_up={self.warm_up}: one of them is below 0"
+        single = not isinstance(self.staleness, tuple)
+        if not all(map(is_count, (self.staleness,) if single else self._each)):
+            wrong = f"staleness={self.staleness!r} is below 0, or no number of updates"
+        elif not is_count(self.warm_up):
+            wrong = f"warm_up={self.warm_up!r} is below 0, or no number of updates"
         elif self.mode.name not in QUEUED:
             wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(QUEUED)}"
         elif self.scheduler is not None and not callable(self.scheduler):
             wrong = "scheduler is a function of an optimizer: each copy makes its own"
-        elif not self.patience > 0:
-            wrong = f"patience={self.patience} is not above 0"
+        elif not isinstance(self.patience, (int, float)) or not self.patience > 0:
+            wrong = f"patience={self.patience!r} is not above 0"
         if wrong:
             raise error("FXP109", where="routing=queue", why=wrong, fix="")
 

@@ -29,8 +29,9 @@ from fxpart.runtime.queued.report import CopyReport, together
 from fxpart.runtime.queued.worker import Batch, Worker
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.state import ModelState
+from fxpart.runtime.stream.facade import StagesFacade
 from fxpart.runtime.stream.fit import StreamFit, checked
-from fxpart.runtime.stream.optimizers import Optimizers
+from fxpart.runtime.stream.optimizers import Optimizers, record_options
 from fxpart.runtime.stream.whole import Ruled, Whole
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.orders import Event, Failed, Here, Met, Stop
@@ -60,7 +61,7 @@ class QueueTrainer(Whole):
         self.optimizers: Optimizers = {}
         self.lost: tuple[int, ...] = ()
         super().__init__(*args, **kwargs)
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, StagesFacade):
             raise error(
                 "FXP109", where="a trainer from queues", why="it was given no optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
@@ -95,6 +96,10 @@ class QueueTrainer(Whole):
         self._workers = {
             stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
         }
+        self.update_options = record_options(
+            self._transport, self.optimizer, self.queue.scheduler,
+            [worker.weights for worker in self._workers.values()],
+        )  # fmt: skip
         if isinstance(self._transport, Living):
             (worker,) = self._workers.values()
             self._transport.wire.serve = worker.serve
@@ -139,11 +144,14 @@ class QueueTrainer(Whole):
             )  # fmt: skip
         call = self.calls
         try:
+            self._reconcile()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop(list(cause.problems))
         self.events.step = call + 1
+        self._submit_options(call)
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
+        text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
             worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
         self.last_rows = sum(cut.rows)
@@ -191,6 +199,10 @@ class QueueTrainer(Whole):
         return self._updates
 
     @property
+    def _next_update(self) -> int:
+        return self._applied  # numbered as minibatches are
+
+    @property
     def weight_mode(self) -> WeightMode:
         """Which weights a backward reads; with staleness 0 there is but one kind."""
         return self.queue.mode if any(self.dealt) else weight_mode("flush")
@@ -207,6 +219,7 @@ class QueueTrainer(Whole):
         if self.dispatcher is not None:
             self.dispatcher.restart(calls)
         self._updates, self.calls, self._applied = updates, calls, calls
+        self._reload_options()
         self._losses.clear()
         self._asked.clear()
 
@@ -312,6 +325,7 @@ class QueueTrainer(Whole):
         self._work(lambda: self._here >= self._met)
         if self._gone != self.lost:
             self._stand_in(self._gone)
+        self._settle_options()
 
     def _stand_in(self, lost: tuple[int, ...]) -> None:
         """A living copy takes the place of each lost one in all that looks at the whole model."""

@@ -8,16 +8,20 @@ copy is made just before an update, if a backward will still read it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpart.runtime.predict import Correction, Predictor, predictor
+from fxpart.runtime.recompute import Recompute
+from fxpart.runtime.update_options import StageOptions, UpdateOptions
+from fxpart.runtime.weights.forward_again import ForwardAgain
 from fxpart.runtime.weights.held import Held, Source, Tensors
 from fxpart.runtime.weights.saved import SavedWeights
 from fxpart.runtime.weights.swap import swapped
+from fxpart.runtime.weights.updating import PredictionCheck
 from fxpart.schedule.weight_modes import WeightMode
 
 
@@ -30,13 +34,12 @@ class QueueWeights:
         optimizer: torch.optim.Optimizer,
         mode: WeightMode,
         staleness: int,
-        *,
-        scheduler: Any = None,
     ) -> None:
         """staleness: 0: no update comes in between, and nothing is done for one that would."""
         self.updates = 0
         self._mode, self._stale = mode, staleness > 0
-        self._optimizer, self.scheduler = optimizer, scheduler
+        self._optimizer = optimizer
+        self.options: StageOptions | None = None
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         self._places = [at for at, p in enumerate(listed) if p.requires_grad]
         self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
@@ -44,10 +47,13 @@ class QueueWeights:
         follows = mode.backward != "forward"
         self._saved = SavedWeights(every, follows, f"stage module {type(module).__name__}")
         self._predictor: Predictor | None = (
-            predictor(mode.rule, optimizer, scheduler=scheduler)
-            if mode.predicts and self._stale
-            else None
+            predictor(mode.rule, optimizer) if mode.predicts and self._stale else None
         )
+        where = f"a copy of stage module {type(module).__name__}"
+        self._check: PredictionCheck | None = None
+        if self._predictor is not None:
+            self._check = PredictionCheck(self._predictor, optimizer, where)
+        self._again: ForwardAgain | None = None
         self._held = Held()
         self._flying: dict[int, Source] = {}
 
@@ -73,27 +79,57 @@ class QueueWeights:
         if not self._stale:
             yield
             return
-        own = self._mode.backward == "forward"
-        tensors = self._find(self._flying[number] if own else Source(self.updates))
-        with swapped(self._parameters, tensors), self._saved.reading(number, own=tensors is None):
+        source = self._flying[number]
+        seen = source if self._mode.backward == "forward" else Source(self.updates)
+        tensors = self._find(seen)
+        again: AbstractContextManager[None] = nullcontext()
+        if self._again is not None:
+            again = self._again.during(number, self._held.get(source) if source != seen else None)
+        reading = self._saved.reading(number, own=tensors is None)
+        with swapped(self._parameters, tensors), reading, again:
             yield
         del self._flying[number]
         self._release()
 
     def update(self) -> None:
-        """The optimizer's step on gradients that are complete, and its scheduler's."""
+        """The optimizer's step on gradients that are complete, with the options of this update."""
         now = Source(self.updates)
-        if self._mode.backward == "forward" and now in self._flying.values():
+        if self._keeps and now in self._flying.values():
             self._held.put(now, [p.detach().clone() for p in self._parameters])
-        if self._predictor is not None:
-            self._predictor.before_update()
+        if self.options is not None:
+            self.options.apply()
+        observers: list[Predictor | Correction | PredictionCheck] = [*self.rules()]
+        if self._check is not None and not self._check.done:
+            observers.append(self._check)
+        for observer in observers:
+            observer.before_update()
         self._optimizer.step()
-        if self._predictor is not None:
-            self._predictor.after_update()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.updates += 1
+        for observer in observers:
+            observer.after_update()
+        self.count_update()
         self._release()
+
+    def count_update(self) -> None:
+        """Count an update; by itself where nothing is trained."""
+        self.updates += 1
+        if self.options is not None:
+            self.options.apply()
+
+    def recompute(self, recompute: Recompute) -> None:
+        """As :meth:`fxpart.runtime.weights.StageWeights.recompute`."""
+        if self._stale and self._mode.backward != "forward":
+            self._again = recompute.weights = ForwardAgain(self._saved, self._parameters)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the weights of a forward are read in its backward."""
+        return self._mode.backward == "forward" or self._again is not None
+
+    def follow(self, options: UpdateOptions) -> None:
+        """Have each update use the options that are recorded for it."""
+        self.options = StageOptions(self._optimizer, options, lambda: self.updates)
+        if self._predictor is not None:
+            self._predictor.coming = self.options
 
     def rules(self) -> list[Predictor | Correction]:
         """What predicts, and keeps something between updates for it."""
@@ -119,7 +155,7 @@ class QueueWeights:
 
     def _release(self) -> None:
         """Drop what nothing reads any more."""
-        reads = self._mode.backward == "forward"
+        reads = self._keeps
         for source in self._held.sources():
             spare = source.look > 0 and source.version == self.updates
             if not spare and not (reads and source in self._flying.values()):

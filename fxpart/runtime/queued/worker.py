@@ -284,7 +284,7 @@ class Worker:
             self.weights.update()
             self._parameters.set([None] * len(gradients))
         else:
-            self.weights.updates += 1  # nothing here is trained; versions are counted all the same
+            self.weights.count_update()  # nothing here is trained
         for version in self._reads.pop(number, ()):
             self.staleness = max(self.staleness, number - version)
         self._forget(number)

@@ -57,10 +57,9 @@ def build(trainer: StreamTrainer) -> tuple[dict[Place, StageWeights], Stages]:
         for stage, module in sorted(lane.modules.items()):
             place = stage, lane.index
             optimizer = trainer.optimizers[place]
-            scheduler = None if stream.scheduler is None else stream.scheduler(optimizer)
             weights[place] = StageWeights(
                 module, optimizer, stream.mode, trainer.versions, stage,
-                scheduler=scheduler, total_updates=stream.total_updates, guard=stream.guard,
+                total_updates=stream.total_updates, guard=stream.guard,
             )  # fmt: skip
             if stream.watch:
                 weights[place].watch(stream.watch)

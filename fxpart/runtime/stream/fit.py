@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,10 +51,29 @@ class StreamFit(Fit):
         """See :class:`~fxpart.runtime.fit.Fit`."""
         super().__init__(trainer, batches, run)  # type: ignore[arg-type]
         self._stream = trainer
-        self._rows: dict[int, Done] = {}  # by call
+        self._rows: dict[int, tuple[Done, tuple[float, ...]]] = {}  # by call, with its rates
         self._spoilt = False  # something has failed here, and the others have not heard of it
 
+    def _planned_updates(self) -> int | None:
+        """The updates of the whole run, those before a checkpoint included; None: not known."""
+        run, found = self.run, []
+        if run.steps is not None:
+            found.append(run.steps)
+        if isinstance(self._batches, Sized) and (run.epochs or run.steps is None):
+            found.append(len(self._batches) * (run.epochs or 1))
+        return min(found, default=None)
+
+    def _anneal(self) -> None:
+        """Give a mode that anneals the learning rate the length of the run, if it has none."""
+        if self._stream.in_flight or not getattr(self._stream, "needs_total", False):
+            return
+        planned = self._planned_updates()
+        agree(self.transport, "the length of the run", lambda: (True, str(planned)))
+        if planned is not None:
+            self._stream.anneal_until(self._stream.updates + planned - self.step)
+
     def _loop(self) -> str:
+        self._anneal()
         listener = partial(self._tell, "fallback")
         self._stream.listeners.append(lambda text: listener(why=text))
         try:
@@ -78,13 +97,14 @@ class StreamFit(Fit):
             agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def _update(self, group: list[Any]) -> None:
-        (batch,) = group
+        (batch,), rates = group, self._rates()
         if batch is _NONE:
             call = self._stream.again()
         else:
             call = self._stream.feed(batch, local=self.run.local)
         self.step += 1
-        self._rows[call] = self._done([] if batch is _NONE else group, self._stream.last_rows)
+        done = self._done([] if batch is _NONE else group, self._stream.last_rows)
+        self._rows[call] = done, rates
         self.position.used += 1
         for known, loss in self._stream.taken():
             self._tell_step(known, float(loss))
@@ -99,12 +119,12 @@ class StreamFit(Fit):
             self._tell_step(call, float(loss))
 
     def _tell_step(self, call: int, loss: float) -> None:
-        done = self._rows.pop(call)
+        done, rates = self._rows.pop(call)
         now, norm = time.perf_counter(), self._stream.last_grad_norm
         self.loss = loss
         self._write(done, loss)
         info = StepInfo(
-            done.step, done.epoch, loss, self._rates(), None if norm is None else float(norm),
+            done.step, done.epoch, loss, rates, None if norm is None else float(norm),
             done.rows, now - self._last, self._stream.rank,
         )  # fmt: skip
         self._last = now

@@ -11,6 +11,11 @@ from fxpart.runtime.stream.updates import CLIPS, Clip
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
 
+def is_count(value: object) -> bool:
+    """Whether it is an integer of 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     """What :class:`~fxpart.runtime.stream.StreamTrainer` takes beside a trainer's options.
@@ -39,8 +44,12 @@ class StreamOptions:
         wrong = ""
         if self.clip not in CLIPS:
             wrong = f"clip={self.clip!r} is none of {', '.join(CLIPS)}"
-        elif self.warm_up < 0 or self.watch < 0:
+        elif not is_count(self.warm_up) or not is_count(self.watch):
             wrong = "warm_up and watch are numbers of updates, 0 or more"
+        elif self.total_updates is not None and not is_count(self.total_updates):
+            wrong = f"total_updates={self.total_updates!r} is no number of updates, 0 or more"
+        elif not isinstance(self.guard, bool):
+            wrong = f"guard={self.guard!r} is neither True nor False"
         elif self.scheduler is not None and not callable(self.scheduler):
             wrong = "scheduler is a function of an optimizer: each rank makes its own"
         if wrong:

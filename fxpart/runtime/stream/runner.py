@@ -87,6 +87,8 @@ class Runner:
             for _, parcel, _ in (*self._out, *self._return)
             for link in parcel.links
         }
+        if table.keeping.recompute is not None:
+            weights.recompute(table.keeping.recompute)
         self._notes = Notes(seat.events, self.stage, seat.ranks)
         self._write = seat.events.write
         self._began = self.busy = 0

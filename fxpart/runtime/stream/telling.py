@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fxpart.errors import Problem
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.instruction import Failure
 from fxpart.runtime.lanes import Ranks
@@ -18,8 +18,11 @@ from fxpart.schedule.versions import Versions
 from fxpart.schedule.weight_modes import WeightMode
 
 
-def word_of(stages: Stages, cut: Cut | None, asks: int) -> Word:
-    """What this process says; cut: the call's minibatch, None of a drain; asks: of all."""
+def word_of(stages: Stages, cut: Cut | None, asks: int, options: int) -> Word:
+    """What this process says; cut: the call's minibatch, None of a drain; asks: of all.
+
+    options: the digest of the changes of the optimizer's options.
+    """
     runners = list(stages.runners.values())
     first = runners[0]
     failed = sum(runner.failure is not None for runner in runners)
@@ -35,7 +38,7 @@ def word_of(stages: Stages, cut: Cut | None, asks: int) -> Word:
     return Word(
         failed, skipped, int(loss is not None), bits(0.0 if loss is None else loss.item()),
         first.forwards, first.backwards, first.updates, first.read_last, bits(square),
-        int(any(runner.halted for runner in runners)), asks, _busy(runners),
+        int(any(runner.halted for runner in runners)), asks, _busy(runners), options,
     )  # fmt: skip
 
 
@@ -72,6 +75,25 @@ def fallback(call: int) -> str:
     return (
         f"gradients of the minibatch of call {call} are not all finite: its update was left "
         "out, and from now on the pipeline drains after every minibatch"
+    )
+
+
+def differing_options() -> FxpartError:
+    """Ranks have set other options on the optimizer."""
+    return error(
+        "FXP115",
+        where="trainer.optimizer",
+        why="its options, such as the learning rate, were changed otherwise on another rank",
+        fix="change them, and step schedulers, on every rank alike and between the same calls",
+    )
+
+
+def unknown_total(mode: str) -> str:
+    """A warning: the learning rate stays divided by a power of the staleness."""
+    return (
+        f"FXP109 weights={mode}: the learning rate of a stage is divided by its staleness at "
+        "first, and comes back over total_updates, which is not known: it stays divided. Give "
+        "program.trainer(..., total_updates=N), or train with fit(steps=N)"
     )
 
 

@@ -21,13 +21,21 @@ from fxpart.runtime.fit import Fitted
 from fxpart.runtime.groups import Groups
 from fxpart.runtime.optimizer import describe_groups, groups_of
 from fxpart.runtime.stream.build import build, check_program
+from fxpart.runtime.stream.facade import StagesFacade
 from fxpart.runtime.stream.fit import StreamFit, checked
 from fxpart.runtime.stream.layout import Layout
-from fxpart.runtime.stream.optimizers import Optimizers, check_all, make_all
+from fxpart.runtime.stream.optimizers import Optimizers, check_all, make_all, record_options
 from fxpart.runtime.stream.options import StreamOptions
 from fxpart.runtime.stream.report import StageReport, together
 from fxpart.runtime.stream.shared import refresh
-from fxpart.runtime.stream.telling import counts, fallback, problem_of, word_of
+from fxpart.runtime.stream.telling import (
+    counts,
+    differing_options,
+    fallback,
+    problem_of,
+    unknown_total,
+    word_of,
+)
 from fxpart.runtime.stream.whole import Whole
 from fxpart.runtime.stream.word import Words, number
 from fxpart.runtime.weights import Counters, StageWeights
@@ -52,7 +60,7 @@ class StreamTrainer(Whole):
         self.stream = StreamOptions.taken(kwargs)
         self.optimizers: Optimizers = {}
         super().__init__(*args, **kwargs)
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, StagesFacade):
             raise error(
                 "FXP109", where="an asynchronous trainer", why="it was given no optimizer",
                 fix="program.trainer(optimizer=torch.optim.AdamW)",
@@ -61,6 +69,9 @@ class StreamTrainer(Whole):
         self.versions = Versions(self._layout.ahead, self.microbatches)
         self.versions.check(self.stream.mode)
         self._weights, self._stages = build(self)
+        self.update_options = record_options(
+            self._transport, self.optimizer, self.stream.scheduler, self._weights.values()
+        )
         self._words = Words(self._transport)
         self._losses = deque()
         self._shapes: Mapping[str, Shape] = {}
@@ -105,6 +116,7 @@ class StreamTrainer(Whole):
     def feed(self, batch: Any, *, local: bool = False) -> int:
         """As :meth:`step`, and losses wait to be :meth:`taken`; the number of this call."""
         self._check_whole()
+        self._check_total()
         cut = self._next(batch, local)
         closing = self._closes(cut)
         self._run(cut, closing=closing)
@@ -165,6 +177,17 @@ class StreamTrainer(Whole):
         """As it was asked for."""
         return self.stream.mode
 
+    @property
+    def needs_total(self) -> bool:
+        """Whether the learning rate is annealed over a number of updates that is not known."""
+        discounted = self.stream.mode.discount and max(self.staleness) > 1
+        return discounted and any(w.total is None for w in self._weights.values())
+
+    def anneal_until(self, updates: int) -> None:
+        """Say after how many updates in all a discount of the learning rate has gone."""
+        for weights in self._weights.values():
+            weights.total = updates
+
     def weights_of(self) -> Mapping[tuple[int, int], StageWeights]:
         """Of the stages of this process."""
         return self._weights
@@ -175,6 +198,7 @@ class StreamTrainer(Whole):
         self._stages.begin(self.versions)
         self.calls = calls
         self._losses.clear()
+        self._reload_options()
 
     @property
     def counters(self) -> dict[int, Counters]:
@@ -225,6 +249,7 @@ class StreamTrainer(Whole):
         """
         if self._streaming:
             try:
+                self._reconcile()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
                     return self._feed.cut(seen, self.microbatches, self._others)
@@ -234,6 +259,7 @@ class StreamTrainer(Whole):
         read = self._read(self._source, batch, "asynchronous training", local)
         read.confirm()
         cut = read.cut
+        self._check_training_rows(read)
         self._shapes, self._others = read.value.shapes, read.others
         return cut
 
@@ -250,6 +276,7 @@ class StreamTrainer(Whole):
         for update in self._stages.updates.values():
             update.waits = closing and self._globally
         self.events.step = self.calls + 1
+        self._submit_options(self.versions.start + self.calls - self._first)
         self._stages.minibatch(self._feed.parts(cut), self._keys(cut), closing=closing)
         self._cut, self._streaming, self._spread = cut, not closing, False
         call, self.calls = self.calls, self.calls + 1
@@ -295,6 +322,11 @@ class StreamTrainer(Whole):
         self._hear(drained=True)
         self._begin()
 
+    def touch(self) -> None:
+        """As any; holders of shared parameters get what is written to their owners'."""
+        super().touch()
+        self._spread = False
+
     def _settle(self) -> None:
         """For calls that look at the whole model: drain, and give holders their owners' weights."""
         self._check_whole()
@@ -304,6 +336,7 @@ class StreamTrainer(Whole):
             with reporting(self._transport, "sharing parameters"):
                 refresh(self._state)
             self._spread = True
+        self._settle_options()
 
     # -- inner ----------------------------------------------------------------------------------
 
@@ -318,7 +351,7 @@ class StreamTrainer(Whole):
             self._groups = groups_of(given, groups, self._state.trainable())
             made = make_all(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            check_all(made, self._state, self._held, self._groups)
+            check_all(made, self._state, self._held)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
@@ -338,13 +371,17 @@ class StreamTrainer(Whole):
             self.calls - self._first if ended else None,
         )  # fmt: skip
         with reporting(self._transport, "telling the other ranks"):
-            self._words.say(call, word_of(self._stages, cut, self.asks.mine), expected)
+            word = word_of(self._stages, cut, self.asks.mine, self.update_options.digest)
+            self._words.say(call, word, expected)
 
     def _hear(self, *, drained: bool = False) -> None:
         """Act on the oldest word: the same on every rank, at the same call."""
         self.events.write(self._hears)
         with reporting(self._transport, "hearing of the other ranks"):
             call, words, expected = self._words.hear()
+        if len({word.options for word in words}) > 1:
+            next(iter(self._stages.runners.values())).fail(differing_options())
+            self._fail(drained=drained)
         if any(word.failed for word in words):
             self._fail(drained=drained)
         self.asks.hear([word.asks for word in words])
@@ -389,6 +426,10 @@ class StreamTrainer(Whole):
         warnings.warn(text, stacklevel=5)
         for listener in self.listeners:
             listener(text)
+
+    def _check_total(self) -> None:
+        if self.calls == 0 and self.needs_total:
+            warnings.warn(unknown_total(self.stream.mode.name), stacklevel=4)
 
     def _check_whole(self) -> None:
         if self._stages.broken is not None:

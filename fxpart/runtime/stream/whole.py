@@ -18,19 +18,19 @@ from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.predict import Correction, Predictor
-from fxpart.runtime.stream.optimizers import Optimizers, gather, plan_loads
+from fxpart.runtime.stream.facade import StagesFacade, in_flight_error
+from fxpart.runtime.stream.optimizers import gather, plan_loads
+from fxpart.runtime.update_options import StageOptions, UpdateOptions
+from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.schedule.weight_modes import WeightMode
 
 
 class Ruled(Protocol):
-    """A stage's weights, as far as a checkpoint has something of them beside the parameters.
-
-    scheduler: of the stage's learning rate, None where there is none.
-    """
+    """A stage's weights, as far as a checkpoint has something of them beside the parameters."""
 
     @property
-    def scheduler(self) -> Any:
-        """As it was given."""
+    def options(self) -> StageOptions | None:
+        """The options of the stage's updates."""
 
     def rules(self) -> list[Predictor | Correction]:
         """What predicts or corrects, and keeps something between updates for it."""
@@ -42,7 +42,7 @@ class Ruled(Protocol):
 class Whole(Inference):
     """The calls of a synchronous trainer that drain an asynchronous one first."""
 
-    optimizers: Optimizers
+    update_options: UpdateOptions
     _losses: deque[tuple[int, torch.Tensor]]  # that are known and were not taken, by call
     # They travel with every microbatch, before anybody knows how many rows they will have.
     shared_rows = False
@@ -72,6 +72,11 @@ class Whole(Inference):
 
         updates: that were made. calls: of ``step`` so far.
         """
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> bool:
+        """Whether a minibatch is not applied yet."""
 
     @abstractmethod
     def finish(self) -> list[tuple[int, torch.Tensor]]:
@@ -139,6 +144,7 @@ class Whole(Inference):
 
         for load in agree(self._transport, "the optimizer state", plan):
             load()
+        self._reload_options()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Refused, FXP109: each stage drops its gradients with its own update."""
@@ -146,6 +152,47 @@ class Whole(Inference):
             "FXP109", where="gradients()", why="each stage drops its gradients with its own update",
             fix="a synchronous trainer has them",
         )  # fmt: skip
+
+    @property
+    def _next_update(self) -> int:
+        """The number of the update behind those that all stages of this process have made."""
+        return self.updates
+
+    def touch(self) -> None:
+        """The optimizer's parameters are read, and may be written to: FXP115 in a stream."""
+        if self.in_flight:
+            raise in_flight_error()
+
+    def _facade(self, user: UserOptimizer | None) -> StagesFacade:
+        first = next(iter(self.optimizers.values()))
+        members = [
+            [p for each in self.optimizers.values() for p in each.param_groups[index]["params"]]
+            for index in range(len(first.param_groups))
+        ]
+        return StagesFacade(
+            self, list(self.optimizers.values()), members, user, withheld=self._withheld(),
+            final=True,
+        )  # fmt: skip
+
+    def _submit_options(self, update: int) -> None:
+        """A minibatch is submitted, with this update: the optimizer's options are its own."""
+        assert isinstance(self.optimizer, StagesFacade), "a trainer that updates has one"
+        self.optimizer.submitted()
+        self.update_options.submit(update, self._next_update)
+
+    def _settle_options(self) -> None:
+        """Nothing is in flight: give every stage the options of the next update."""
+        self.update_options.record(self._next_update)
+        for weights in self.weights_of().values():
+            if weights.options is not None:
+                weights.options.apply()
+
+    def _reload_options(self) -> None:
+        """Options were loaded into the stages' optimizers: they count from here on."""
+        self.update_options.reload(self._next_update)
+        for weights in self.weights_of().values():
+            if weights.options is not None:
+                weights.options.reload()
 
     def _as_loss(self, value: float) -> torch.Tensor:
         values = [

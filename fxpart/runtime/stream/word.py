@@ -24,7 +24,8 @@ class Word(NamedTuple):
     of its first stage in the stream (version: that its last forward started from). square: the bits
     of the squared norm of its gradients. halted: whether a stage has stopped updating.
     asks: what the process asks of all (:class:`~fxpart.runtime.asks.Asks`). busy: nanoseconds that
-    it has computed since its last word, 0 where that is not known.
+    it has computed since its last word, 0 where that is not known. options: the digest of how the
+    optimizer's options were changed (:class:`~fxpart.runtime.update_options.UpdateOptions`).
     """
 
     failed: int
@@ -39,6 +40,7 @@ class Word(NamedTuple):
     halted: int
     asks: int = 0
     busy: int = 0
+    options: int = 0
 
     @property
     def counts(self) -> Counts:

@@ -22,7 +22,12 @@ _ALL = 64  # ranks up to which each watches all others
 
 
 def join(
-    found: Launch, spread: Spread, *, silence: Callable[[], float], kind: Kind | None = None
+    found: Launch,
+    spread: Spread,
+    *,
+    silence: Callable[[], float],
+    busy: Callable[[], float] | None = None,
+    kind: Kind | None = None,
 ) -> Watch | None:
     """The watch of this process, connected to those of the other ranks; None where it cannot be.
 
@@ -41,7 +46,7 @@ def join(
         return None
     now = time.monotonic()
     peers = {rank: Peer(rank, people[rank], made, now) for rank, made in connections.items()}
-    made = Watch(found.rank, peers, me, waiting, silence=silence)
+    made = Watch(found.rank, peers, me, waiting, silence=silence, busy=busy)
     watched(made)
     return made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
@@ -18,12 +17,21 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     """A rank is there. event: the last that it noted, ``ago`` seconds before.
 
     waits: for which rank its main thread waits in a transfer, for ``waited`` seconds; NOBODY, ALL.
+    call, number: the trainer call that its main thread is in, "" outside of all, and how many it
+    has made. failed: the number of the last call that raised an exception on this rank, else 0;
+    code and problem: what it raised. alive: silent ranks of its machine whose processes run.
     """
 
     event: str = ""
     ago: float = 0.0
     waits: int = NOBODY
     waited: float = 0.0
+    call: str = ""
+    number: int = 0
+    failed: int = 0
+    code: str = ""
+    problem: str = ""
+    alive: tuple[int, ...] = ()
 
 
 class Left(msgspec.Struct, tag="left", frozen=True):
@@ -33,9 +41,9 @@ class Left(msgspec.Struct, tag="left", frozen=True):
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """The rank gives the job up, because of another one: that was lost, or does not answer."""
+    """The rank gives the job up, because of another one, for the reason that the code names."""
 
-    code: Literal["FXP514", "FXP515"]
+    code: str
     rank: int
     why: str
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fxpart.launching.proc import start_time
+from fxpart.launching.proc import is_running, start_time
 from fxpart.runtime.watch.message import Beat, Left, Lost, Message, framed, taken
 
 _READ = 1 << 14
@@ -31,6 +31,15 @@ class Person(msgspec.Struct, frozen=True):
         """This process."""
         return cls(host, os.getpid(), start_time(os.getpid()))
 
+    def runs(self) -> bool:
+        """Whether it is still the same process and not stopped; only for one of this machine.
+
+        The kernel answers, so that a process counts which is too busy to answer by itself.
+        """
+        return (
+            self.begun is not None and start_time(self.pid) == self.begun and is_running(self.pid)
+        )
+
     def kill(self) -> bool:
         """End it, if it is still the same process; only for one of this machine."""
         if self.begun is None or start_time(self.pid) != self.begun:
@@ -46,6 +55,7 @@ class Person(msgspec.Struct, frozen=True):
 class Peer:
     """Another rank. heard: when it last said anything. gone: when its connection ended.
 
+    alive: when its process was last known to run, though it said nothing.
     left, lost: its word of that, if it gave one. All times are of this machine's monotonic clock.
     """
 
@@ -57,6 +67,7 @@ class Peer:
     gone: float | None = None
     left: Left | None = None
     lost: Lost | None = None
+    alive: float = 0.0
     _came: bytearray = field(default_factory=bytearray)
     _goes: bytearray = field(default_factory=bytearray)
 

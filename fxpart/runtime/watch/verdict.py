@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from fxpart.collectives.failures import NOBODY
+from fxpart.errors import CODES
+from fxpart.runtime.watch.calls import Calls
 from fxpart.runtime.watch.peer import Peer
 
 
@@ -14,10 +15,11 @@ from fxpart.runtime.watch.peer import Peer
 class Verdict:
     """A rank was lost (FXP514) or does not answer (FXP515), and why that is said.
 
+    Other codes: it made another call than this rank (FXP501), or its call raised an exception.
     certain: its process is gone, so that nothing is left to wait for.
     """
 
-    code: Literal["FXP514", "FXP515"]
+    code: str
     rank: int
     why: str
     certain: bool = False
@@ -43,7 +45,8 @@ def gone(peers: Iterable[Peer], now: float) -> Verdict | None:
     for peer in found:
         if peer.lost is not None:
             why = f"{peer.lost.why} (rank {peer.rank} says so)"
-            return Verdict(peer.lost.code, peer.lost.rank, why)
+            code = peer.lost.code if peer.lost.code in CODES else "FXP514"
+            return Verdict(code, peer.lost.rank, why)
     return None
 
 
@@ -55,9 +58,21 @@ def _killed_for_silence(gone: Peer, peers: Iterable[Peer]) -> Verdict | None:
     return None
 
 
-def silent(peers: Iterable[Peer], now: float, limit: float) -> Verdict | None:
-    """The rank that has been silent for longest, if that is longer than ``limit`` seconds."""
-    found = [peer for peer in peers if peer.gone is None and now - peer.heard > limit]
+def silent(
+    peers: Iterable[Peer], now: float, limit: float, busy: float | None = None
+) -> Verdict | None:
+    """The rank that has been silent for longest, if that is longer than ``limit`` seconds.
+
+    busy: the limit for one whose process is known to run, by default the same.
+    """
+    most = limit if busy is None else busy
+    found = [
+        peer
+        for peer in peers
+        if peer.gone is None
+        and now - peer.heard > limit
+        and (now - peer.alive > limit or now - peer.heard > most)
+    ]
     if not found:
         return None
     peer = min(found, key=lambda peer: peer.heard)
@@ -93,6 +108,26 @@ def holding_up(peers: Sequence[Peer], me: int, waits: int, now: float) -> Verdic
 def _idle(peer: Peer, now: float) -> Verdict:
     why = f"{name(peer)} holds up the others{_last(peer, now)}"
     return Verdict("FXP515", peer.rank, why)
+
+
+def parted(peers: Iterable[Peer], mine: Calls) -> Verdict | None:
+    """Why this rank, which waits in a trainer call, waits for ever: another rank is elsewhere.
+
+    Either that rank is in another call, though it has made as many, or its call has raised an
+    exception of which the other ranks cannot know.
+    """
+    for peer in peers:
+        beat = peer.beat
+        if peer.gone is not None or not mine.name:
+            continue
+        failed = beat.failed if beat.failed == beat.number and not beat.call else 0
+        if failed and mine.failed != failed <= mine.number:
+            code = beat.code if beat.code in CODES else "FXP507"
+            return Verdict(code, peer.rank, f"{name(peer)} raised {beat.problem}")
+        if beat.call and beat.number == mine.number and beat.call != mine.name:
+            why = f"{name(peer)} called {beat.call}() while this rank called {mine.name}()"
+            return Verdict("FXP501", peer.rank, why)
+    return None
 
 
 def told(peers: Iterable[Peer], now: float) -> str:

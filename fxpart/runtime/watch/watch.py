@@ -17,6 +17,7 @@ from fxpart.collectives.failures import NOBODY, Waiting
 from fxpart.errors import EXIT_RUN, FxpartError, error
 from fxpart.launching.proc import is_stopped
 from fxpart.runtime.watch import verdict
+from fxpart.runtime.watch.calls import Calls, calls
 from fxpart.runtime.watch.message import Beat, Left, Lost, Message
 from fxpart.runtime.watch.peer import Peer, Person
 from fxpart.runtime.watch.verdict import Verdict
@@ -24,12 +25,15 @@ from fxpart.runtime.watch.verdict import Verdict
 EVERY = 0.5  # seconds between two beats
 MISSED = 2.5 * EVERY  # seconds after which a rank counts as silent, where a wait has failed
 _PAUSED = 4 * EVERY  # between two looks: this process itself was stopped
+_APART = 3.0  # seconds of a wait after which the ranks' calls are compared
 _NEWS = 0.5  # seconds that word of a lost rank may take, after a connection has ended
 _WAKE = 2.0  # seconds that the main thread has to notice by itself
 _FIX = {
     "FXP514": "start again from the last checkpoint; a supervised run does so by itself",
     "FXP515": "see what holds it up: swap, a debugger, a full disk; a larger timeout",
+    "FXP501": "make every call of the trainer on every rank, in the same order",
 }
+_OTHER_FIX = "correct it on that rank and start the job again"
 
 _log = logging.getLogger("fxpart")
 
@@ -39,6 +43,7 @@ class Watch:
 
     found: who is to blame, once somebody is. last_words: called with the error before this process
     ends itself. silence: gives the seconds that a rank may say nothing while it is waited for.
+    busy: the same for a rank whose process is known to run. calls: the trainer calls of this rank.
     """
 
     def __init__(
@@ -49,12 +54,16 @@ class Watch:
         waiting: Waiting,
         *,
         silence: Callable[[], float],
+        busy: Callable[[], float] | None = None,
+        calls: Calls = calls,
     ) -> None:
-        """peers: those that it has a connection to."""
+        """peers: those that it has a connection to. busy: by default as ``silence``."""
         self.rank = rank
         self.found: Verdict | None = None
         self.last_words: list[Callable[[FxpartError], object]] = []
         self.silence = silence
+        self.busy = silence if busy is None else busy
+        self._calls = calls
         self._me = me
         self._waiting = waiting
         self._peers = dict(sorted(peers.items()))
@@ -65,6 +74,7 @@ class Watch:
         self._news = threading.Condition(self._lock)
         self._closed = False
         self._since = math.inf  # when it was found
+        self._looked = math.inf  # when the processes were last looked at
         self._ear, self._mouth = os.pipe()
         self._poll = select.poll()
         self._poll.register(self._ear, select.POLLIN)
@@ -100,7 +110,8 @@ class Watch:
             self._waiting.rank = NOBODY
             while self.found is None and not self._closed:
                 now = time.monotonic()
-                self._consider(now, MISSED if timed_out is not None else math.inf)
+                limit_of_silence = MISSED if timed_out is not None else math.inf
+                self._consider(now, limit_of_silence, limit_of_silence)
                 if self.found is None and (timed_out is not None or now >= limit):
                     peers = list(self._peers.values())
                     self._blame(verdict.holding_up(peers, self.rank, waits, now))
@@ -162,7 +173,13 @@ class Watch:
                 if now - beat >= 0.5 * EVERY and (not came or now - beat >= EVERY):
                     beat = now
                     self._say(self._beat(now))
-                self._consider(now, self.silence() if self._waiting.rank != NOBODY else math.inf)
+                self._look_at_processes(now)
+                waits = self._waiting.rank != NOBODY
+                self._consider(
+                    now, self.silence() if waits else math.inf, self.busy() if waits else math.inf
+                )
+                if waits and now - self._waiting.since >= _APART and self.found is None:
+                    self._blame(verdict.parted(self._peers.values(), self._calls))
             self._end_if_deaf(now)
 
     def _read(self, came: set[int], now: float) -> None:
@@ -176,6 +193,9 @@ class Watch:
     def _hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Beat):
             peer.beat = message
+            for rank in message.alive:
+                if rank in self._peers:
+                    self._peers[rank].alive = peer.heard
         elif isinstance(message, Left):
             peer.left = message
         else:
@@ -184,7 +204,12 @@ class Watch:
     def _beat(self, now: float) -> Beat:
         event, ago = self._event()
         waits, since = self._waiting.rank, self._waiting.since
-        return Beat(event, round(ago, 2), waits, round(now - since, 2) if waits != NOBODY else 0.0)
+        mine = self._calls
+        return Beat(
+            event, round(ago, 2), waits, round(now - since, 2) if waits != NOBODY else 0.0,
+            mine.name, mine.number, mine.failed, mine.code, mine.problem,
+            tuple(rank for rank, peer in self._peers.items() if peer.alive == self._looked),
+        )  # fmt: skip
 
     def _say(self, message: Message) -> None:
         for peer in self._peers.values():
@@ -196,11 +221,22 @@ class Watch:
             if peer.gone is None:
                 peer.heard = now
 
-    def _consider(self, now: float, silence: float) -> None:
-        """Find out whether somebody is to blame; ``silence`` is too long."""
+    def _look_at_processes(self, now: float) -> None:
+        """Ask the kernel about silent ranks of this machine: one may be too busy to answer.
+
+        A long call into C code, for instance, may keep the interpreter from its other threads.
+        """
+        self._looked = now
+        for peer in self._peers.values():
+            here = peer.gone is None and peer.person.host == self._me.host
+            if here and now - peer.heard > MISSED and peer.person.runs():
+                peer.alive = now
+
+    def _consider(self, now: float, silence: float, busy: float) -> None:
+        """Find out whether a rank is to blame, by the limits for silent and for busy ranks."""
         if self.found is None:
             peers = self._peers.values()
-            self._blame(verdict.gone(peers, now) or verdict.silent(peers, now, silence))
+            self._blame(verdict.gone(peers, now) or verdict.silent(peers, now, silence, busy))
 
     def _blame(self, found: Verdict | None) -> None:
         """Once: tell the others, end what is stopped here, and wake the main thread."""
@@ -230,7 +266,8 @@ class Watch:
             found, told = self.found, self._told
             if found is None or told or self._closed or now - self._since < _WAKE:
                 return
-            if not (found.certain or found.rank == self.rank or self._waiting.rank != NOBODY):
+            accused = found.rank == self.rank and found.code in ("FXP514", "FXP515")
+            if not (found.certain or accused or self._waiting.rank != NOBODY):
                 return
             self._told = True
             fault = self._error(f"the main thread at {_main_place()}")
@@ -248,7 +285,7 @@ class Watch:
         others = verdict.told(self._peers.values(), time.monotonic())
         return error(
             self.found.code, where=f"rank {self.rank}, {what}",
-            why=f"{self.found.why}\n{others}", fix=_FIX[self.found.code],
+            why=f"{self.found.why}\n{others}", fix=_FIX.get(self.found.code, _OTHER_FIX),
         )  # fmt: skip
 
 

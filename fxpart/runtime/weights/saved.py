@@ -8,7 +8,7 @@ which part of it; the backward makes it from whatever the parameter's data then 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -102,6 +102,17 @@ class SavedWeights:
         A tensor that is no weight is kept as it is; FXP109 if it was written when it is asked for,
         which autograd itself looks after only where there are no hooks.
         """
+
+        def unpack(kept: Any) -> torch.Tensor:
+            return self.unpack(kept, microbatch)
+
+        return torch.autograd.graph.saved_tensors_hooks(self.packing(), unpack)
+
+    def packing(self) -> Callable[[torch.Tensor], Any]:
+        """What turns a tensor that a forward saves into what is kept of it.
+
+        The parameters hold what that forward reads. What it returns is for :meth:`unpack`.
+        """
         where: dict[int, int] = {}
         for at, parameter in enumerate(self.parameters):
             address = parameter.untyped_storage().data_ptr()
@@ -124,15 +135,16 @@ class SavedWeights:
             # Detached: an op that saves its own result would keep itself alive.
             return tensor.detach(), writes(tensor)
 
-        def unpack(kept: Any) -> torch.Tensor:
-            if type(kept) is Part:
-                return self._view(kept, microbatch)
-            tensor, version = kept
-            if writes(tensor) != version:
-                raise self._changed(tensor)
-            return tensor  # type: ignore[no-any-return]
+        return pack
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def unpack(self, kept: Any, microbatch: int) -> torch.Tensor:
+        """The tensor in a microbatch's backward: a weight is what the parameters hold by then."""
+        if type(kept) is Part:
+            return self._view(kept, microbatch)
+        tensor, version = kept
+        if writes(tensor) != version:
+            raise self._changed(tensor)
+        return tensor  # type: ignore[no-any-return]
 
     def _view(self, part: Part, microbatch: int) -> torch.Tensor:
         """What stands for a part in the backward that runs."""

@@ -3,9 +3,9 @@
 The parameters hold the newest weights, which the optimizer updates in place. A computation that is
 to read others finds them in the parameters' ``data`` while it runs, and nothing that autograd saves
 of a forward is a weight (:mod:`fxpart.runtime.weights.saved`): the backward reads the parameters as
-they are then. So do pieces that run again in it, and what is gathered again. A copy is made only of
-weights that something else will still read: an old version just before an update, a prediction when
-the first to read it runs.
+they are then. So does what is gathered again, while pieces that run again read what their forward
+did. A copy is made only of weights that something else will still read: an old version just before
+an update, a prediction when the first to read it runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from torch import nn
 from fxpart.compat import is_compiled
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.predict import Correction, Predictor, predictor
+from fxpart.runtime.recompute import Recompute
+from fxpart.runtime.update_options import StageOptions, UpdateOptions
 from fxpart.runtime.weights.counters import Counters, Used, differs, recent
+from fxpart.runtime.weights.forward_again import ForwardAgain
 from fxpart.runtime.weights.held import Held, Source, Tensors, storage_bytes
 from fxpart.runtime.weights.saved import SavedWeights
 from fxpart.runtime.weights.swap import swapped
-from fxpart.runtime.weights.updating import discounted, finite
+from fxpart.runtime.weights.updating import PredictionCheck, discounted, finite
 from fxpart.runtime.weights.watching import Watched
 from fxpart.schedule.versions import Read, Versions
 from fxpart.schedule.weight_modes import WeightMode
@@ -57,7 +60,8 @@ class StageWeights:
     what the mode cannot do.
 
     updates: of the weights, since the start. skipped: how many of them the guard left out.
-    scheduler: as it was given.
+    total: ``total_updates``, which may be set later. options: what :meth:`follow` was given, for
+    this stage.
     """
 
     def __init__(
@@ -68,7 +72,6 @@ class StageWeights:
         versions: Versions,
         stage: int,
         *,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         total_updates: int | None = None,
         guard: bool = False,
     ) -> None:
@@ -82,22 +85,26 @@ class StageWeights:
         self.skipped = 0
         self._module = module
         self._optimizer = optimizer
-        self.scheduler = scheduler
-        self._total = total_updates
+        self.total = total_updates
         self._guard = guard
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         self._places = [at for at, p in enumerate(listed) if p.requires_grad]
         self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
         every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
         self._predictor: Predictor | None = (
-            predictor(mode.rule, optimizer, scheduler=scheduler) if mode.predicts else None
+            predictor(mode.rule, optimizer) if mode.predicts else None
         )
         gap = versions.gap(stage)
         self._correction = (
             Correction(optimizer, staleness=gap) if mode.backward == "corrected" and gap else None
         )
         where = f"stage {stage} ({type(module).__name__})"
+        self._check: PredictionCheck | None = None
+        if self._predictor is not None:
+            self._check = PredictionCheck(self._predictor, optimizer, where)
+        self.options: StageOptions | None = None
         self._saved = SavedWeights(every, mode.backward != "forward", where)
+        self._again: ForwardAgain | None = None
         self._held = Held()
         self._flying: dict[int, _Flight] = {}
         self._lent: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
@@ -116,6 +123,20 @@ class StageWeights:
         For parameters whose owner is another stage. Call it before :meth:`forward`.
         """
         self._lent[microbatch] = dict(values)
+
+    def recompute(self, recompute: Recompute) -> None:
+        """The stage's forwards run again in their backwards: with the weights that they read.
+
+        Those are kept until the backward, where it reads others.
+        """
+        if self.mode.backward != "forward":
+            self._again = recompute.weights = ForwardAgain(self._saved, self._parameters)
+
+    def follow(self, options: UpdateOptions) -> None:
+        """Have each update use the options that are recorded for it."""
+        self.options = StageOptions(self._optimizer, options, lambda: self.updates)
+        if self._predictor is not None:
+            self._predictor.coming = self.options
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
@@ -159,9 +180,16 @@ class StageWeights:
             rho = flight.watched.rho(self._parameters)
             if rho is not None:
                 self._rhos.append((microbatch, rho))
-        tensors = self._find(self._seen(flight), microbatch)
+        seen = self._seen(flight)
+        tensors = self._find(seen, microbatch)
         own = tensors is None and not flight.lent
-        with self._holding(tensors, flight), self._saved.reading(microbatch, own=own):
+        again: AbstractContextManager[None] = nullcontext()
+        if self._again is not None:
+            forward = None
+            if flight.source != seen:
+                forward = self._held.get(flight.source) or [p.data for p in self._parameters]
+            again = self._again.during(microbatch, forward)
+        with self._holding(tensors, flight), self._saved.reading(microbatch, own=own), again:
             yield
         del self._flying[microbatch]
         self._behind += 1
@@ -169,7 +197,7 @@ class StageWeights:
         self._release()
 
     def update(self) -> bool:
-        """The optimizer's step on gradients that are complete, and its scheduler's.
+        """The optimizer's step on gradients that are complete, with the options of this update.
 
         Weights that a computation will still read are copied first. Returns whether the weights
         were updated: False where the guard left them alone. Gradients stay for the caller to clear.
@@ -179,24 +207,26 @@ class StageWeights:
         if self._wanted(now):
             self._held.put(now, [p.detach().clone() for p in self._parameters])
         steps = not self._guard or finite(self._parameters)
-        rules = self.rules()
-        for rule in rules:
-            rule.before_update()
+        if self.options is not None:
+            self.options.apply()
+        observers: list[Predictor | Correction | PredictionCheck] = [*self.rules()]
+        if self._check is not None and not self._check.done:
+            observers.append(self._check)
+        for observer in observers:
+            observer.before_update()
         if steps:
             with (
-                discounted(
-                    self._optimizer, self.versions.gap(self.stage), self.updates, self._total
-                )
+                discounted(self._optimizer, self.versions.gap(self.stage), self.updates, self.total)
                 if self.mode.discount
                 else nullcontext()
             ):
                 self._optimizer.step()
-        for rule in rules:
-            rule.after_update()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for observer in observers:
+            observer.after_update()
         self.skipped += not steps
         self.updates += 1
+        if self.options is not None:
+            self.options.apply()
         self._release()
         return steps
 
@@ -323,7 +353,7 @@ class StageWeights:
         spare: or before it, the next forward or the next backward.
         """
         base = self.mode.base
-        if self.mode.backward == "forward":
+        if self.mode.backward == "forward" or self._again is not None:
             if any(flight.source == source for flight in self._flying.values()):
                 return True
         coming = self.versions.read(self.mode, self.stage, self._next)

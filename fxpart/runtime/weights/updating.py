@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import cmath
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from fxpart.runtime.predict import discounted_lr
+from fxpart.runtime.predict import Predictor, discounted_lr
 
 _SMALL = (torch.float16, torch.bfloat16)
 
@@ -51,3 +52,40 @@ def discounted(
     finally:
         for group, lr in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = lr
+
+
+class PredictionCheck:
+    """Looks once whether a predictor predicts anything, at the first update that moves weights.
+
+    A rule that takes coming gradients for zeros has nothing to go by where the optimizer has no
+    momentum. Training is then what it is without prediction, which a warning with FXP109 says.
+    """
+
+    def __init__(self, predictor: Predictor, optimizer: torch.optim.Optimizer, where: str) -> None:
+        """where: the stage, in the warning."""
+        self.done = False
+        self._predictor = predictor
+        self._optimizer = optimizer
+        self._where = where
+        self._before: list[torch.Tensor] = []
+
+    def before_update(self) -> None:
+        """Keep the weights."""
+        self._before = [p.detach().clone() for p in self._predictor.parameters]
+
+    def after_update(self) -> None:
+        """Compare them, and what is predicted from here."""
+        now, before = [p.detach() for p in self._predictor.parameters], self._before
+        self._before = []
+        if all(map(torch.equal, now, before)):
+            return
+        self.done = True
+        if all(map(torch.equal, now, self._predictor.predict(1))):
+            kind = type(self._optimizer).__name__
+            warnings.warn(
+                f"FXP109 {self._where}: its weights are predicted as they are: the rule "
+                f"{type(self._predictor).__name__} finds nothing in {kind} that moves them without "
+                "a gradient; use the rule 'linear' or 'difference', an optimizer with momentum, or "
+                "weights that are not predicted",
+                stacklevel=2,
+            )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from optimizers_stepped import bits, give_gradients, parameters, same_bits
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.optimizer import check_elementwise
+from fxpart.runtime.optimizer_parts import is_elementwise
 from fxpart.runtime.predict import Correction, SpikeCompensatedSGD
 
 
@@ -112,7 +112,7 @@ def test_spike_compensation_as_an_optimizer() -> None:
     for place, factor in ((0, 0.729 + 2.71), (2, 1.0)):
         expected = before[place] - 0.1 * factor * weights[place].grad
         assert torch.allclose(weights[place].detach(), expected, atol=1e-6)
-    check_elementwise(optimizer, ["a part"])
+    assert is_elementwise(optimizer)
     for wrong in ({"momentum": 1.0}, {"delay": -1}, {"lr": -0.1}):
         with pytest.raises(FxpartError, match="out of range"):
             SpikeCompensatedSGD(weights, **wrong)

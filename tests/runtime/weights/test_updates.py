@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError
+from fxpart.runtime.stream.facade import StagesFacade
+from fxpart.runtime.update_options import UpdateOptions
 from fxpart.runtime.weights import Source, StageWeights, Used
 from fxpart.runtime.weights.updating import finite
 from fxpart.schedule.versions import Versions
@@ -43,18 +45,28 @@ def steps(module: nn.Module, weights: StageWeights, count: int, k: int = 0) -> N
             module.zero_grad()
 
 
+class Alone:
+    """No trainer."""
+
+    def step_by_hand(self) -> None:
+        """Not called."""
+
+    def zero_grad(self) -> None:
+        """Not called."""
+
+
 def test_a_guarded_update_counts_and_changes_nothing() -> None:
     module, optimizer, weights = stage("stash", guard=True)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    weights = StageWeights(
-        module, optimizer, MODES["stash"], VERSIONS, 0, scheduler=scheduler, guard=True
-    )
+    halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    shown = StagesFacade(Alone(), [optimizer], [list(module.parameters())], None)
+    shown.submitted()
+    options = UpdateOptions(shown, halving)
+    weights.follow(options)
     before = module.weight.detach().clone()
     for value, steps_taken in ((float("nan"), 0), (float("inf"), 0), (1e300, 1)):
         module.weight.grad = torch.full_like(module.weight, value)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the optimizer's step
-            assert weights.update() is bool(steps_taken)
+        options.submit(weights.updates, weights.updates)
+        assert weights.update() is bool(steps_taken)
         assert torch.equal(before, module.weight) is not bool(steps_taken)
     assert (weights.updates, weights.skipped) == (3, 2)
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3

@@ -1,0 +1,147 @@
+"""What the check found, as problems that name the parameter, attribute or source line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fxpart.capture.causes import place_of, summary_of
+from fxpart.errors import Problem
+from fxpart.verification.code import Reached
+from fxpart.verification.differences import Difference
+from fxpart.verification.observed import Observed
+from fxpart.verification.state import Change
+
+_SHOWN = 8
+_INPUT = "give the number to forward as an input tensor"
+_BUFFER = "keep it in a tensor that is registered with register_buffer"
+_CAUSES = {"random": "random numbers of Python or NumPy", "clock": "the time of day"}
+
+
+def python_problems(
+    first: Sequence[Change], second: Sequence[Change], keys: Sequence[str], code: Reached
+) -> list[Problem]:
+    """State in Python that changes with every call, and that forward or loss reads."""
+    again = {change.path: change for change in second}
+    found = [
+        Problem(
+            "FXP113", f"state_dict key {key}", "forward adds or removes it in its first call",
+            "register it in __init__, or run one forward before compile()",
+        )
+        for key in keys
+    ]  # fmt: skip
+    for change in first:
+        if change.path not in again:
+            continue
+        problem = _python_problem(change, code)
+        if problem is not None:
+            found.append(problem)
+    return found[:_SHOWN]
+
+
+def _python_problem(change: Change, code: Reached) -> Problem | None:
+    shown = change.path or "the model"
+    if change.kind == "number":
+        place = code.reads(change.key)
+        if not place:
+            return None
+        why = f"forward changes {shown} in every call and reads it, and the program has it as a "
+        return Problem("FXP113", f"{place} ({shown})", why + "constant", f"{_BUFFER}; or {_INPUT}")
+    if change.kind == "size" and change.grown:
+        why = f"{shown} grows in every call, and the program does not change it"
+        return Problem("FXP113", _place(change, code), why, f"{_BUFFER} of a fixed size")
+    if change.kind == "iterator":
+        why = f"forward takes the next value of the iterator {shown}, which is a constant in the "
+        return Problem("FXP113", _place(change, code), why + "program", _INPUT)
+    return None
+
+
+def drawn_problem(kind: str, line: str, change: Change | None, code: Reached) -> Problem:
+    """Numbers that forward takes from outside, which were recorded as constants."""
+    what = _CAUSES[kind]
+    if not line and change is not None:
+        names = ("random", "np", "numpy", change.key)
+        line = next((place for n in names if (place := code.mentions(n))), "") or change.path
+    why = f"forward or loss depends on {what}, which the program has as constants"
+    fix = "draw with torch (torch.rand, torch.randint), or give the numbers as an input tensor"
+    return Problem("FXP113", line, why, fix if kind == "random" else _INPUT)
+
+
+def failed_problem(cause: Exception, what: str) -> Problem:
+    """The module itself, or the program, fails in one of the two steps."""
+    why = f"{what} fails in two training steps on the example ({summary_of(cause)})"
+    return Problem(
+        "FXP113", str(place_of(cause)), why,
+        'correct that line; or compile(..., check="off") skips the comparison',
+    )  # fmt: skip
+
+
+def leaked_problem(name: str) -> Problem:
+    """A value of one call that the next call reads, outside of registered buffers."""
+    return Problem(
+        "FXP113", name, "forward reads a value of an earlier call, which is no registered buffer",
+        f"{_BUFFER}, and write it in place",
+    )  # fmt: skip
+
+
+def number_problems(
+    found: Sequence[Difference],
+    changes: Sequence[Change],
+    seen: Observed,
+    code: Reached,
+    model: nn.Module,
+) -> list[Problem]:
+    """Differences of numbers, with what probably causes them."""
+    largest: dict[tuple[str, str], Difference] = {}
+    for each in found:
+        largest.setdefault((each.kind, each.name), each)
+    lines = [
+        f"{_named(each)} differs by {each.size:.1e} relative in step {each.step}"
+        for each in list(largest.values())[:_SHOWN]
+    ]
+    if len(largest) > _SHOWN:
+        lines.append(f"and {len(largest) - _SHOWN} more")
+    if seen.gradient:
+        return [
+            Problem(
+                "FXP113", seen.gradient,
+                "\n".join(["forward or loss takes a gradient, and its own derivative is not in "
+                           "the program", *lines]),
+                "compute the derivative with differentiable operations of torch, or train this "
+                "model without fxpart",
+            )
+        ]  # fmt: skip
+    state = [c for c in changes if c.kind in ("tensor", "number", "object", "size")]
+    if state:
+        return [
+            Problem(
+                "FXP113", _place(change, code),
+                "\n".join([f"forward changes {change.path or 'the model'}, which is no registered "
+                           "buffer; the program does not", *lines]),
+                f"{_BUFFER}, and write it in place; or {_INPUT}",
+            )
+            for change in state[:_SHOWN]
+        ]  # fmt: skip
+    first = found[0]
+    where = _named(first) if first.name in dict(model.named_parameters()) else type(model).__name__
+    fix = (
+        "look for hooks, custom gradients, or operations on data outside of tensors near it; "
+        '`fxpart doctor` shows what was captured; check="off" skips the comparison'
+    )
+    return [Problem("FXP113", where, "\n".join(lines), fix)]
+
+
+def _named(each: Difference) -> str:
+    if each.kind == "loss":
+        return "the loss"
+    if each.kind == "state":
+        return f"buffer {each.name}"
+    kind = "parameter" if each.kind == "gradient" else "input"
+    return f"the gradient of {kind} {each.name}"
+
+
+def _place(change: Change, code: Reached) -> str:
+    line = code.writes(change.key) or code.mentions(change.key)
+    shown = change.path or "the model"
+    return f"{line} ({shown})" if line else shown

@@ -1,0 +1,173 @@
+"""A cheap look, before each step, at values that the program has as constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.capture.captured import Captured
+from fxpart.compat import storage_identity
+from fxpart.errors import FxpartError, Problem
+from fxpart.pipeline.effects import state_written
+from fxpart.verification.code import Reached
+from fxpart.verification.hooks import refuse_gradient_hooks
+from fxpart.verification.state import ATOMS, Holder, State
+from fxpart.verification.values import same, version
+
+_FIX = (
+    "give the value to forward or loss as an input tensor, and with each batch; or compile again "
+    "after the change"
+)
+# Switched by the owner of a model at any time, and no constant of the program.
+SMALL, MOST_SMALL = 1024, 32  # elements, and number, of tensors that are compared in each step
+LARGEST = 64  # elements of a container that is watched
+_FREE = frozenset(("training", "use_cache", "gradient_checkpointing"))
+
+
+class Guard:
+    """Raises FXP113 once a value that the program took as a constant is another.
+
+    Looked at: numbers and tensors that forward or loss read from attributes, closures and globals,
+    except those that they themselves change; and whether gradient hooks were added.
+    """
+
+    def __init__(self, state: State, code: Reached, written: frozenset[Any]) -> None:
+        """Keep what may change. written: storages that the program itself writes."""
+        self.refuse: Callable[[], None] | None = None
+        self.parameters: list[torch.Tensor] = []
+        self._copied = 0
+        changed = code.stored()
+        found = [
+            (holder.shown(key), value, holder.reader(key))
+            for holder in state.holders
+            for key, value in holder.content.items()
+            if _is_watched(holder, key, value, code, changed, state.left_out)
+        ]
+        self._paths = [path for path, _, _ in found]
+        self._values = [value for _, value, _ in found]
+        self._read = [read for _, _, read in found]
+        kept = [
+            m
+            for m in state.memories
+            if isinstance(m.owner, torch.Tensor)
+            and m.value is not None
+            and m.name not in changed
+            and storage_identity(m.owner) not in written
+        ]
+        self._tensors: list[torch.Tensor] = [memory.owner for memory in kept]
+        self._names = [memory.path for memory in kept]
+        self._copies: list[torch.Tensor] = [memory.value for memory in kept]
+        self._versions = [version(t) for t in self._tensors]
+        # Writes through ``tensor.data`` are not counted in the version; small ones are compared.
+        small = [i for i, t in enumerate(self._tensors) if t.numel() <= SMALL and t.is_cpu]
+        self._small = small[:MOST_SMALL]
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Any, captured: Captured) -> Guard:
+        """For a model and its loss as they are now."""
+        code = Reached.of(model, loss)
+        names = {n for names in state_written(captured.graph.graph).values() for n in names}
+        written = frozenset(storage_identity(captured.state[n]) for n in names & {*captured.state})
+        made = cls(State.of(model, loss, code, copies=False), code, written)
+        made.refuse = lambda: refuse_gradient_hooks(model, loss)
+        roots = [root for root in (model, loss) if isinstance(root, nn.Module)]
+        made.parameters = [p for root in roots for p in root.parameters()]
+        return made
+
+    def covered(self, state: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of the state whose tensors are watched here."""
+        watched = {id(tensor) for tensor in self._tensors}
+        return frozenset(name for name, tensor in state.items() if id(tensor) in watched)
+
+    def __call__(self, update: Callable[[list[torch.Tensor]], bool] | None = None) -> int:
+        """Look; microseconds where nothing changed.
+
+        update: copies tensors that were written in place into the program, and returns whether it
+        has all of them. Returns how often that was done.
+        """
+        now = [read() for read in self._read]
+        if not all(map(is_, now, self._values)):
+            self._compare(now)
+        if [version(t) for t in self._tensors] != self._versions or not all(
+            torch.equal(self._tensors[i], self._copies[i]) for i in self._small
+        ):
+            self._compare_tensors(update)
+        hooked = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked and self.refuse is not None:
+            self.refuse()
+        return self._copied
+
+    def _compare(self, now: list[Any]) -> None:
+        problems = []
+        for index, (before, after) in enumerate(zip(self._values, now, strict=True)):
+            if before is after:
+                continue
+            if _equal(before, after):
+                self._values[index] = after
+                continue
+            was = f" from {before!r:.40} to {after!r:.40}" if isinstance(before, ATOMS) else ""
+            problems.append(_problem(self._paths[index], was))
+        if problems:
+            raise FxpartError(problems)
+
+    def _compare_tensors(self, update: Callable[[list[torch.Tensor]], bool] | None) -> None:
+        problems, others = [], []
+        for index, tensor in enumerate(self._tensors):
+            if version(tensor) == self._versions[index] and index not in self._small:
+                continue
+            if not same(tensor, self._copies[index]):
+                problems.append(_problem(self._names[index], " in place"))
+                others.append(tensor)
+        if problems and not (update is not None and update(others)):
+            raise FxpartError(problems)
+        self._versions = [version(t) for t in self._tensors]
+        if problems:
+            self._copied += 1
+            for index, tensor in enumerate(self._tensors):
+                if any(tensor is other for other in others):
+                    self._copies[index] = tensor.detach().clone()
+
+
+def _is_watched(
+    holder: Holder,
+    key: Any,
+    value: Any,
+    code: Reached,
+    changed: set[str],
+    left_out: AbstractSet[int],
+) -> bool:
+    if not isinstance(value, (*ATOMS, torch.Tensor)) or key in _FREE:
+        return False
+    name = holder.name if holder.sized else str(key)
+    if name in changed or name.startswith("__"):
+        return False
+    if holder.sized and len(holder.content) > LARGEST:
+        return False
+    if name == "_buffers" and holder.sized:
+        return id(value) not in left_out  # of the loss
+    return holder.is_scope or name in code.names or name in _names_of_layer(holder.owner)
+
+
+def _names_of_layer(owner: Any) -> tuple[str, ...]:
+    """The names in the forward of one of torch's own layers, which are not in the reached code."""
+    if not isinstance(owner, nn.Module) or not type(owner).__module__.startswith("torch."):
+        return ()
+    code = getattr(type(owner).forward, "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _equal(before: Any, after: Any) -> bool:
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        return same(before, after)
+    return type(before) is type(after) and bool(before == after)
+
+
+def _problem(path: str, was: str) -> Problem:
+    shown = path or "a value that forward or loss reads"
+    why = f"it was changed{was} after compile(), and the program has it as a constant"
+    return Problem("FXP113", shown, why, _FIX)

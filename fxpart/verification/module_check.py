@@ -1,0 +1,308 @@
+"""The check at compile time: two steps of the module as written beside two of the program."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpart.capture.batch import take_apart
+from fxpart.capture.captured import Captured
+from fxpart.capture.modes import quiet
+from fxpart.capture.state import loss_prefix, state_of
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan import ModuleCheck
+from fxpart.verification.code import Reached
+from fxpart.verification.differences import DOUBLE, SINGLE, coarseness, differences
+from fxpart.verification.findings import (
+    drawn_problem,
+    failed_problem,
+    leaked_problem,
+    number_problems,
+    python_problems,
+)
+from fxpart.verification.hooks import refuse_gradient_hooks
+from fxpart.verification.observed import Observed, clocks_ahead
+from fxpart.verification.runs import Comparison, Step, run_eagerly, run_module, run_program
+from fxpart.verification.sample import (
+    MOST_PARAMETERS,
+    MOST_WORK,
+    batches,
+    leaked,
+    parameters,
+    samples,
+    why_not,
+)
+from fxpart.verification.state import Change, State
+
+OPTIONS = ("auto", "on", "off")
+_SEEDS = (11, 12, 13)
+
+
+def check_option(check: str) -> str:
+    """The option itself; FXP109 for one that is none of ``auto``, ``on`` and ``off``."""
+    if check not in OPTIONS:
+        raise error(
+            "FXP109", where=f"check={check!r}", why="it is no way of checking the module",
+            fix='give "auto", "on" or "off"',
+        )  # fmt: skip
+    return check
+
+
+def check_module(
+    model: nn.Module,
+    loss: Any,
+    captured: Captured,
+    graph: fx.GraphModule,
+    *,
+    seed: int = 0,
+    check: str = "auto",
+) -> ModuleCheck:
+    """Compare the captured program with the module; FXP113 where they differ.
+
+    graph: the prepared graph. check: "auto" leaves out what cannot be run or costs too much, "on"
+    runs everything that can be run (FXP109 otherwise), "off" nothing. The module, its gradients,
+    everything reachable from it and the generators of random numbers are left as they were.
+    """
+    refuse_gradient_hooks(model, loss)
+    if check_option(check) == "off":
+        return ModuleCheck(status="off")
+    reason = why_not(captured)
+    if reason and check == "on":
+        raise error(
+            "FXP109", where="check='on'", why=reason, fix='leave check at "auto", which skips it'
+        )
+    kept = [] if reason else leaked(captured)
+    if kept:
+        raise FxpartError(leaked_problem(kept[0]))
+    tried = [] if reason else samples(captured, graph)
+    if check == "auto" and not reason:
+        reason = _too_expensive(captured, tried[0].cost if tried else 0.0)
+    if reason:
+        return ModuleCheck(status="skipped", reason=reason)
+    _Check(model, loss, captured, graph, seed).run(
+        [s for s in tried if check == "on" or s.cost <= MOST_WORK] or tried[:1]
+    )
+    return ModuleCheck(status="passed")
+
+
+def _too_expensive(captured: Captured, work: float) -> str:
+    count = parameters(captured)
+    if count > MOST_PARAMETERS:
+        return f"the model has {count} parameters, more than the {MOST_PARAMETERS} of a quick check"
+    if work > MOST_WORK:
+        return f"two steps need {work:.1e} multiplications, more than the {MOST_WORK:.1e} allowed"
+    return ""
+
+
+@dataclass
+class _Check:
+    model: nn.Module
+    loss: Any
+    captured: Captured
+    graph: fx.GraphModule
+    seed: int
+
+    def run(self, tried: Sequence[Any]) -> None:
+        """Try samples until one gives finite numbers; raise what is found."""
+        assert self.captured.example is not None, "asked for before"
+        parts = take_apart(self.captured.example())
+        code = Reached.of(self.model, self.loss)
+        prefix = loss_prefix(self.model)
+
+        def live() -> dict[str, torch.Tensor]:
+            return state_of(self.model, self.loss, prefix).tensors
+
+        for index, sample in enumerate(tried):
+            given = Comparison(
+                self.captured, self.graph, self.seed,
+                batches(self.captured, parts.tensors, sample), parts.tree, live,
+            )  # fmt: skip
+            last = index == len(tried) - 1
+            try:
+                if self._compare(given, code) or last:
+                    return
+            except _UnfitError as unfit:
+                if last:
+                    raise FxpartError(failed_problem(unfit.cause, unfit.what)) from unfit.cause
+
+    def _compare(self, given: Comparison, code: Reached) -> bool:
+        """Whether the numbers were finite, so that the comparison says something."""
+        keys = self._keys()
+        state = State.of(self.model, self.loss, code)
+        seen, changes = Observed(), _Changes([], [])
+        with self._undone(state):
+            # torch's generator may be drawn from in Python; its state is the same in every run.
+            try:
+                with seen.calls():
+                    module = run_module(given, lambda step: changes.add(step, state, self))
+            except FxpartError:
+                raise
+            except Exception as cause:  # whatever the user's module raises
+                raise _UnfitError(cause) from cause
+            fresh = sorted(self._keys() ^ keys)
+            refuse_gradient_hooks(self.model, self.loss)
+        self._draws(given, state, seen, code, module, changes)
+        problems = python_problems(changes.first, changes.second, fresh, code)
+        if problems:
+            raise FxpartError(problems)
+        with self._undone(state):
+            try:
+                program = run_program(given)
+            except Exception as cause:  # whatever operations raise
+                raise _UnfitError(cause, "the captured program") from cause
+        coarse = self._coarse()
+        found = differences(module, program, SINGLE, coarse)
+        if found and not coarse:
+            found = self._in_double(given, state) or []
+        if found:
+            raise FxpartError(number_problems(found, changes.first, seen, code, self.model))
+        return all(bool(torch.isfinite(step.loss).all()) for step in module)
+
+    def _in_double(self, given: Comparison, state: State) -> list[Any]:
+        """The differences in double precision, where rounding explains nothing."""
+        wide = given.in_double()
+        with self._undone(state):
+            module = run_module(wide)
+        with self._undone(state):
+            program = run_program(wide)
+        return differences(module, program, DOUBLE)
+
+    def _coarse(self) -> float:
+        return coarseness(list(self.captured.state.values()), self.captured.precision)
+
+    def _keys(self) -> set[str]:
+        keys = set(self.model.state_dict(keep_vars=True))
+        if isinstance(self.loss, nn.Module):
+            keys |= {f"loss.{key}" for key in self.loss.state_dict(keep_vars=True)}
+        return keys
+
+    @contextmanager
+    def _undone(self, state: State) -> Iterator[None]:
+        """Everything is as before afterwards, torch's generators included."""
+        try:
+            torch.clear_autocast_cache()  # it may have values of the tracer
+            with torch.inference_mode(False), torch.random.fork_rng(), quiet():
+                yield
+        finally:
+            state.restore()
+
+    def _draws(
+        self,
+        given: Comparison,
+        state: State,
+        seen: Observed,
+        code: Reached,
+        module: Sequence[Step],
+        changes: _Changes,
+    ) -> None:
+        """FXP113 where numbers drawn in Python, or a clock, decide what forward computes."""
+        drawn = [c for c in changes.first if c.kind == "random"]
+        if drawn and any(self._other(given, state, s, module[0]) for s in self._seeded()):
+            raise FxpartError(drawn_problem("random", seen.random, drawn[0], code))
+        if seen.clock:
+            spaces = [f.__globals__ for f in code.functions.values()]
+            if self._other(given, state, lambda: clocks_ahead(spaces), module[0]):
+                raise FxpartError(drawn_problem("clock", seen.clock, None, code))
+        if seen.entropy and self._other(given, state, _nothing, module[0]):
+            raise FxpartError(drawn_problem("random", seen.entropy, None, code))
+        if seen.date:
+            raise FxpartError(drawn_problem("clock", seen.date, None, code))
+
+    def _seeded(self) -> Iterator[Callable[[], Any]]:
+        """Other numbers from Python's and NumPy's generators: other seeds, then the extremes."""
+        for seed in _SEEDS:
+            yield partial(_reseeded, seed, None)
+        for word in (0, 0xFFFFFFFF):
+            yield partial(_reseeded, 1, word)
+
+    def _other(
+        self, given: Comparison, state: State, within: Callable[[], Any], before: Step
+    ) -> bool:
+        """Whether the loss of the first step, or an output, is another within the context."""
+        from fxpart.reference import draws_scalars, keyed_random
+        from fxpart.verification.differences import distance
+
+        scalars = draws_scalars(given.graph)
+        with self._undone(state), within(), torch.no_grad():
+            try:
+                with keyed_random(given.key(0), scalars=scalars):
+                    loss, *outputs = run_eagerly(given, given.leaves(0))
+            except Exception:  # another path fails: it is another one
+                return True
+        if distance(loss, before.loss) > max(SINGLE, self._coarse()):
+            return True
+        pairs = zip(outputs, before.outputs, strict=False)
+        return any(distance(a, b) > max(SINGLE, self._coarse()) for a, b in pairs)
+
+
+@dataclass
+class _Changes:
+    """What changed in the first step, and what changed again in the second."""
+
+    first: list[Change]
+    second: list[Change]
+    _middle: State | None = None
+
+    def add(self, step: int, state: State, check: _Check) -> None:
+        if step == 0:
+            self.first = state.changes()
+            self._middle = State.of(check.model, check.loss, Reached.of(check.model, check.loss))
+        elif self._middle is not None:
+            self.second = self._middle.changes()
+
+
+class _UnfitError(Exception):
+    """The module, or the program, cannot run on the sample."""
+
+    def __init__(self, cause: Exception, what: str = "the module as written") -> None:
+        super().__init__(str(cause))
+        self.cause, self.what = cause, what
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _reseeded(seed: int, word: int | None) -> Iterator[None]:
+    """Python's and NumPy's generators seeded anew. word: what they give first, 256 times."""
+    random.seed(seed)
+    if word is not None:
+        version, numbers, gauss = random.getstate()
+        raw = _untempered(word)
+        random.setstate((version, (*[raw] * 256, *numbers[256:624], 0), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+        if word is not None:
+            kind, numbers, *_ = numpy.random.get_state()
+            numbers = numbers.copy()
+            numbers[:256] = _untempered(word)
+            numpy.random.set_state((kind, numbers, 0, 0, 0.0))
+    yield
+
+
+def _untempered(word: int) -> int:
+    """The state of a Mersenne Twister that gives this number next."""
+    y = word ^ (word >> 18)
+    y ^= (y << 15) & 0xEFC60000
+    value = y
+    for _ in range(5):
+        value = y ^ ((value << 7) & 0x9D2C5680)
+    y = value
+    value = y
+    for _ in range(3):
+        value = y ^ (value >> 11)
+    return value & 0xFFFFFFFF
+
+
+__all__ = ["OPTIONS", "Problem", "check_module", "check_option"]

@@ -1,0 +1,393 @@
+"""Everything that a forward pass can change: recorded, compared and restored."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.verification.code import Reached, is_own, is_own_class
+from fxpart.verification.values import (
+    Memory,
+    global_generators,
+    has_changed,
+    is_array,
+    is_generator,
+    is_iterator,
+    position,
+    restore_value,
+    value_of,
+    version,
+)
+
+MOST = 200_000  # objects that are looked at
+DEEPEST = 12  # containers and objects within each other
+ATOMS = (int, float, bool, str, bytes, complex, type(None))
+SLOTS = ("_modules", "_parameters", "_buffers")
+_MISSING = object()
+_INTERNAL = frozenset(
+    (
+        "_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set",
+        "_version", "__builtins__",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that changed. path: for people. key: the name that code uses for it.
+
+    kind: "number" (a Python number, text or None), "tensor", "size" (of a container), "random" (the
+    state of a generator of random numbers), "iterator" or "object". grown: for sizes, whether the
+    container has more elements than before.
+    """
+
+    path: str
+    key: str
+    kind: str
+    grown: bool = False
+
+
+@dataclass
+class Holder:
+    """A mutable object and a copy of its content.
+
+    read: gives its content by key. restore: puts the copied content back. names: by key the path
+    and the name that code uses.
+    """
+
+    owner: Any
+    path: str
+    name: str
+    content: dict[Any, Any]
+    read: Callable[[], dict[Any, Any]]
+    restore: Callable[[], None]
+    sized: bool = False
+
+    @property
+    def is_scope(self) -> bool:
+        """Whether it holds variables that code was found to use: globals and closures."""
+        return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
+
+    def shown(self, key: Any) -> str:
+        """The path of an element, for people."""
+        return f"{self.path}[{key!r:.40}]" if self.sized else _joined(self.path, str(key))
+
+    def reader(self, key: Any) -> Callable[[], Any]:
+        """A function that gives the element as it is now, fast."""
+        owner = self.owner
+        if isinstance(owner, CellType):
+            return lambda: owner.cell_contents
+        space = owner if self.is_scope else getattr(owner, "__dict__", None)
+        if type(space) is dict and not self.sized:
+            return lambda: space.get(key, _MISSING)
+        if isinstance(owner, dict):
+            return lambda: owner.get(key, _MISSING)
+        if isinstance(owner, (list, deque)):
+            return lambda: owner[key] if key < len(owner) else _MISSING
+        read = self.read
+        return lambda: read().get(key, _MISSING)
+
+
+@dataclass
+class State:
+    """What is reachable from a model, its loss and the code that they run.
+
+    Parameters and registered buffers are restored, and are left out of :meth:`changes`, as their
+    values are compared with those of the captured program.
+    """
+
+    holders: list[Holder] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    registered: set[int] = field(default_factory=set)
+    left_out: set[int] | frozenset[int] = frozenset()
+    _seen: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Any, code: Reached, *, copies: bool = True) -> State:
+        """Record the state.
+
+        copies: also the values of parameters and of the model's registered buffers.
+        """
+        found = cls()
+        for root in (model, loss):
+            if isinstance(root, nn.Module):
+                found.registered |= {id(t) for t in (*root.parameters(), *root.buffers())}
+        buffers = [*loss.buffers()] if isinstance(loss, nn.Module) else []
+        found.left_out = frozenset() if copies else found.registered - {id(b) for b in buffers}
+        found._walk(model, "", "", 0)
+        found._walk(loss, "loss", "loss", 0)
+        for function in code.functions.values():
+            found._function(function)
+        for name, generator in global_generators().items():
+            found._walk(generator, name, name, 0)
+        return found
+
+    def restore(self) -> None:
+        """Put every value back."""
+        for holder in self.holders:
+            holder.restore()
+        with torch.no_grad():
+            for memory in self.memories:
+                restore_value(memory)
+
+    def changes(self, values: bool = True) -> list[Change]:
+        """What differs now from what was recorded. values: also tensors written in place."""
+        found: dict[str, Change] = {}
+        for holder in self.holders:
+            if holder.name in SLOTS and holder.sized:
+                continue  # compared by the names of the state dict
+            for change in _differences(holder):
+                found.setdefault(change.path, change)
+        for memory in self.memories if values else ():
+            if id(memory.owner) not in self.registered and has_changed(memory):
+                kind = "tensor" if isinstance(memory.owner, torch.Tensor) else "object"
+                kind = "random" if is_generator(memory.owner) else kind
+                kind = "iterator" if is_iterator(memory.owner) else kind
+                found.setdefault(memory.path, Change(memory.path, memory.name, kind))
+        return list(found.values())
+
+    # -- what is reachable -----------------------------------------------------------------------
+
+    def _walk(self, value: Any, path: str, name: str, depth: int) -> None:
+        if isinstance(value, ATOMS) or id(value) in self._seen or depth > DEEPEST:
+            return
+        if len(self._seen) > MOST or isinstance(value, type):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor) or is_generator(value) or is_array(value):
+            kept = None if id(value) in self.left_out else value_of(value)
+            self.memories.append(Memory(value, path, name, kept, version(value)))
+        elif is_iterator(value):
+            self.memories.append(Memory(value, path, name, position(value), 0))
+        elif isinstance(value, (list, deque, dict, set, bytearray)):
+            self._container(value, path, name)
+            for key, each in _content(value).items():
+                self._walk(each, f"{path}[{key!r:.40}]", name, depth + 1)
+        elif isinstance(value, (tuple, frozenset)):
+            for index, each in enumerate(value):
+                self._walk(each, f"{path}[{index}]", name, depth + 1)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, value.args, value.keywords):
+                self._walk(each, path, name, depth + 1)
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, MethodType):
+            self._walk(value.__self__, path, name, depth + 1)
+        elif isinstance(value, CellType):
+            self._cell(value, name, path)
+        elif _is_open(value):
+            self._object(value, path, name, depth)
+
+    def _container(self, value: Any, path: str, name: str) -> None:
+        content = _content(value)
+
+        def restore() -> None:
+            if _content_is(value, content):
+                return
+            value.clear()
+            if isinstance(value, dict):
+                value.update(content)
+            elif isinstance(value, set):
+                value.update(content.values())
+            else:
+                value.extend(content.values())
+
+        holder = Holder(value, path, name, content, lambda: _content(value), restore, sized=True)
+        self.holders.append(holder)
+
+    def _object(self, value: Any, path: str, name: str, depth: int) -> None:
+        slots = getattr(value, "__dict__", None)
+        if type(slots) is dict:
+            content = dict(slots)
+
+            def restore() -> None:
+                if not _content_is(slots, content):
+                    slots.clear()
+                    slots.update(content)
+
+            self.holders.append(Holder(value, path, name, content, lambda: dict(slots), restore))
+            self._elements(value, content, path, depth)
+        kind = type(value)
+        if isinstance(value, (nn.Module,)) or is_own_class(kind):
+            for base in kind.__mro__:
+                if base not in (object, nn.Module) and is_own_class(base):
+                    self._class(base)
+
+    def _elements(self, value: Any, content: dict[str, Any], path: str, depth: int) -> None:
+        for key, each in content.items():
+            if isinstance(value, nn.Module) and key in SLOTS:
+                self._container(each, path, key)
+                for inner, item in each.items():
+                    self._walk(item, _join(path, inner), inner, depth + (key != "_modules"))
+            else:
+                self._walk(each, _join(path, str(key)), str(key), depth + 1)
+
+    def _class(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen[id(kind)] = kind
+        names = [
+            n
+            for n, v in vars(kind).items()
+            if not n.startswith("__") and (isinstance(v, ATOMS) or _is_data(v))
+        ]
+        content = {n: vars(kind)[n] for n in names}
+
+        def restore() -> None:
+            for each, before in content.items():
+                if vars(kind).get(each) is not before:
+                    setattr(kind, each, before)
+
+        self.holders.append(
+            Holder(
+                kind, kind.__name__, "", content,
+                lambda: {n: vars(kind)[n] for n in names if n in vars(kind)}, restore,
+            )
+        )  # fmt: skip
+        for each, before in content.items():
+            self._walk(before, f"{kind.__name__}.{each}", each, 1)
+
+    def _cell(self, cell: CellType, name: str, path: str) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return
+
+        def read() -> dict[Any, Any]:
+            try:
+                return {name: cell.cell_contents}
+            except ValueError:
+                return {}
+
+        def restore() -> None:
+            cell.cell_contents = value
+
+        self.holders.append(Holder(cell, path, "", {name: value}, read, restore))
+        self._walk(value, _join(path, name), name, 1)
+
+    def _function(self, function: FunctionType) -> None:
+        if id(function.__code__) in self._seen:
+            return
+        self._seen[id(function.__code__)] = function
+        label = function.__qualname__
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            if name != "__class__" and id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._cell(cell, name, label)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for each in defaults:
+            self._walk(each, f"default of {label}", label, 1)
+        if vars(function):
+            self._walk(vars(function), label, label, 1)
+        if is_own(function.__code__.co_filename):
+            self._globals(function, label)
+
+    def _globals(self, function: FunctionType, label: str) -> None:
+        codes = [function.__code__, *_inner(function.__code__)]
+        names = {name for code in codes for name in code.co_names}
+        spaces = [(function.__globals__, "global")]
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if isinstance(value, ModuleType) and is_own(getattr(value, "__file__", None) or "<"):
+                spaces.append((vars(value), name))
+        for space, title in spaces:
+            known = sorted(n for n in names if n in space and _is_state(space[n]))
+            self._space(space, title, known)
+
+    def _space(self, space: dict[str, Any], title: str, names: list[str]) -> None:
+        """Names of a module's namespace. Names that the code adds later are not recorded."""
+        fresh = [n for n in names if (id(space), n) not in self._seen]
+        for name in fresh:
+            self._seen[(id(space), name)] = None
+        if not fresh:
+            return
+        content = {n: space[n] for n in fresh}
+        join = "global " if title == "global" else f"{title}."
+        self.holders.append(
+            Holder(
+                space, join, "", content,
+                lambda: {n: space[n] for n in fresh if n in space}, lambda: space.update(content),
+            )
+        )  # fmt: skip
+        for name, value in content.items():
+            self._walk(value, join + name, name, 1)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _inner(code: Any) -> Iterator[Any]:
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            yield constant
+            yield from _inner(constant)
+
+
+def _content(value: Any) -> dict[Any, Any]:
+    """A container's elements by key; sets and sequences by position."""
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def _content_is(value: Any, content: dict[Any, Any]) -> bool:
+    now = _content(value)
+    return len(now) == len(content) and all(
+        key in content and content[key] is each for key, each in now.items()
+    )
+
+
+def _differences(holder: Holder) -> Iterator[Change]:
+    now = holder.read()
+    if holder.sized and len(now) != len(holder.content):
+        yield Change(holder.path, holder.name, "size", grown=len(now) > len(holder.content))
+        return
+    for key in dict.fromkeys((*holder.content, *now)):
+        before, after = holder.content.get(key, _MISSING), now.get(key, _MISSING)
+        if before is after or key in _INTERNAL:
+            continue
+        own = isinstance(holder.owner, (list, deque, set, dict, bytearray)) and holder.sized
+        path = f"{holder.path}[{key!r:.40}]" if own else _joined(holder.path, str(key))
+        name = holder.name if own else str(key)
+        if isinstance(before, ATOMS) and isinstance(after, ATOMS):
+            if type(before) is not type(after) or before != after:
+                yield Change(path, name, "number")
+        elif isinstance(after, torch.Tensor) or isinstance(before, torch.Tensor):
+            yield Change(path, name, "tensor")
+        else:
+            yield Change(path, name, "object")
+
+
+def _joined(path: str, name: str) -> str:
+    return path + name if path.endswith((" ", ".")) else _join(path, name)
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, deque, torch.Tensor)) or is_generator(value)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a global may hold state: not a module, a class or code of an installed package."""
+    if isinstance(value, (ModuleType, type)):
+        return False
+    if isinstance(value, FunctionType):
+        return False
+    return isinstance(value, ATOMS) or _is_data(value) or is_array(value) or _is_open(value)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether the attributes of an object are looked at: modules, and objects without magic."""
+    if isinstance(value, nn.Module):
+        return True
+    kind = type(value)
+    root = kind.__module__.partition(".")[0]
+    if root in ("torch", "numpy", "fxpart", "threading", "logging", "weakref"):
+        return False
+    return is_own_class(kind) or kind.__name__.endswith("Config")

@@ -1,0 +1,158 @@
+"""Training of the module as written, in one process, for comparison with a partitioned run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.capture.batch import put_together, take_apart
+from fxpart.capture.captured import Captured
+from fxpart.capture.state import loss_prefix, state_of
+from fxpart.reference import draws_scalars, keyed_random, split
+from fxpart.rng import microbatch_key
+from fxpart.rounding import Rounding
+from fxpart.verification.code import Reached
+from fxpart.verification.differences import distance
+from fxpart.verification.state import State
+
+TOLERANCE = 2e-5
+NOISE = 1e-6  # of the norm of all gradients: below it a gradient is nothing but rounding
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses and gradients by step, and all tensors by name at the end."""
+
+    losses: list[torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """loss, gradient: relative differences in the first step. differences: over all steps, text."""
+
+    loss: float
+    gradient: float
+    differences: tuple[str, ...]
+
+
+def run_written(
+    captured: Captured,
+    graph: fx.GraphModule,
+    factory: Any,
+    batch: Any,
+    steps: int,
+    *,
+    microbatches: int,
+    seed: int,
+    multiple: int,
+) -> Trained | None:
+    """Train the user's own module and loss, which are restored afterwards; None without data.
+
+    factory: makes the optimizer, as for :class:`~fxpart.reference.OneProcess`.
+    """
+    if captured.source is None or any(t.device.type == "meta" for t in captured.state.values()):
+        return None
+    model, loss = captured.source
+    live = {n: captured.state[n] for n in captured.parameters}
+    before = {n: t.grad for n, t in live.items()}
+    state = State.of(model, loss, Reached.of(model, loss))
+    names = [n for n, t in live.items() if t.requires_grad]
+    given = [(n, live[n]) if getattr(factory, "named", False) else live[n] for n in names]
+    try:
+        optimizer = factory(given) if given else None
+        losses, gradients = [], []
+        for step in range(steps):
+            for tensor in live.values():
+                tensor.grad = None
+            losses.append(_accumulated(captured, graph, batch, step, microbatches, seed, multiple))
+            gradients.append(_gradients(live))
+            if optimizer is not None:
+                optimizer.step()
+        now = {**captured.state, **state_of(model, loss, loss_prefix(model)).tensors}
+        end = {n: t.detach().clone() for n, t in now.items()}
+    finally:
+        for name, tensor in live.items():
+            tensor.grad = before[name]
+        state.restore()
+    return Trained(losses, gradients, end, captured.parameters)
+
+
+def _accumulated(
+    captured: Captured,
+    graph: fx.GraphModule,
+    batch: Any,
+    step: int,
+    microbatches: int,
+    seed: int,
+    multiple: int,
+) -> torch.Tensor:
+    """The weighted loss over all microbatches, its gradients accumulated."""
+    parts, scalars = take_apart(batch), draws_scalars(graph)
+    assert captured.eager is not None, "a capture brings its module along"
+    total: torch.Tensor | None = None
+    pieces = split(captured, list(parts.tensors), microbatches, multiple)
+    for index, (piece, weight) in enumerate(pieces):
+        with keyed_random(microbatch_key(seed, step, index), scalars=scalars):
+            value = captured.eager(put_together(parts.tree, piece))[0]
+            if value.requires_grad:
+                value.backward(torch.full_like(value, weight))
+        share = value.detach() * weight
+        total = share if total is None else total + share
+    assert total is not None, "a batch has a microbatch"
+    return total
+
+
+def _gradients(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {n: t.grad for n, t in live.items() if t.grad is not None}
+    return {n: g.to_dense() if g.is_sparse else g.clone() for n, g in found.items()}
+
+
+def compare_written(
+    written: Trained,
+    losses: Sequence[torch.Tensor],
+    gradients: Sequence[Mapping[str, torch.Tensor]],
+    state: Mapping[str, torch.Tensor],
+    known: Rounding | None = None,
+) -> Written:
+    """A partitioned run against the module's. known: what rounding makes of a run."""
+    limit = known or Rounding()
+    found: dict[str, None] = {}
+    first, noise = (0.0, 0.0), set()
+    for step, (mine, loss) in enumerate(zip(written.losses, losses, strict=False), 1):
+        apart = distance(loss.cpu(), mine.cpu())
+        if apart > max(TOLERANCE, limit.loss):
+            found[f"the loss of step {step} by {apart:.1e}"] = None
+        theirs, ours = gradients[step - 1], written.gradients[step - 1]
+        floor = NOISE * sum(float(g.float().norm()) ** 2 for g in ours.values()) ** 0.5
+        worst = 0.0
+        for name in written.parameters:
+            size = _gradient_distance(theirs.get(name), ours.get(name), floor)
+            if name in ours and float(ours[name].float().norm()) <= floor:
+                noise.add(name)
+                continue
+            worst = max(worst, size)
+            if size > max(TOLERANCE, limit.gradient.get(name, 0.0)):
+                found.setdefault(f"the gradient of {name} by {size:.1e} in step {step}")
+        if step == 1:
+            first = apart, worst
+    for name, tensor in state.items():
+        if name in written.state and name not in noise:
+            size = distance(tensor.cpu(), written.state[name].cpu())
+            if size > max(TOLERANCE, limit.state.get(name, 0.0)):
+                found[f"{name} by {size:.1e} at the end"] = None
+    return Written(*first, tuple(found)[:_SHOWN])
+
+
+def _gradient_distance(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
+    if a is None or b is None:
+        left = a if b is None else b
+        return 0.0 if left is None or not bool(left.any()) else float("inf")
+    return distance(a.cpu(), b.cpu(), floor)

@@ -1,0 +1,284 @@
+"""Batches smaller than the compiled one, of any size down to one row: the results of that batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from partial_batch_programs import (
+    Plain,
+    Tagger,
+    dense,
+    dense_batch,
+    refused,
+    seeded,
+    sgd,
+    tagger_batch,
+    train_and_evaluate,
+    trainer,
+)
+from ranks import Pool
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+from fxpart.runtime.batch import Cut
+from fxpart.runtime.repetition import Results, check_equal, divide, times
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"mesh": "none", "stages": 2},
+    "dp 2": {"mesh": "dp=2", "stages": 1},
+    "dp 4, ZeRO 3": {"mesh": "dp=4", "zero": 3},
+    "dp 3": {"mesh": "dp=3", "stages": 1},
+    "dp 2 x tp 2, ZeRO 1": {"mesh": "dp=2,tp=2", "zero": 1},
+    "dp 2, two stages, ZeRO 2": {"mesh": "dp=2", "stages": 2, "zero": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_evaluation_are_those_of_the_smaller_batch(layout: str) -> None:
+    """From more rows than were compiled for down to one: losses, weights and outputs."""
+    found = train_and_evaluate(LAYOUTS[layout], (12, 5, 7, 24, 1, 2, 13))
+    assert found.pop("shapes")
+    assert max(found.values()) < 2e-6, found
+
+
+@pytest.mark.slow
+def test_every_rank_over_gloo(pool: Pool) -> None:
+    for found in pool.run(train_and_evaluate, {"mesh": "dp=2"}, (8, 3, 1), ranks=2):
+        assert found.pop("shapes")
+        assert max(found.values()) < 2e-6, found
+
+
+@pytest.mark.slow
+def test_every_rank_refuses_over_gloo(pool: Pool) -> None:
+    assert pool.run(refused, 3, ranks=2) == [["FXP114"] * 2] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dropout_draws_what_one_rank_draws(rows: int) -> None:
+    """Masks are repeated with their rows, so that each row has one mask."""
+    model = seeded(lambda: nn.Sequential(dense(), nn.Dropout(0.4), nn.Linear(3, 3)))
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    deep = seeded(lambda: nn.Sequential(nn.Embedding(11, 8), copy.deepcopy(layer), nn.Linear(8, 1)))
+    tokens = [tagger_batch(count)[0] for count in (8, rows, 8)]
+    for made, batches in (
+        (model, [dense_batch(count) for count in (8, rows, 8)]),
+        (deep, [(t, t.unsqueeze(-1).float() / 11) for t in tokens]),
+    ):
+        states = []
+        for constraints in ({"mesh": "none", "stages": 1}, {"mesh": "dp=4"}):
+            trained = trainer(made, batches[0], nn.MSELoss(), constraints, microbatches=1)
+            for batch in batches:
+                trained.step(batch)
+            states.append(trained.state_dict())
+        for name, value in states[0].items():
+            assert torch.allclose(states[1][name], value, atol=1e-6), name
+
+
+class Normalized(nn.Module):
+    """BatchNorm between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(torch.relu(self.norm(self.before(x))))
+
+
+def spread(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean, and the variance of all outputs, which depends on how many rows there are."""
+    return nn.functional.mse_loss(found, target) + 0.1 * found.var()
+
+
+COUPLED: dict[str, Any] = {
+    "sum": (dense, nn.MSELoss(reduction="sum")),
+    "variance": (dense, spread),
+    "penalty of the sum": (dense, lambda o, t: (o - t).abs().mean() + 1e-3 * (o * o).sum()),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_objectives_that_depend_on_the_number_of_rows_are_refused(kind: str) -> None:
+    """On every rank, before anything changes; batches that divide go on as before."""
+    make, loss = COUPLED[kind]
+    model = seeded(make)
+    made = trainer(model, dense_batch(8), loss, {"mesh": "dp=2"}, microbatches=1)
+    plain = Plain(model, loss)
+    for call in (made.step, made.eval_step):
+        with pytest.raises(FxpartError, match="FXP114") as caught:
+            call(dense_batch(3))
+        assert "multiple of 2" in caught.value.problems[0].fix
+    made.step(dense_batch(6))
+    plain.update([dense_batch(6)])
+    assert plain.off(made.state_dict()) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_running_statistics_of_repeated_rows_are_refused(rows: int) -> None:
+    """In training; evaluation uses the statistics and does not change them."""
+    model, loss = seeded(Normalized), nn.MSELoss()
+    made = trainer(model, dense_batch(8), loss, {"mesh": "dp=2"}, microbatches=1)
+    before = made.state_dict()
+    with pytest.raises(FxpartError, match="FXP114"):
+        made.step(dense_batch(rows))
+    assert all(torch.equal(before[name], value) for name, value in made.state_dict().items())
+    value, outputs = Plain(model, loss).evaluate(dense_batch(rows))
+    assert abs(made.eval_step(dense_batch(rows)).item() - value) < 1e-6
+    assert torch.allclose(made.predict(dense_batch(rows)[:1]), outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_equal_to_rounding(dtype: torch.dtype) -> None:
+    """A factor is refused in every precision; buffers are compared more closely than losses."""
+    cut = Cut(({},), ({},), (6,), (1.0,), (2,))
+    one, near = torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    near[0] += 100 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.01
+    check_equal(Results([one]), Results([near]), cut, 4)
+    check_equal(Results([one * float("nan")]), Results([one * float("nan")]), cut, 4)
+    for once, twice in (
+        (Results([one]), Results([2 * one])),
+        (Results([one]), Results([1.05 * one])),
+        (Results([one], [one.cumsum(0)]), Results([one], [1.05 * one.cumsum(0)])),
+    ):
+        with pytest.raises(FxpartError, match="FXP114"):
+            check_equal(once, twice, cut, 4)
+    if dtype != torch.bfloat16:
+        with pytest.raises(FxpartError, match="FXP114"):
+            check_equal(Results([], [one]), Results([], [near]), cut, 4)
+
+
+def test_pairs_of_rows_cannot_be_repeated() -> None:
+    """An input with the rows in two dims, such as a mask of pairs."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return mask @ self.layer(x)
+
+    model = Pairs()
+    batch = (torch.randn(8, 4), torch.eye(8), torch.randn(8, 3))
+    made = trainer(model, batch, nn.MSELoss(), {"mesh": "dp=2"}, microbatches=1)  # type: ignore[arg-type]
+    with pytest.raises(FxpartError, match="FXP105"):
+        made.step((torch.randn(3, 4), torch.eye(3), torch.randn(3, 3)))
+
+
+def test_accumulation_and_clipping_with_a_smaller_batch() -> None:
+    loss, model = nn.CrossEntropyLoss(), seeded(Tagger)
+    batches = [tagger_batch(count, seed) for seed, count in enumerate((8, 3, 8, 1))]
+    constraints = {"mesh": "dp=2", "stages": 2, "zero": 1}
+    made = trainer(model, batches[0], loss, constraints, clip_norm=0.05)
+    plain = Plain(model, loss)
+    made.fit(batches, accumulate=2, epochs=2)
+    for group in (batches[:2], batches[2:]) * 2:
+        plain.update(group, 0.05)
+    assert made.last_rows == 1
+    assert plain.off(made.state_dict()) < 1e-6
+
+
+def test_metrics_get_each_row_once() -> None:
+    model, loss = seeded(dense), nn.MSELoss()
+    made = trainer(model, dense_batch(8), loss, {"mesh": "dp=4"})
+    batches = [dense_batch(count) for count in (8, 6, 1)]
+    seen: list[int] = []
+
+    def largest(outputs: torch.Tensor, batch: Any) -> float:
+        seen.append(len(outputs))
+        return float((outputs - batch[1]).abs().max())
+
+    found = made.evaluate(batches, {"largest": largest})
+    expected = [Plain(model, loss).evaluate(batch) for batch in batches]
+    errors = [float((o - b[1]).abs().max()) for (_, o), b in zip(expected, batches, strict=True)]
+    weights = torch.tensor([8.0, 6.0, 1.0]) / 15
+    assert seen == [8, 6, 1]
+    assert found["largest"] == pytest.approx(float((torch.tensor(errors) * weights).sum()))
+    assert found["loss"] == pytest.approx(
+        sum(v * len(b[0]) for (v, _), b in zip(expected, batches, strict=True)) / 15
+    )
+
+
+@pytest.mark.parametrize("weights", ["naive", "stash"])
+def test_asynchronous_data_parallel_stages(weights: str) -> None:
+    """Stages that update by themselves; the rows of one replica alone and of two are the same."""
+    rows, states, loss = (8, 8, 3, 8, 1), [], nn.MSELoss()
+    for mesh in ("none", "dp=2"):
+        constraints = {"mode": "async", "weights": weights, "mesh": mesh, "stages": 2}
+        made = trainer(seeded(dense), dense_batch(8), loss, constraints, microbatches=1)
+        for seed, count in enumerate(rows):
+            made.step(dense_batch(count, seed))
+        made.drain()
+        states.append(made.state_dict())
+        made.close()
+    for name, value in states[0].items():
+        assert torch.allclose(states[1][name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("mode", ["turns", "queue"])
+def test_replicated_stages(mode: str) -> None:
+    """Fewer rows than there are replicas of a stage."""
+    loss, model = nn.MSELoss(), seeded(dense)
+    constraints: dict[str, Any] = {"copies": "always", "ranks": 3, "stages": 2, "mesh": "none"}
+    if mode == "queue":
+        constraints = {**constraints, "mode": "queue"}
+    made = trainer(model, dense_batch(12), loss, constraints, microbatches=6, cluster="local:3")
+    plain = Plain(model, loss)
+    for seed, count in enumerate((12, 5, 1, 12)):
+        made.step(dense_batch(count, seed))
+        plain.update([dense_batch(count, seed)])
+    assert made.spec.replicas
+    assert plain.off(made.state_dict()) < 1e-6
+    made.close()
+
+
+def test_a_fixed_microbatch_size_refuses_what_is_no_multiple() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.reshape(4, 4))
+
+    model, loss = Fixed(), nn.MSELoss()
+    program = fxpart.compile(
+        model, "local:1", example_inputs=dense_batch(4), loss=loss, microbatches=1,
+        batch_dims={"x": 0, "target": 0},
+    )  # fmt: skip
+    made = program.trainer(sgd)
+    made.step(dense_batch(8))
+    with pytest.raises(FxpartError, match="FXP105") as caught:
+        made.step(dense_batch(3))
+    assert "multiple of 4" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_rows_are_divided(multiple: int, microbatches: int) -> None:
+    for rows in range(1, 40):
+        found = divide(rows, multiple, microbatches)
+        assert sum(found) == rows and 1 <= len(found) <= microbatches and min(found) > 0
+        assert all(count % multiple == 0 for count in found[:-1])
+        assert all(count * times(count, multiple) % multiple == 0 for count in found)
+        if microbatches > 1 and rows > multiple:
+            assert times(found[-1], multiple) == 1 or found[-1] < multiple
+
+
+def test_the_check_is_made_once_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(seeded(dense), dense_batch(8), nn.MSELoss(), {"mesh": "dp=2"})
+    calls: list[int] = []
+    inner = made._training_results
+
+    def counted(gate: Any, cut: Any) -> Any:
+        calls.append(sum(cut.rows))
+        return inner(gate, cut)
+
+    monkeypatch.setattr(made, "_training_results", counted)
+    for count in (8, 3, 8, 3, 5, 3):
+        made.step(dense_batch(count))
+    assert calls == [3, 3, 5, 5]

@@ -1,0 +1,1 @@
+"""What training supports and refuses, as a table of programs that the tests run."""

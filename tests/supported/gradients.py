@@ -1,0 +1,77 @@
+"""Gradients that hooks change, and gradients that forward takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from supported.behavior import Script, behavior
+from supported.state import batches, script
+
+AREA = "Gradients"
+
+
+def mlp() -> nn.Sequential:
+    """A small regression model."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@behavior(
+    AREA, "a hook on a parameter", "one rank", refused="FXP113",
+    reason="the hook would run on parts of a gradient: of a microbatch, replica or shard",
+)  # fmt: skip
+def parameter_hook() -> Script:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.25)
+    return Script(model, batches(), F.mse_loss)
+
+
+@behavior(
+    AREA, "a hook on a value inside forward", "one rank", refused="FXP108",
+    reason="the hook is not in the captured program",
+)  # fmt: skip
+def value_hook() -> Script:
+    class Reversed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1.0
+            if y.requires_grad:
+                y.register_hook(lambda gradient: -gradient)
+            return y
+
+    return script(Reversed())
+
+
+@behavior(
+    AREA, "a backward hook on a module", "one rank", refused="FXP108",
+    reason="the hook is not in the captured program",
+)  # fmt: skip
+def module_hook() -> Script:
+    model = mlp()
+    model[0].register_full_backward_hook(lambda module, inner, outer: None)
+    return Script(model, batches(), F.mse_loss)
+
+
+@behavior(AREA, "a forward hook that returns another output", "one rank", "pipeline")
+def forward_hook() -> Script:
+    model = mlp()
+    model[0].register_forward_hook(lambda module, inputs, output: output * 0.5)
+    return Script(model, batches(), F.mse_loss)
+
+
+@behavior(AREA, "detach and stop-gradient", "one rank", "pipeline", "replicas")
+def detached() -> Script:
+    class Straight(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + (x.sign() - x).detach()
+
+    return script(Straight())
+
+
+@behavior(AREA, "an input that is the same tensor twice", "one rank", "pipeline")
+def shared_value() -> Script:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x + x
+
+    return script(Twice())
