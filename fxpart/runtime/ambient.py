@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxpart.compat import active_modes, default_device_of, has_modes, has_saved_tensor_hooks
 from fxpart.errors import FxpartError, Problem, error
@@ -31,10 +31,6 @@ from fxpart.plan import Plan
 P = ParamSpec("P")
 T = TypeVar("T")
 _AUTOCAST = {"bf16": torch.bfloat16}
-_BY_MODE = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-)  # fmt: skip
 _SMALLEST = 5e-324  # is equal to zero in a thread that flushes denormal numbers
 
 
@@ -237,7 +233,6 @@ def compiles(function: Callable[P, T]) -> Callable[P, T]:
         model = given.get("model")
         if isinstance(model, nn.Module):
             _check_tensors(model)
-            _warn_of_evaluation_mode(model)
         ambient = Ambient(
             precision=_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -261,35 +256,13 @@ def _check_tensors(model: nn.Module) -> None:
     """FXP116 for a parameter or buffer that was made in inference mode: it cannot be trained."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
-            if tensor.is_inference():
+            if not is_lazy(tensor) and tensor.is_inference():
                 raise error(
                     "FXP116",
                     where=name,
                     why="it was created under torch.inference_mode, so that autograd refuses it",
                     fix="create the model outside of torch.inference_mode",
                 )
-
-
-def _warn_of_evaluation_mode(model: nn.Module) -> None:
-    """One warning for a model that trains in evaluation mode, as ``from_pretrained`` returns it."""
-    if not model.training and any(isinstance(module, _BY_MODE) for module in model.modules()):
-        warnings.warn(
-            "the model is in evaluation mode and is trained in it, without dropout and with the "
-            "stored statistics of normalization; call model.train() before it is compiled",
-            stacklevel=3,
-        )
-
-
-def process_modes() -> str:
-    """Modes of this process that act on results, as text for ranks to compare; "" for none."""
-    found = ""
-    if debug := torch.get_deterministic_debug_mode():
-        found += f" deterministic {debug}"
-    if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found += f" float32_matmul_precision {precision}"
-    if flushes_denormals():
-        found += " flush_denormal"
-    return found
 
 
 def flushes_denormals() -> bool:
