@@ -57,6 +57,7 @@ def test_options_go_from_one_command_line_to_the_next() -> None:
     assert whole.arguments() == [
         "a.py:net", "--cluster=auto", "--microbatches=4", "--cost-model=roofline",
         "--constraint=x=-1", "--seed=0", "--fix=dp=2", "--fix=tp=1", "--transfer-dtype=bf",
+        "--check=auto",
     ]  # fmt: skip
 
 
