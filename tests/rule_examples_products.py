@@ -220,6 +220,36 @@ def _fourier(op: Any, *rest: Any) -> Maker:
     return make
 
 
+_TRANSFORMED = """fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2
+fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift""".split()
+
+
+def _transformed(name: str) -> Maker:
+    """A Fourier transform over given dims, sizes, or those that the function takes by itself."""
+    op = getattr(ATEN, name).default
+    is_real = name in ("fft_rfft", "fft_ihfft", "fft_rfft2", "fft_rfftn", "fft_fftshift")
+
+    def make(r: Draw) -> Example:
+        shape = r.sizes(3, 2, 4)
+        x = r.real(*shape)
+        x = x if is_real else torch.complex(x, r.real(*shape))
+        several = name.endswith(("2", "n", "shift"))
+        kwargs: dict[str, Any] = {}
+        if r.yes():
+            kwargs["dim"] = r.pick([[0], [1, 2], [2, 0]][: 1 if name.endswith("2") else 3])
+            if name.endswith("2"):
+                kwargs["dim"] = r.pick([[0, 1], [2, 0]])
+            if not several:
+                kwargs["dim"] = r.pick([0, 1, -1])
+        elif name.endswith("n") and r.yes():
+            kwargs["s"] = [5, 4]
+        # the gradient of what a real signal does not have is not defined
+        to_real = name in ("fft_irfft", "fft_hfft", "fft_irfft2", "fft_irfftn")
+        return Example(op, (x,), kwargs, gradients=not to_real)
+
+    return make
+
+
 def _bucketize(r: Draw) -> Example:
     return Example(ATEN.bucketize.Tensor, (r.real(*r.shape()), r.real(r.size()).sort().values))
 
@@ -280,6 +310,7 @@ EXAMPLES: dict[str, Maker] = {
     "aten._fft_r2c": _fourier(ATEN._fft_r2c.default, True),
     "aten._fft_c2c": _fourier(ATEN._fft_c2c.default, True),
     "aten._fft_c2r": _fourier(ATEN._fft_c2r.default),
+    **{f"aten.{name}": _transformed(name) for name in _TRANSFORMED},
     "aten.bucketize": _bucketize,
     "aten.meshgrid": _meshgrid,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from rule_drawing import ATEN, Draw, Maker, along, like
 from rule_soundness import Example
 
@@ -179,6 +180,12 @@ def _select_scatter(r: Draw) -> Example:
     )
 
 
+def _diagonal_scatter(r: Draw) -> Example:
+    batch, rows, columns = r.sizes(3, 2, 5)
+    whole, part = r.real(rows, batch, columns), r.real(batch, min(rows, columns))
+    return Example(ATEN.diagonal_scatter.default, (whole, part, 0, 0, -1))
+
+
 def _slice_scatter(r: Draw) -> Example:
     shape, dim = r.sizes(2, 3, 6), r.dim(2)
     part = list(shape)
@@ -227,7 +234,19 @@ _PADS = {
     "constant_pad_nd": 1,
 }
 
+
+def _pairs(r: Draw) -> Example:
+    return Example(ATEN.view_as_complex.default, (r.real(*r.shape(), 2),))
+
+
+def _as_pairs(r: Draw) -> Example:
+    shape = r.shape()
+    return Example(ATEN.view_as_real.default, (torch.complex(r.real(*shape), r.real(*shape)),))
+
+
 EXAMPLES: dict[str, Maker] = {
+    "aten.view_as_complex": _pairs,
+    "aten.view_as_real": _as_pairs,
     "aten.view": _view(ATEN.view.default),
     "aten.reshape": _view(ATEN.reshape.default),
     "aten._unsafe_view": _view(ATEN._unsafe_view.default),
@@ -282,5 +301,6 @@ EXAMPLES: dict[str, Maker] = {
     "aten.triu": lambda r: Example(ATEN.triu.default, (r.real(*r.shape(0, 1), 4, 5), -1)),
     "aten.glu": _glu,
     "aten.unfold": lambda r: Example(ATEN.unfold.default, (r.real(*r.sizes(2, 3)), r.dim(2), 2, 1)),
+    "aten.diagonal_scatter": _diagonal_scatter,
     "aten.diagonal": lambda r: Example(ATEN.diagonal.default, (r.real(*r.sizes(3)), 0, 0, -1)),
 }

@@ -180,7 +180,19 @@ def _new(op: Any, *rest: Any, values: bool = True) -> Maker:
 _SAME = """alias clone contiguous detach lift_fresh_copy lift_fresh lift
 zeros_like ones_like hardtanh celu""".split()
 
+_COMPLEX = "resolve_conj resolve_neg conj _conj conj_physical _neg_view real imag".split()
+
+
+def _complex(op: Any) -> Maker:
+    def make(r: Draw) -> Example:
+        shape = r.shape()
+        return Example(op, (torch.complex(r.real(*shape), r.real(*shape)),))
+
+    return make
+
+
 EXAMPLES: dict[str, Maker] = {
+    **{f"aten.{name}": _complex(getattr(ATEN, name).default) for name in _COMPLEX},
     **{f"aten.{name}": like(getattr(ATEN, name).default) for name in _SAME},
     "aten.detach_copy": still(ATEN.detach_copy.default),
     "aten.alias_copy": still(ATEN.alias_copy.default),

@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxpart.compat import active_modes, default_device_of, has_modes, has_saved_tensor_hooks
 from fxpart.errors import FxpartError, Problem, error
@@ -255,7 +256,7 @@ def _check_tensors(model: nn.Module) -> None:
     """FXP116 for a parameter or buffer that was made in inference mode: it cannot be trained."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
-            if tensor.is_inference():
+            if not is_lazy(tensor) and tensor.is_inference():
                 raise error(
                     "FXP116",
                     where=name,

@@ -82,20 +82,20 @@ class Inbox:
         post, plan, handles = self._transport.post, self._plan, self._handles
         for microbatch, tensors in plan[len(handles) : count]:
             sizes = self._sizes[microbatch]
-            if self._orders is not None:
-                self._post_orders(len(handles))
-            handles.append(
-                [post(*self._ends, of(sizes), dtype, self._device) for of, dtype in tensors]
-            )
+            index, posted = len(handles), []
+            for link, (of, dtype) in zip(self._links[index], tensors, strict=True):
+                if self._orders is not None:
+                    self._post_order(index, link)
+                posted.append(post(*self._ends, of(sizes), dtype, self._device))
+            handles.append(posted)
 
-    def _post_orders(self, index: int) -> None:
-        """Post the orders that come before the tensors of message ``index``."""
-        for link in self._links[index]:
-            if link not in self._announced and has_order(link.shape):
-                self._announced.add(link)
-                shape = (len(link.shape),)
-                handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
-                self._heads.setdefault(index, []).append((link, handle))
+    def _post_order(self, index: int, link: Link) -> None:
+        """Post the order of a link's dims, which comes before its first tensor."""
+        if link not in self._announced and has_order(link.shape):
+            self._announced.add(link)
+            shape = (len(link.shape),)
+            handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
+            self._heads.setdefault(index, []).append((link, handle))
 
     def ready(self, index: int) -> bool:
         """Whether message ``index`` can be taken without waiting for this process's own turn."""

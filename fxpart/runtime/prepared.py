@@ -309,7 +309,8 @@ class Prepared:
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         expected = [(link, shape(link.shape)) for link in carried]
 
-        def send(tensors: list[torch.Tensor]) -> None:
+        def send(tensors: list[torch.Tensor], fresh: dict[tuple[int, Link], Order]) -> None:
+            self._orders.update(fresh)
             for tensor in tensors:
                 if len(self._sending) >= WINDOW:
                     self._transport.wait(self._sending.popleft())
@@ -318,6 +319,7 @@ class Prepared:
         def do() -> None:
             cell, sizes = self._cells[key], self._feed.sizes[microbatch]
             tensors: list[torch.Tensor] = []
+            fresh: dict[tuple[int, Link], Order] = {}
             for link, of in expected:
                 value = cell.value(link, forward=forward)
                 if value.shape != of(sizes) or value.dtype != link.dtype:
@@ -325,27 +327,36 @@ class Prepared:
                 value = value.detach()
                 if link.sent != link.dtype:
                     value = value.to(link.sent)
-                tensors += self._packed(channel, link, value)
-            send(tensors)
+                tensors += self._packed(channel, link, value, fresh)
+            send(tensors, fresh)
 
         def drain() -> None:
             sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
+            fresh: dict[tuple[int, Link], Order] = {}
             for link, of in expected:
                 zeros = torch.zeros(of(sizes), dtype=link.sent, device=self._device)
-                tensors += self._packed(channel, link, zeros)
-            send(tensors)
+                tensors += self._packed(channel, link, zeros, fresh)
+            send(tensors, fresh)
 
         return Instruction(action, (), do, drain)
 
+    def _packed(
+        self,
+        channel: int,
+        link: Link,
+        value: torch.Tensor,
+        fresh: dict[tuple[int, Link], Order],
+    ) -> list[torch.Tensor]:
+        """What is sent of a value: itself, contiguous, and before its link's first its order.
 
-    def _packed(self, channel: int, link: Link, value: torch.Tensor) -> list[torch.Tensor]:
-        """What is sent of a value: itself, contiguous, and before its link's first its order."""
+        fresh: takes an order that is to be sent.
+        """
         if not has_order(link.shape):
             return [value.contiguous()]
         known = self._orders.get((channel, link))
         if known is not None:
             return [packed(value, known)]
-        order = self._orders[channel, link] = order_of(value)
+        order = fresh[channel, link] = order_of(value)
         head = torch.tensor(order, dtype=torch.int64, device=self._device)
         return [head, packed(value, order)]
 

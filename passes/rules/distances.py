@@ -32,6 +32,24 @@ def _transform(call: Call) -> Rule:
     return call.rule([inside], [out], linear=["self"])
 
 
+def _composite_transform(call: Call) -> Rule:
+    """torch.fft's functions; without dims, the last ones of ``s``, or all."""
+    shape = call.operands[0][1]
+    given, sizes = call.number("dim"), call.number("s")
+    if given is None and sizes is not None:
+        dims = set(range(len(shape) - len(sizes), len(shape)))
+    else:
+        dims = call.dims("dim", len(shape))
+    inside: list[Dim] = [f"_n{i}" if i in dims else f"d{i}" for i in range(len(shape))]
+    out: list[Dim] = [f"_m{i}" if i in dims else f"d{i}" for i in range(len(shape))]
+    return call.rule([inside], [out], linear=["self"])
+
+
+_TRANSFORMS = """fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn
+fftshift ifftshift
+""".split()
+
+
 def _grid(call: Call) -> Rule:
     """meshgrid: every vector is a dim of all results."""
     if any(len(shape) != 1 for _, shape in call.operands):
@@ -53,6 +71,7 @@ TABLE: dict[str, Entry] = {
     "aten._fft_r2c": _transform,
     "aten._fft_c2c": _transform,
     "aten._fft_c2r": _transform,
+    **dict.fromkeys((f"aten.fft_{name}" for name in _TRANSFORMS), _composite_transform),
     "aten.bucketize": notation("..., _n -> ..."),
     "aten.meshgrid": _grid,
 }
