@@ -281,6 +281,8 @@ class Program:
             )
         if "granularity" in self.plan.constraints:
             checked["granularity"] = granularity
+        if "batch_coupling" in self.plan.constraints:
+            checked.setdefault("batch_coupling", self.plan.constraints["batch_coupling"])
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)

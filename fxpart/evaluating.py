@@ -80,12 +80,8 @@ def prediction(
 
 def _note(lanes: Sequence[Lane], captured: Captured, constants: Constants | None) -> None:
     """Note the copies of constants in evaluation modules."""
-    for lane in lanes if constants is not None else ():
-        assert constants is not None, "asked for above"
-        for stage, module in lane.modules.items():
-            constants.add(
-                module, lane.spec.stages[stage], captured.state, parts_of(lane.spec, lane.index)
-            )
+    if constants is not None:
+        constants.extend(lanes, captured.state)
 
 
 def _unbroadcast(value: Any) -> Any:

@@ -151,8 +151,7 @@ class OneProcess:
     def backward(self, leaves: list[Any]) -> torch.Tensor:
         """Accumulate gradients of the weighted loss over all microbatches; return that loss."""
         total: torch.Tensor | None = None
-        pieces = split(self.captured, leaves, self.microbatches, self.multiple)
-        pieces = list(pieces)
+        pieces = list(split(self.captured, leaves, self.microbatches, self.multiple))
         fed = self._fed(leaves, [weight for _, weight in pieces])
         for index, (part, weight) in enumerate(pieces):
             key = microbatch_key(self.seed, self.steps, index)

@@ -101,10 +101,7 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
         check_same(places.transport, state, used)
-    copies = Constants()
-    for own in lanes:
-        for stage, module in own.modules.items():
-            copies.add(module, own.spec.stages[stage], state, parts_of(own.spec, own.index))
+    copies = Constants.of(lanes, state)
     made = places.trainer(
         lanes,
         queue=queue,

@@ -49,6 +49,7 @@ def compiled(name: str, schedule: str, stages: int, mesh: str, *, exact: bool = 
             "mesh": mesh, "stages": stages, "schedule": schedule, "granularity": "op",
             "ranks": stages * lanes,
         },
+        batch_coupling=ZOO[name].coupling,
     )  # fmt: skip
 
 

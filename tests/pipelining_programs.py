@@ -70,6 +70,7 @@ def program(kind: str, stages: int, microbatches: int = 4) -> fxpart.Program:
         example_kwargs=batch(kind),
         microbatches=microbatches,
         constraints={"mesh": "none", "stages": stages},
+        batch_coupling="per-microbatch" if kind == "vision" else None,
     )
 
 

@@ -228,24 +228,22 @@ def _transformed(name: str) -> Maker:
     """A Fourier transform over given dims, sizes, or those that the function takes by itself."""
     op = getattr(ATEN, name).default
     is_real = name in ("fft_rfft", "fft_ihfft", "fft_rfft2", "fft_rfftn", "fft_fftshift")
+    # The gradient of what a real signal does not have is not defined.
+    gradients = name not in ("fft_irfft", "fft_hfft", "fft_irfft2", "fft_irfftn")
+    dims: list[Any] = [0, 1, -1]
+    if name.endswith(("2", "n", "shift")):
+        dims = [[0, 1], [2, 0]]
 
     def make(r: Draw) -> Example:
         shape = r.sizes(3, 2, 4)
         x = r.real(*shape)
         x = x if is_real else torch.complex(x, r.real(*shape))
-        several = name.endswith(("2", "n", "shift"))
         kwargs: dict[str, Any] = {}
         if r.yes():
-            kwargs["dim"] = r.pick([[0], [1, 2], [2, 0]][: 1 if name.endswith("2") else 3])
-            if name.endswith("2"):
-                kwargs["dim"] = r.pick([[0, 1], [2, 0]])
-            if not several:
-                kwargs["dim"] = r.pick([0, 1, -1])
+            kwargs["dim"] = r.pick(dims)
         elif name.endswith("n") and r.yes():
             kwargs["s"] = [5, 4]
-        # the gradient of what a real signal does not have is not defined
-        to_real = name in ("fft_irfft", "fft_hfft", "fft_irfft2", "fft_irfftn")
-        return Example(op, (x,), kwargs, gradients=not to_real)
+        return Example(op, (x,), kwargs, gradients=gradients)
 
     return make
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from rule_drawing import ATEN, Draw, Maker, along, like
 from rule_soundness import Example
 
@@ -235,18 +234,7 @@ _PADS = {
 }
 
 
-def _pairs(r: Draw) -> Example:
-    return Example(ATEN.view_as_complex.default, (r.real(*r.shape(), 2),))
-
-
-def _as_pairs(r: Draw) -> Example:
-    shape = r.shape()
-    return Example(ATEN.view_as_real.default, (torch.complex(r.real(*shape), r.real(*shape)),))
-
-
 EXAMPLES: dict[str, Maker] = {
-    "aten.view_as_complex": _pairs,
-    "aten.view_as_real": _as_pairs,
     "aten.view": _view(ATEN.view.default),
     "aten.reshape": _view(ATEN.reshape.default),
     "aten._unsafe_view": _view(ATEN._unsafe_view.default),

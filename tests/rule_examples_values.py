@@ -193,6 +193,10 @@ def _complex(op: Any) -> Maker:
 
 EXAMPLES: dict[str, Maker] = {
     **{f"aten.{name}": _complex(getattr(ATEN, name).default) for name in _COMPLEX},
+    "aten.view_as_real": _complex(ATEN.view_as_real.default),
+    "aten.view_as_complex": lambda r: Example(
+        ATEN.view_as_complex.default, (r.real(*r.shape(), 2),)
+    ),
     **{f"aten.{name}": like(getattr(ATEN, name).default) for name in _SAME},
     "aten.detach_copy": still(ATEN.detach_copy.default),
     "aten.alias_copy": still(ATEN.alias_copy.default),

@@ -286,3 +286,29 @@ def test_gloos_threads_take_no_core_from_one_that_computes(tmp_path: Path) -> No
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
     finally:
         dist.destroy_process_group()
+
+
+def test_modes_of_the_calling_thread() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    assert not compat.has_modes() and compat.active_modes() == []
+    with Mode() as function, compat.TorchDispatchMode() as dispatch:
+        assert compat.has_modes() and compat.active_modes() == [function, dispatch]
+        assert compat.default_device_of(function) is None
+    with torch.device("meta"):
+        (mode,) = compat.active_modes()
+        assert compat.default_device_of(mode) == torch.device("meta")
+    assert not compat.has_saved_tensor_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert compat.has_saved_tensor_hooks() and compat.has_modes()
+    assert not compat.has_modes()
+
+
+def test_modes_that_this_torch_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "_len_torch_function_stack", "_len_torch_dispatch_stack", "_get_function_stack_at",
+        "_get_dispatch_stack_at", "_autograd",
+    ):  # fmt: skip
+        monkeypatch.delattr(torch._C, name)
+    assert not compat.has_modes() and compat.active_modes() == []

@@ -40,7 +40,7 @@ def program(name: str, dropout: bool = True) -> Program:
     return fxpart.compile(
         built.model, "local:4", example_inputs=built.batch, loss=built.loss,
         batch_dims=built.batch_dims, microbatches=built.batch_size,
-        constraints={"stages": 1, "mesh": "none"},
+        constraints={"stages": 1, "mesh": "none"}, batch_coupling=entry.coupling,
     )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ class Entry:
     note: str = ""
 
     @property
+    def coupling(self) -> str | None:
+        """What compile() needs to run several microbatches: batch statistics for each of them."""
+        return None if self.cuttable else "per-microbatch"
+
+    @property
     def available(self) -> bool:
         """Whether the optional package is there."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None

@@ -30,6 +30,8 @@ from fxpart.program import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch import Cut, Reader
 from fxpart.runtime.connect import connect, local_device
+from fxpart.sharded.coupling import couplings, settled_microbatches
+from fxpart.sharded.divided import divided
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -205,6 +207,7 @@ def pipeline_stages(
     """What :meth:`fxpart.api.Program.to_pipeline_stages` gives."""
     plan, spec = program.plan, program.spec
     boundaries(spec)
+    check_division(program, microbatches)
     plans = (plan.stages[stage].ranks[0] for stage in stage_of(plan))
     placed = tuple(plans if ranks is None else ranks)
     world = len(set(placed))
@@ -231,6 +234,23 @@ def pipeline_stages(
         spec, modules, ranks=placed, microbatches=microbatches or plan.microbatches,
         batch=example() if batch is None else batch, device=where, group=group,
     )  # fmt: skip
+
+
+def check_division(program: Program, microbatches: int | None) -> None:
+    """FXP114 where a program of one microbatch would have another objective with several."""
+    plan, captured = program.plan, program.captured
+    if microbatches is None or microbatches == 1 or plan.microbatches > 1:
+        return
+    settled_microbatches(
+        couplings(program.prepared, captured), program.request.constraints, microbatches
+    )
+    if divided(program.graph, captured, microbatches) is not program.graph:
+        raise error(
+            "FXP114", where=f"microbatches={microbatches}",
+            why="the loss is divided by a number of the whole batch, and the program was compiled "
+            "for one microbatch",
+            fix=f"compile(..., microbatches={microbatches})",
+        )  # fmt: skip
 
 
 def _place(world: int, device: torch.device, group: Any) -> int:

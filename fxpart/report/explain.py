@@ -61,9 +61,26 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
             else []
         ),
         *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
+        *_results(plan),
         *(f"  host       {words}" for words in crowded_words(found)),
         *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
     ]
+
+
+def _results(plan: Plan) -> list[str]:
+    """What the plan promises of its results, compared with single-process training."""
+    known = plan.equivalence
+    if known is None:
+        return []
+    reasons = f": {'; '.join(known.reasons)}" if known.reasons else ""
+    words = {
+        "bitwise": "bitwise those of single-process training",
+        "rounding": "those of single-process training up to rounding",
+        "per microbatch": "computed per microbatch, not for the whole batch",
+    }[known.promise]
+    return textwrap.wrap(
+        f"results    {words}{reasons}", 98, initial_indent="  ", subsequent_indent=" " * 13
+    )
 
 
 def _rehearsed(step: StepFigures) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -86,7 +87,9 @@ class Pending(Generic[T]):
             rows = self._transport.end_exchange(handle)
             if any(row[0] for row in rows):
                 problems = problems_of(self._problems)
-                raise AgreedError(merge(self._transport.exchange_bytes(problems))) from self._cause
+                raise AgreedError(
+                    merge(self._transport.exchange_bytes(problems), names_ranks=True)
+                ) from self._cause
             self._compare(rows)
             self.confirmed = True
 
@@ -163,15 +166,26 @@ def problems_of(problems: Sequence[Problem]) -> bytes:
     return msgspec.json.encode([(p.code, p.where, p.why, p.fix) for p in problems])
 
 
-def merge(messages: Sequence[bytes]) -> list[Problem]:
-    """The problems of all messages, each once."""
-    found: dict[Problem, None] = {}
-    for message in messages:
+def merge(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Problem]:
+    """The problems of all messages, each once.
+
+    names_ranks: one that not every rank has says which ranks have it, if it does not already.
+    """
+    found: dict[Problem, list[int]] = {}
+    for rank, message in enumerate(messages):
         for code, where, why, fix in msgspec.json.decode(
             message, type=list[tuple[str, str, str, str]]
         ):
-            found[Problem(code if code in CODES else "FXP504", where, why, fix)] = None
-    return list(found)
+            problem = Problem(code if code in CODES else "FXP504", where, why, fix)
+            found.setdefault(problem, []).append(rank)
+    if not names_ranks:
+        return list(found)
+    return [
+        problem
+        if len(set(ranks)) == len(messages) or problem.where.startswith("rank ")
+        else replace(problem, why=f"{problem.why} (on rank {', '.join(map(str, ranks))})")
+        for problem, ranks in found.items()
+    ]
 
 
 def exception_problem(rank: int, what: str, cause: BaseException) -> Problem:

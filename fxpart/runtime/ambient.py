@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ from fxpart.plan import Plan
 P = ParamSpec("P")
 T = TypeVar("T")
 _AUTOCAST = {"bf16": torch.bfloat16}
+_BY_MODE = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+)  # fmt: skip
 _SMALLEST = 5e-324  # is equal to zero in a thread that flushes denormal numbers
 
 
@@ -233,6 +238,7 @@ def compiles(function: Callable[P, T]) -> Callable[P, T]:
         model = given.get("model")
         if isinstance(model, nn.Module):
             _check_tensors(model)
+            _warn_of_evaluation_mode(model)
         ambient = Ambient(
             precision=_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -263,6 +269,28 @@ def _check_tensors(model: nn.Module) -> None:
                     why="it was created under torch.inference_mode, so that autograd refuses it",
                     fix="create the model outside of torch.inference_mode",
                 )
+
+
+def _warn_of_evaluation_mode(model: nn.Module) -> None:
+    """One warning for a model that trains in evaluation mode, as ``from_pretrained`` returns it."""
+    if not model.training and any(isinstance(module, _BY_MODE) for module in model.modules()):
+        warnings.warn(
+            "the model is in evaluation mode and is trained in it, without dropout and with the "
+            "stored statistics of normalization; call model.train() before it is compiled",
+            stacklevel=3,
+        )
+
+
+def process_modes() -> str:
+    """Modes of this process that act on results, as text for ranks to compare; "" for none."""
+    found = ""
+    if debug := torch.get_deterministic_debug_mode():
+        found += f" deterministic {debug}"
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        found += f" float32_matmul_precision {precision}"
+    if flushes_denormals():
+        found += " flush_denormal"
+    return found
 
 
 def flushes_denormals() -> bool:

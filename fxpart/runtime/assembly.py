@@ -16,7 +16,7 @@ from fxpart.program import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
 from fxpart.runtime.accumulation import Accumulation
 from fxpart.runtime.agreement import agree
-from fxpart.runtime.ambient import Ambient
+from fxpart.runtime.ambient import Ambient, process_modes
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
@@ -389,7 +389,11 @@ class Assembly(EntryPoints):
 
     def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
         self._engine.check_whole()
-        mode, refusal = f"{mode} call {self.calls}", None
+        pending = self._accumulation.batches
+        mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
+        if len(self._transport.local) < self._transport.ranks:
+            mode += process_modes()
+        refusal = None
         try:
             mode += self._reconcile()
         except FxpartError as cause:

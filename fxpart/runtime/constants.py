@@ -10,6 +10,8 @@ from torch import nn
 
 from fxpart.compat import storage_identity
 from fxpart.program import StageSpec
+from fxpart.runtime.lanes import Lane
+from fxpart.runtime.pieces import parts_of
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -22,6 +24,20 @@ class Constants:
     """
 
     entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lanes: Sequence[Lane], state: Mapping[str, torch.Tensor]) -> Constants:
+        """Those of the stage modules of these mesh ranks."""
+        found = cls()
+        found.extend(lanes, state)
+        return found
+
+    def extend(self, lanes: Sequence[Lane], state: Mapping[str, torch.Tensor]) -> None:
+        """Note the copies of the stage modules of these mesh ranks too."""
+        for lane in lanes:
+            part = parts_of(lane.spec, lane.index)
+            for stage, module in lane.modules.items():
+                self.add(module, lane.spec.stages[stage], state, part)
 
     def add(
         self,

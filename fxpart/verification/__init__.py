@@ -3,6 +3,5 @@
 from fxpart.verification.guard import Guard
 from fxpart.verification.hooks import refuse_gradient_hooks
 from fxpart.verification.module_check import check_module, check_option
-from fxpart.verification.state import unchanged
 
-__all__ = ["Guard", "check_module", "check_option", "refuse_gradient_hooks", "unchanged"]
+__all__ = ["Guard", "check_module", "check_option", "refuse_gradient_hooks"]

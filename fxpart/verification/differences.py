@@ -58,7 +58,7 @@ def _sizes(
 ) -> Iterator[tuple[str, float]]:
     floor = 0.0
     if gradients:
-        norms = [float(t.abs().float().norm()) for t in ours.values() if t is not None]
+        norms = [float(torch.linalg.vector_norm(t)) for t in ours.values() if t is not None]
         floor = max(NOISE, limit / 10) * sum(n * n for n in norms if n == n) ** 0.5
     for name, mine in ours.items():
         other = theirs.get(name)

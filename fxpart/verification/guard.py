@@ -16,13 +16,15 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.effects import state_written
 from fxpart.verification.code import Reached
 from fxpart.verification.hooks import refuse_gradient_hooks
-from fxpart.verification.state import ATOMS, Holder, State, same, version
+from fxpart.verification.state import ATOMS, Holder, State
+from fxpart.verification.values import same, version
 
 _FIX = (
     "give the value to forward or loss as an input tensor, and with each batch; or compile again "
     "after the change"
 )
 # Switched by the owner of a model at any time, and no constant of the program.
+SMALL, MOST_SMALL = 1024, 32  # elements, and number, of tensors that are compared in each step
 LARGEST = 64  # elements of a container that is watched
 _FREE = frozenset(("training", "use_cache", "gradient_checkpointing"))
 
@@ -61,6 +63,9 @@ class Guard:
         self._names = [memory.path for memory in kept]
         self._copies: list[torch.Tensor] = [memory.value for memory in kept]
         self._versions = [version(t) for t in self._tensors]
+        # Writes through ``tensor.data`` are not counted in the version; small ones are compared.
+        small = [i for i, t in enumerate(self._tensors) if t.numel() <= SMALL and t.is_cpu]
+        self._small = small[:MOST_SMALL]
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any, captured: Captured) -> Guard:
@@ -88,7 +93,9 @@ class Guard:
         now = [read() for read in self._read]
         if not all(map(is_, now, self._values)):
             self._compare(now)
-        if [version(t) for t in self._tensors] != self._versions:
+        if [version(t) for t in self._tensors] != self._versions or not all(
+            torch.equal(self._tensors[i], self._copies[i]) for i in self._small
+        ):
             self._compare_tensors(update)
         hooked = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
         if hooked and self.refuse is not None:
@@ -111,7 +118,7 @@ class Guard:
     def _compare_tensors(self, update: Callable[[list[torch.Tensor]], bool] | None) -> None:
         problems, others = [], []
         for index, tensor in enumerate(self._tensors):
-            if version(tensor) == self._versions[index]:
+            if version(tensor) == self._versions[index] and index not in self._small:
                 continue
             if not same(tensor, self._copies[index]):
                 problems.append(_problem(self._names[index], " in place"))

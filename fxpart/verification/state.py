@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,11 +13,22 @@ import torch
 from torch import nn
 
 from fxpart.verification.code import Reached, is_own, is_own_class
+from fxpart.verification.values import (
+    Memory,
+    global_generators,
+    has_changed,
+    is_array,
+    is_generator,
+    is_iterator,
+    position,
+    restore_value,
+    value_of,
+    version,
+)
 
 MOST = 200_000  # objects that are looked at
 DEEPEST = 12  # containers and objects within each other
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
-_ITERATORS = ("itertools", "builtins")
 SLOTS = ("_modules", "_parameters", "_buffers")
 _MISSING = object()
 _INTERNAL = frozenset(
@@ -89,17 +96,6 @@ class Holder:
 
 
 @dataclass
-class Memory:
-    """A tensor, array or generator with a copy of its value."""
-
-    owner: Any
-    path: str
-    name: str
-    value: Any
-    version: int
-
-
-@dataclass
 class State:
     """What is reachable from a model, its loss and the code that they run.
 
@@ -139,7 +135,7 @@ class State:
             holder.restore()
         with torch.no_grad():
             for memory in self.memories:
-                _restore(memory)
+                restore_value(memory)
 
     def changes(self, values: bool = True) -> list[Change]:
         """What differs now from what was recorded. values: also tensors written in place."""
@@ -150,10 +146,10 @@ class State:
             for change in _differences(holder):
                 found.setdefault(change.path, change)
         for memory in self.memories if values else ():
-            if id(memory.owner) not in self.registered and _changed(memory):
+            if id(memory.owner) not in self.registered and has_changed(memory):
                 kind = "tensor" if isinstance(memory.owner, torch.Tensor) else "object"
-                kind = "random" if _is_generator(memory.owner) else kind
-                kind = "iterator" if _is_iterator(memory.owner) else kind
+                kind = "random" if is_generator(memory.owner) else kind
+                kind = "iterator" if is_iterator(memory.owner) else kind
                 found.setdefault(memory.path, Change(memory.path, memory.name, kind))
         return list(found.values())
 
@@ -165,11 +161,11 @@ class State:
         if len(self._seen) > MOST or isinstance(value, type):
             return
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor) or _is_generator(value) or _is_array(value):
-            kept = None if id(value) in self.left_out else _value(value)
+        if isinstance(value, torch.Tensor) or is_generator(value) or is_array(value):
+            kept = None if id(value) in self.left_out else value_of(value)
             self.memories.append(Memory(value, path, name, kept, version(value)))
-        elif _is_iterator(value):
-            self.memories.append(Memory(value, path, name, _position(value), 0))
+        elif is_iterator(value):
+            self.memories.append(Memory(value, path, name, position(value), 0))
         elif isinstance(value, (list, deque, dict, set, bytearray)):
             self._container(value, path, name)
             for key, each in _content(value).items():
@@ -325,16 +321,6 @@ class State:
             self._walk(value, join + name, name, 1)
 
 
-@contextmanager
-def unchanged(model: nn.Module, loss: Any) -> Iterator[None]:
-    """Restore what the code within changes, but for parameters and the model's own buffers."""
-    state = State.of(model, loss, Reached.of(model, loss), copies=False)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -383,123 +369,8 @@ def _joined(path: str, name: str) -> str:
     return path + name if path.endswith((" ", ".")) else _join(path, name)
 
 
-# -- values ----------------------------------------------------------------------------------------
-
-
-def global_generators() -> dict[str, Any]:
-    """The generators behind the functions of Python's ``random`` and of ``numpy.random``."""
-    found = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
-    numpy = sys.modules.get("numpy.random")
-    owner = getattr(getattr(numpy, "get_state", None), "__self__", None)
-    return found if owner is None else {**found, "NumPy's random numbers": owner}
-
-
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "shape")
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (random.Random, torch.Generator)):
-        return True
-    kind = type(value)
-    return kind.__module__.startswith("numpy.random") and (
-        hasattr(value, "bit_generator") or hasattr(value, "get_state")
-    )
-
-
-def _is_iterator(value: Any) -> bool:
-    kind = type(value)
-    return (
-        kind.__module__ in _ITERATORS and hasattr(value, "__next__") and hasattr(value, "__iter__")
-    )
-
-
-def _position(value: Any) -> Any:
-    """What an iterator gives next, as text; generators by the line that they wait at."""
-    frame = getattr(value, "gi_frame", None)
-    if frame is not None or hasattr(value, "gi_code"):
-        return None if frame is None else (frame.f_lasti, repr(frame.f_locals)[:500])
-    try:
-        return repr(_reduced(value.__reduce__()))[:2000]
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _reduced(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_reduced(each) for each in value)
-    return _reduced(value.__reduce__()) if _is_iterator(value) else value
-
-
-def generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if hasattr(value, "bit_generator"):
-        return copy.deepcopy(value.bit_generator.state)
-    return value.get_state()
-
-
-def _set_generator(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = state
-    else:
-        value.set_state(state)
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value.copy() if _is_array(value) else generator_state(value)
-
-
-def version(value: Any) -> int:
-    """How often a tensor was written in place; 0 for other values."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0
-    return int(value._version)
-
-
-def _changed(memory: Memory) -> bool:
-    value = memory.owner
-    if isinstance(value, torch.Tensor):
-        return version(value) != memory.version and not same(value, memory.value)
-    if _is_array(value):
-        return value.shape != memory.value.shape or bool((value != memory.value).any())
-    if _is_iterator(value):
-        return bool(_position(value) != memory.value)
-    return repr(generator_state(value)) != repr(memory.value)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal in every bit that counts (NaN equals NaN)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _restore(memory: Memory) -> None:
-    value = memory.owner
-    if memory.value is None:
-        return
-    if isinstance(value, torch.Tensor):
-        if version(value) != memory.version:
-            value.copy_(memory.value)
-    elif _is_array(value):
-        if value.flags.writeable:
-            value[...] = memory.value
-    elif not _is_iterator(value):
-        _set_generator(value, memory.value)
-
-
 def _is_data(value: Any) -> bool:
-    return isinstance(value, (list, dict, set, deque, torch.Tensor)) or _is_generator(value)
+    return isinstance(value, (list, dict, set, deque, torch.Tensor)) or is_generator(value)
 
 
 def _is_state(value: Any) -> bool:
@@ -508,7 +379,7 @@ def _is_state(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType):
         return False
-    return isinstance(value, ATOMS) or _is_data(value) or _is_array(value) or _is_open(value)
+    return isinstance(value, ATOMS) or _is_data(value) or is_array(value) or _is_open(value)
 
 
 def _is_open(value: Any) -> bool:

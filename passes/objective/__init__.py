@@ -1,7 +1,7 @@
 """The objective of a batch that is divided into microbatches.
 
 ``analyze`` finds what a graph's values become when a step runs microbatch by microbatch: rows, sums
-over the batch, means over its rows, or values that couple rows of different microbatches. ``divide``
+over the batch, means over its rows, or values that couple rows of several microbatches. ``divide``
 rewrites the graph so that the microbatches' losses, weighted by their rows, add up to the loss of
 the whole batch: what depends on inputs alone is computed once for the whole batch and becomes an
 input of the graph.

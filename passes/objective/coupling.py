@@ -29,9 +29,9 @@ def coupling_of(analysis: Analysis, loss: bool = True) -> tuple[Coupling, ...]:
     found: dict[str, Coupling] = {}
     writers = sorted(analysis.writers.items(), key=lambda item: not _normalization(item[0]))
     for writer, names in writers:
-        module, kind = annotation(writer).module, _normalization(writer)
-        if kind:
-            found.setdefault(module, Coupling(f"{kind} in {module}", "batch statistics"))
+        module, layer = annotation(writer).module, _normalization(writer)
+        if layer:
+            found.setdefault(module, Coupling(f"{layer} in {module}", "batch statistics"))
         else:
             why = f"{', '.join(names)} is updated once for each microbatch"
             found.setdefault(module, Coupling(_where(writer), why))

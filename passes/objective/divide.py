@@ -249,8 +249,9 @@ class _Change:
 
     def _return(self, loss: fx.Node) -> None:
         output = self.graph.output_node()
-        (_, *others) = output.args[0]  # type: ignore[misc, union-attr]
-        output.args = ((loss, *others),)
+        (returned,) = output.args
+        assert isinstance(returned, tuple), "a captured graph returns the loss and its outputs"
+        output.args = ((loss, *returned[1:]),)
 
 
 def _live(found: Analysis) -> set[fx.Node]:

@@ -25,7 +25,7 @@ class Relation(Enum):
 class Kind:
     """One tensor of a graph.
 
-    place: of ROWS and INDEX, where the rows are. from_inputs: whether it is computed from inputs and
+    place: of ROWS and INDEX, where the rows are. from_inputs: whether it follows from inputs and
     constants alone, so that it can be computed for the whole batch before training. total: the
     value has to be that of the whole batch, computed from inputs; then the relation is FIXED.
     cause: the node that couples rows, for an error message. uniform: of FIXED, every row of it is

@@ -91,7 +91,7 @@ def _by_row(node: fx.Node, kind: Callable[[fx.Node], Kind], dims: dict[fx.Node, 
 
 
 def _ctc(node: fx.Node, kind: Callable[[fx.Node], Kind]) -> Loss:
-    """ctc_loss: rows are dim 1 of the log-probabilities; targets as a matrix, lengths as tensors."""
+    """ctc_loss: rows are dim 1 of the log-probabilities; targets a matrix, lengths tensors."""
     given = operands(node)
     tensors = [argument(node, n) for n in ("log_probs", "targets")]
     lengths = [argument(node, n) for n in ("input_lengths", "target_lengths")]

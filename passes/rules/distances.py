@@ -24,19 +24,10 @@ def _cross(call: Call) -> Rule:
 
 
 def _transform(call: Call) -> Rule:
-    """Fourier transforms: the dims that are transformed stay whole."""
+    """Fourier transforms: their dims stay whole; by default the last ones of ``s``, or all."""
     shape = call.operands[0][1]
-    dims = call.dims("dim", len(shape))
-    inside: list[Dim] = [f"_n{i}" if i in dims else f"d{i}" for i in range(len(shape))]
-    out: list[Dim] = [f"_m{i}" if i in dims else f"d{i}" for i in range(len(shape))]
-    return call.rule([inside], [out], linear=["self"])
-
-
-def _composite_transform(call: Call) -> Rule:
-    """torch.fft's functions; without dims, the last ones of ``s``, or all."""
-    shape = call.operands[0][1]
-    given, sizes = call.number("dim"), call.number("s")
-    if given is None and sizes is not None:
+    sizes = call.number("s")
+    if call.number("dim") is None and sizes is not None:
         dims = set(range(len(shape) - len(sizes), len(shape)))
     else:
         dims = call.dims("dim", len(shape))
@@ -71,7 +62,9 @@ TABLE: dict[str, Entry] = {
     "aten._fft_r2c": _transform,
     "aten._fft_c2c": _transform,
     "aten._fft_c2r": _transform,
-    **dict.fromkeys((f"aten.fft_{name}" for name in _TRANSFORMS), _composite_transform),
+    "aten.view_as_real": notation("... -> ... _c"),
+    "aten.view_as_complex": notation("... _c -> ..."),
+    **dict.fromkeys((f"aten.fft_{name}" for name in _TRANSFORMS), _transform),
     "aten.bucketize": notation("..., _n -> ..."),
     "aten.meshgrid": _grid,
 }

@@ -267,18 +267,7 @@ def _interleave(call: Call) -> Rule:
     )
 
 
-def _parts(call: Call) -> Rule:
-    """view_as_real and view_as_complex: one more dim, or one less, of the two parts."""
-    rank = min(len(call.operands[0][1]), len(call.results[0]))
-    whole: list[Dim] = [f"d{i}" for i in range(rank)]
-    pairs: list[Dim] = [*whole, "_parts"]
-    inside, out = (whole, pairs) if call.name.endswith("real") else (pairs, whole)
-    return call.rule([inside], [out], linear=["self"])
-
-
 TABLE: dict[str, Entry] = {
-    "aten.view_as_real": _parts,
-    "aten.view_as_complex": _parts,
     **dict.fromkeys(("aten.view", "aten.reshape", "aten._unsafe_view"), _view),
     **dict.fromkeys(("aten.view_copy", "aten._reshape_copy"), _view),
     "aten.flatten": _flatten,

@@ -132,7 +132,7 @@ def plain(script: Script) -> dict[str, torch.Tensor]:
 def trained(script: Script, layout: str) -> dict[str, torch.Tensor]:
     """The state after fxpart has trained on every batch, in one process."""
     given = LAYOUTS[layout]
-    model = copy.deepcopy(script.model)
+    model = script.model
     instance = script.instance(model) if script.instance else None
     scheduler = script.scheduler(instance) if script.scheduler and instance else None
     constraints = {**given["constraints"], **script.options.get("constraints", {})}

@@ -18,7 +18,7 @@ def mlp() -> nn.Sequential:
 
 
 @behavior(
-    AREA, "a hook on a parameter", "one rank", refused="FXP108",
+    AREA, "a hook on a parameter", "one rank", refused="FXP113",
     reason="the hook would run on parts of a gradient: of a microbatch, replica or shard",
 )  # fmt: skip
 def parameter_hook() -> Script:
@@ -28,7 +28,7 @@ def parameter_hook() -> Script:
 
 
 @behavior(
-    AREA, "a hook on a value inside forward", "one rank", refused="FXP113",
+    AREA, "a hook on a value inside forward", "one rank", refused="FXP108",
     reason="the hook is not in the captured program",
 )  # fmt: skip
 def value_hook() -> Script:

@@ -87,7 +87,10 @@ def compiled() -> Script:
     return Script(torch.compile(model), batches(), F.mse_loss)
 
 
-@behavior(AREA, "control flow on data with torch.cond", "one rank", "pipeline")
+@behavior(
+    AREA, "control flow on data with torch.cond", "one rank", "pipeline", refused="FXP108",
+    reason="the branches are graphs of their own, which cannot be divided",
+)  # fmt: skip
 def conditional() -> Script:
     class Branch(nn.Module):
         def __init__(self) -> None:

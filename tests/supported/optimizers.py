@@ -32,9 +32,9 @@ class UnitUpdate(torch.optim.Optimizer):
 
 
 @behavior(
-    AREA, "an update scaled by the norm of all gradients", "one rank",
-    pipeline="FXP115", replicas="FXP115",
-    reason="the optimizer of a rank sees a part of the parameters",
+    AREA, "an update scaled by the norm of all gradients", "one rank", "replicas",
+    pipeline="FXP115",
+    reason="the optimizer of a stage sees a part of the parameters",
 )  # fmt: skip
 def unit_update() -> Script:
     return Script(mlp(), batches(), F.mse_loss, optimizer=UnitUpdate)

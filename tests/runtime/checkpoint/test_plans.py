@@ -63,6 +63,7 @@ def program(plan: str) -> fxpart.api.Program:
     return fxpart.compile(
         Small(), "local:1", example_inputs=batch(), loss=nn.functional.cross_entropy,
         microbatches=2, constraints={**PLANS["one"][1], "granularity": "op"},
+        batch_coupling="per-microbatch",
     )  # fmt: skip
 
 

@@ -1,0 +1,413 @@
+"""Modes of torch around a trainer's calls: honored alike in every layout, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxpart
+from fxpart.api import Program
+from fxpart.errors import FxpartError
+from fxpart.runtime.ambient import MODES, Ambient
+from fxpart.runtime.entry_point import ENTRY_POINTS
+from fxpart.runtime.queued.trainer import QueueTrainer
+from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.trainer import Trainer
+
+Context = Callable[[], AbstractContextManager[Any]]
+LAYOUTS: dict[str, dict[str, int | float | str | bool]] = {
+    "pipeline": {"mesh": "none", "stages": 2},
+    "replicas": {"dp": 2, "tp": 1, "stages": 1, "zero": 0},
+    "tensor": {"dp": 1, "tp": 2, "stages": 1},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(4)
+    return torch.randn(rows, 6, generator=made), torch.randn(rows, 2, generator=made)
+
+
+def compiled(layout: str, model: nn.Module | None = None, **options: Any) -> Program:
+    return fxpart.compile(
+        network() if model is None else model, "local:2", example_inputs=batch(),
+        loss=nn.MSELoss(), microbatches=1, constraints=LAYOUTS[layout], **options,
+    )  # fmt: skip
+
+
+@cache
+def program(layout: str, precision: str | None = None) -> Program:
+    return compiled(layout, precision=precision)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plain(model: nn.Module, steps: int, around: Context) -> dict[str, torch.Tensor]:
+    """Plain PyTorch in one process; ``around``: of forward and loss."""
+    optimizer = sgd(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x, y = batch()
+        with around():
+            loss = nn.MSELoss()(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def off(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert state.keys() == wanted.keys()
+    return max(float((state[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def debug_mode() -> Iterator[None]:
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Doubled(TorchFunctionMode):
+    """Changes what linear layers return."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return 2 * found if function is nn.functional.linear else found
+
+
+class Negated(TorchDispatchMode):
+    """Changes what the hyperbolic tangent returns."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return -found if function is torch.ops.aten.tanh.default else found
+
+
+REFUSED: dict[str, Context] = {
+    "autocast in bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast in float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "no_grad": torch.no_grad,
+    "gradients off": lambda: torch.set_grad_enabled(False),
+    "inference_mode": torch.inference_mode,
+    "default dtype": lambda: default_dtype(torch.float64),
+    "with a device": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+    "function mode": Doubled,
+    "dispatch mode": Negated,
+    "operations counted": lambda: FlopCounterMode(display=False),
+    "saved tensors": torch.autograd.graph.save_on_cpu,
+}
+HONORED: dict[str, Context] = {
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+    "autocast of another device": lambda: torch.autocast("cuda", dtype=torch.float16),
+    "gradients on": torch.enable_grad,
+    "no inference_mode": lambda: torch.inference_mode(False),
+    "the usual device": lambda: torch.device("cpu"),
+    "deterministic algorithms": deterministic,
+    "deterministic debug mode": debug_mode,
+    "float32 products": float32_products,
+    "anomaly detection": torch.autograd.detect_anomaly,
+    "forked generators": torch.random.fork_rng,
+}
+
+
+@every_layout
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_around_a_step_before_anything_changes(name: str, layout: str) -> None:
+    trainer = program(layout).trainer(sgd)
+    trainer.step(batch())
+    before = trainer.state_dict()
+    for call in (trainer.step, trainer.backward, lambda given: trainer.fit([given])):
+        with pytest.raises(FxpartError) as caught, REFUSED[name]():
+            call(batch())
+        assert caught.value.code == "FXP116" and caught.value.problems[0].why
+    assert off(trainer.state_dict(), before) == 0
+    trainer.step(batch())
+    assert off(trainer.state_dict(), plain(network(), 2, torch.enable_grad)) < 1e-6
+
+
+@every_layout
+@pytest.mark.parametrize("name", HONORED)
+@pytest.mark.filterwarnings("ignore")
+def test_honored_around_a_step(name: str, layout: str) -> None:
+    trainer = program(layout).trainer(sgd)
+    with HONORED[name]():
+        for _ in range(2):
+            trainer.step(batch())
+        assert float(trainer.eval_step(batch())) > 0
+        wanted = plain(network(), 2, torch.enable_grad)
+    assert off(trainer.state_dict(), wanted) < 1e-6
+
+
+@every_layout
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_no_gradients_around_all_that_needs_none(around: Context, layout: str) -> None:
+    """As in plain PyTorch: an evaluation, an optimizer's step, what reads and writes state."""
+    model = network()
+    with around():
+        made = compiled(layout, model)
+        trainer = made.trainer(sgd)
+        first = trainer.state_dict()
+    assert not any(tensor.is_inference() for tensor in first.values())
+    trainer.backward(batch())
+    with around():
+        trainer.update()
+        assert trainer.predict(batch()[:1]).shape == (8, 2)
+        assert trainer.evaluate([batch()])["loss"] > 0
+        state = trainer.state_dict()
+        trainer.load_state_dict(state)
+    trainer.step(batch())
+    assert off(trainer.state_dict(), plain(network(), 2, torch.enable_grad)) < 1e-6
+
+
+@every_layout
+def test_autocast_of_the_programs_own_precision(layout: str) -> None:
+    """The program has the conversions already: the region changes nothing."""
+    region = REFUSED["autocast in bfloat16"]
+    inside, outside = program(layout, "bf16").trainer(sgd), program(layout, "bf16").trainer(sgd)
+    for _ in range(2):
+        with region():
+            inside.step(batch())
+        outside.step(batch())
+    assert off(inside.state_dict(), outside.state_dict()) == 0
+    assert off(inside.state_dict(), plain(network(), 2, region)) < 1e-2
+    with pytest.raises(FxpartError, match="float16"), REFUSED["autocast in float16"]():
+        inside.step(batch())
+
+
+@pytest.mark.parametrize(
+    "name", sorted(REFUSED.keys() - {"no_grad", "gradients off", "inference_mode", "default dtype"})
+)
+def test_refused_around_compile(name: str) -> None:
+    with pytest.raises(FxpartError) as caught, REFUSED[name]():
+        compiled("pipeline")
+    assert caught.value.code == "FXP116"
+    assert caught.value.problems[0].where == "fxpart.compile"
+
+
+def test_autocast_around_compile_and_replan_of_that_precision() -> None:
+    with REFUSED["autocast in bfloat16"]():
+        made = compiled("pipeline", precision="bf16")
+        again = made.replan("local:1")
+        with pytest.raises(FxpartError, match="FXP116"):
+            program("pipeline").replan("local:1")
+    trainer, wanted = again.trainer(sgd), program("pipeline", "bf16").trainer(sgd)
+    trainer.step(batch())
+    wanted.step(batch())
+    assert off(trainer.state_dict(), wanted.state_dict()) < 1e-6
+
+
+def test_the_default_dtype_is_that_of_compile() -> None:
+    with default_dtype(torch.float64):
+        trainer = program("pipeline")
+        with pytest.raises(FxpartError, match="was float32 when the program"):
+            trainer.trainer(sgd)
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = network()
+    with pytest.raises(FxpartError) as caught:
+        compiled("pipeline", model)
+    assert caught.value.code == "FXP116" and caught.value.problems[0].where == "0.weight"
+
+
+@every_layout
+def test_anomaly_detection_finds_what_it_finds_in_a_module(layout: str) -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sub(x).sqrt()  # its gradient is 0 * inf
+
+    trainer = compiled(layout, nn.Sequential(*network(), Root())).trainer(sgd)
+    before = trainer.state_dict()
+    with pytest.warns(UserWarning, match="Anomaly"), pytest.raises(FxpartError) as caught:
+        with torch.autograd.detect_anomaly():
+            trainer.step(batch())
+    assert caught.value.code == "FXP504" and "nan" in str(caught.value)
+    assert off(trainer.state_dict(), before) == 0
+
+
+@every_layout
+def test_denormal_numbers_are_flushed_in_every_thread(layout: str) -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    torch.set_flush_denormal(False)
+    model = nn.Sequential(*network(), nn.Hardtanh(-1e-40, 1e-40))
+    made = compiled(layout, model)
+    x, _ = batch()
+    for flushed in (True, False, True):
+        torch.set_flush_denormal(flushed)
+        try:
+            found, wanted = made.trainer(sgd).predict((x,)), model(x)
+        finally:
+            torch.set_flush_denormal(False)
+        assert bool((found.view(torch.int32) << 1).any()) is not flushed
+        assert torch.equal(found.view(torch.int32) << 1, wanted.view(torch.int32) << 1)
+
+
+# -- modes of modules ---------------------------------------------------------------------------
+
+
+def normalized() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)
+    )
+
+
+MODES_OF_MODULES: dict[str, Callable[[nn.Sequential], object]] = {
+    "all in evaluation": lambda model: model.eval(),
+    "normalization frozen": lambda model: (model[1].eval(), model[2].eval()),
+    "one module in training": lambda model: (model.eval(), model[0].train()),
+}
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "replicas"])
+@pytest.mark.parametrize("name", MODES_OF_MODULES)
+@pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
+def test_modules_train_in_the_mode_that_they_are_in(name: str, layout: str) -> None:
+    model = normalized()
+    MODES_OF_MODULES[name](model)
+    wanted = plain(copy.deepcopy(model), 2, torch.enable_grad)
+    trainer = compiled(layout, model).trainer(sgd)
+    for _ in range(2):
+        trainer.step(batch())
+        trainer.eval_step(batch())
+    assert off(trainer.state_dict(), wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.eval(), lambda m: m[1].eval(), lambda m: m[2].eval()]
+)
+def test_modes_of_modules_changed_after_compile(change: Callable[[Any], object]) -> None:
+    model = normalized()
+    trainer = compiled("pipeline", model).trainer(sgd)
+    change(model)
+    trainer.evaluate([batch()])  # is in evaluation mode anyway
+    with pytest.raises(FxpartError, match="in evaluation mode, and was in training mode") as caught:
+        trainer.step(batch())
+    assert caught.value.code == "FXP116"
+    model.train()
+    trainer.step(batch())
+
+
+def test_a_loss_that_is_a_module_has_modes_too() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return (self.dropout(out) - wanted).square().mean()
+
+    loss = Noisy()
+    trainer = fxpart.compile(
+        network(), "local:1", example_inputs=batch(), loss=loss, microbatches=1
+    ).trainer(sgd)
+    loss.eval()
+    with pytest.raises(FxpartError, match="Noisy is in evaluation mode"):
+        trainer.step(batch())
+
+
+def test_a_model_in_evaluation_mode_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="the model is in evaluation mode"):
+        compiled("pipeline", normalized().eval())
+
+
+# -- the tables ---------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_trainer_refuses_the_same() -> None:
+    made = fxpart.compile(
+        network(), "local:2", example_inputs=batch(), loss=nn.MSELoss(), microbatches=1,
+        constraints={"mesh": "none", "stages": 2}, mode="async",
+    )  # fmt: skip
+    trainer = made.trainer(sgd)
+    trainer.step(batch())
+    for name in ("autocast in bfloat16", "inference_mode", "default dtype"):
+        with pytest.raises(FxpartError) as caught, REFUSED[name]():
+            trainer.step(batch())
+        assert caught.value.code == "FXP116"
+    with torch.no_grad():
+        assert trainer.evaluate([batch()])["loss"] > 0
+    assert trainer.updates == 1
+
+
+@pytest.mark.parametrize("kind", [Trainer, StreamTrainer, QueueTrainer])
+def test_every_public_call_is_an_entry_point(kind: type) -> None:
+    """A new method that computes or reads state belongs into the table, or here."""
+    others = {
+        "close", "record", "zero_grad", "spoil", "again", "taken", "drain", "restart", "weights_of",
+        "lose", "is_collective", "step_by_hand", "anneal_until", "touch",
+    }  # fmt: skip
+    for name in dir(kind):
+        method = getattr(kind, name)
+        if name.startswith("_") or not callable(method) or name in others:
+            continue
+        assert name in ENTRY_POINTS and hasattr(method, "__wrapped__"), name
+
+
+def test_every_mode_has_a_reason_and_a_fix() -> None:
+    assert all(mode.name and mode.fix and mode.refused for mode in MODES)
+    assert not any(mode.read(Ambient()) for mode in MODES)
