@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -14,14 +14,13 @@ from torch import fx
 from fxpart.errors import error
 from fxpart.pipeline.annotation import KEY, Level
 from fxpart.pipeline.autocast import WHOLE_KEY, Autocast, conversions
-from fxpart.pipeline.edit import add_call, annotation, fake_mode, place, value
+from fxpart.pipeline.edit import add_call, annotation, fake_mode, value
 from fxpart.pipeline.effects import is_op, packet_name, written
 from fxpart.pipeline.functional import METADATA_OPS
+from fxpart.pipeline.regions import AUTOCAST, GRAD, refused_region, region_name, region_place
 
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
-_GRAD = "wrap_with_set_grad_enabled"
-_AUTOCAST = "wrap_with_autocast"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class InlineRegions:
         shared: Converted = {}
         whole = bool(graph_module.meta.get(WHOLE_KEY))
         for node in list(graph.nodes):
-            if _region(node):
+            if region_name(node):
                 with graph.inserting_before(node):
                     _Inliner(graph_module, node, mode, shared if whole else {}).inline()
         for node in reversed(graph.nodes):
@@ -53,13 +52,6 @@ class InlineRegions:
                 graph.erase_node(node)
         graph_module.delete_all_unused_submodules()
         return graph_module
-
-
-def _region(node: fx.Node) -> str:
-    """The kind of region that a node calls, or "" """
-    if node.op != "call_function" or getattr(node.target, "namespace", "") != "higher_order":
-        return ""
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
@@ -103,15 +95,15 @@ class _Inliner:
 
     def _region(self, call: fx.Node, args: Sequence[Any], around: _Around) -> list[Any]:
         """The region's results as outer nodes; args: the call's arguments as outer nodes."""
-        kind = _region(call)
-        if kind == _GRAD:
+        kind = region_name(call)
+        if kind == GRAD:
             enabled, body, *operands = args
             around = replace(around, grad=bool(enabled))
-        elif kind == _AUTOCAST:
+        elif kind == AUTOCAST:
             device, dtype, enabled, cache, body, *operands = args
             around = replace(around, autocast=self._autocast(device, dtype, enabled, cache))
         else:
-            raise _refuse_region(call, kind)
+            raise refused_region(call)
         path = str(body.target) if isinstance(body, fx.Node) else ""
         module = attrgetter(path)(self.root) if path else None
         if not isinstance(module, fx.GraphModule):
@@ -139,7 +131,7 @@ class _Inliner:
             elif node.op == "output":
                 found = fx.node.map_arg(node.args[0], lambda n: env[_written_object(n)])
                 return list(found) if isinstance(found, (tuple, list)) else [found]
-            elif _region(node):
+            elif region_name(node):
                 args = fx.node.map_arg(node.args, env.__getitem__)
                 env[node] = self._region(node, args, around)
             elif _region_item(node):
@@ -239,39 +231,15 @@ def _written_object(node: fx.Node) -> fx.Node:
 def _region_item(node: fx.Node) -> bool:
     """Whether a node takes one result out of a nested region."""
     source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and bool(_region(source))
-
-
-def _refuse_region(call: fx.Node, kind: str) -> Exception:
-    """FXP108 for a region that is neither of gradients nor of autocast."""
-    fixes = {
-        "cond": "compute both branches and choose with torch.where(condition, a, b), or decide "
-        "outside of the model",
-        "while_loop": "use a Python loop with a fixed number of iterations",
-        "scan": "use a Python loop over the dim",
-        "map_impl": "use torch.vmap, or a Python loop over the dim",
-    }
-    return error(
-        "FXP108",
-        where=_region_place(call),
-        why=f"torch.{kind} runs a graph of its own, which cannot be divided into stages",
-        fix=fixes.get(kind, "write the same with plain operations on tensors"),
-    )
+    return isinstance(source, fx.Node) and bool(region_name(source))
 
 
 def _refuse(call: fx.Node, why: str) -> Exception:
     """FXP108 at the first line of the region."""
     return error(
         "FXP108",
-        where=_region_place(call),
+        where=region_place(call),
         why=why,
         fix="put it under torch.autocast(device, enabled=False), or cast the tensors there "
         "yourself with .to(dtype)",
     )
-
-
-def _region_place(call: fx.Node) -> str:
-    """Where the region is: the call's place, or that of its first user."""
-    users: Iterator[fx.Node] = iter(call.users)
-    first = next(users, None)
-    return place(first if not annotation(call).source and first is not None else call)

@@ -220,17 +220,30 @@ def _fourier(op: Any, *rest: Any) -> Maker:
     return make
 
 
-def _transform(name: str) -> Maker:
-    """A public Fourier transform over the last dim, or over the last two."""
+_TRANSFORMED = """fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2
+fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift""".split()
+
+
+def _transformed(name: str) -> Maker:
+    """A Fourier transform over given dims, sizes, or those that the function takes by itself."""
+    op = getattr(ATEN, name).default
+    is_real = name in ("fft_rfft", "fft_ihfft", "fft_rfft2", "fft_rfftn", "fft_fftshift")
+    # The gradient of what a real signal does not have is not defined.
+    gradients = name not in ("fft_irfft", "fft_hfft", "fft_irfft2", "fft_irfftn")
+    dims: list[Any] = [0, 1, -1]
+    if name.endswith(("2", "n", "shift")):
+        dims = [[0, 1], [2, 0]]
 
     def make(r: Draw) -> Example:
         shape = r.sizes(3, 2, 4)
         x = r.real(*shape)
-        x = x if name.startswith("fft_r") else torch.complex(x, r.real(*shape))
-        dims = [1, 2] if name[-1] in "2n" else 2
-        # the inverse of a real transform has no gradient of the parts that its input does not have
-        gradients = not name.startswith("fft_ir")
-        return Example(getattr(ATEN, name).default, (x, None, dims), gradients=gradients)
+        x = x if is_real else torch.complex(x, r.real(*shape))
+        kwargs: dict[str, Any] = {}
+        if r.yes():
+            kwargs["dim"] = r.pick(dims)
+        elif name.endswith("n") and r.yes():
+            kwargs["s"] = [5, 4]
+        return Example(op, (x,), kwargs, gradients=gradients)
 
     return make
 
@@ -295,10 +308,7 @@ EXAMPLES: dict[str, Maker] = {
     "aten._fft_r2c": _fourier(ATEN._fft_r2c.default, True),
     "aten._fft_c2c": _fourier(ATEN._fft_c2c.default, True),
     "aten._fft_c2r": _fourier(ATEN._fft_c2r.default),
-    **{
-        f"aten.{name}": _transform(name)
-        for name in (f"fft_{k}fft{d}" for k in ("", "i", "r", "ir") for d in ("", "2", "n"))
-    },
+    **{f"aten.{name}": _transformed(name) for name in _TRANSFORMED},
     "aten.bucketize": _bucketize,
     "aten.meshgrid": _meshgrid,
 }

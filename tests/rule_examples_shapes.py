@@ -179,6 +179,12 @@ def _select_scatter(r: Draw) -> Example:
     )
 
 
+def _diagonal_scatter(r: Draw) -> Example:
+    batch, rows, columns = r.sizes(3, 2, 5)
+    whole, part = r.real(rows, batch, columns), r.real(batch, min(rows, columns))
+    return Example(ATEN.diagonal_scatter.default, (whole, part, 0, 0, -1))
+
+
 def _slice_scatter(r: Draw) -> Example:
     shape, dim = r.sizes(2, 3, 6), r.dim(2)
     part = list(shape)
@@ -226,6 +232,7 @@ _PADS = {
     **{f"replication_pad{d}d": d for d in (1, 2, 3)},
     "constant_pad_nd": 1,
 }
+
 
 EXAMPLES: dict[str, Maker] = {
     "aten.view": _view(ATEN.view.default),
@@ -282,5 +289,6 @@ EXAMPLES: dict[str, Maker] = {
     "aten.triu": lambda r: Example(ATEN.triu.default, (r.real(*r.shape(0, 1), 4, 5), -1)),
     "aten.glu": _glu,
     "aten.unfold": lambda r: Example(ATEN.unfold.default, (r.real(*r.sizes(2, 3)), r.dim(2), 2, 1)),
+    "aten.diagonal_scatter": _diagonal_scatter,
     "aten.diagonal": lambda r: Example(ATEN.diagonal.default, (r.real(*r.sizes(3)), 0, 0, -1)),
 }

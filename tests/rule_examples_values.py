@@ -180,21 +180,20 @@ def _new(op: Any, *rest: Any, values: bool = True) -> Maker:
 _SAME = """alias clone contiguous detach lift_fresh_copy lift_fresh lift
 zeros_like ones_like hardtanh celu""".split()
 
+_COMPLEX = "resolve_conj resolve_neg conj _conj conj_physical _neg_view real imag".split()
 
-def _complex(name: str) -> Maker:
-    """An op of one complex tensor."""
 
+def _complex(op: Any) -> Maker:
     def make(r: Draw) -> Example:
         shape = r.shape()
-        value = torch.complex(r.real(*shape), r.real(*shape))
-        return Example(getattr(ATEN, name).default, (value,))
+        return Example(op, (torch.complex(r.real(*shape), r.real(*shape)),))
 
     return make
 
 
 EXAMPLES: dict[str, Maker] = {
-    **{f"aten.{n}": _complex(n) for n in ("resolve_conj", "resolve_neg", "conj", "real", "imag")},
-    "aten.view_as_real": _complex("view_as_real"),
+    **{f"aten.{name}": _complex(getattr(ATEN, name).default) for name in _COMPLEX},
+    "aten.view_as_real": _complex(ATEN.view_as_real.default),
     "aten.view_as_complex": lambda r: Example(
         ATEN.view_as_complex.default, (r.real(*r.shape(), 2),)
     ),

@@ -31,6 +31,7 @@ from fxpart.capture.whole import Whole
 from fxpart.compat import size_hint, symbol_names, uncompiled
 from fxpart.errors import FxpartError
 from fxpart.pipeline.autocast import WHOLE_KEY
+from fxpart.pipeline.regions import check_regions
 from fxpart.program import InputSpec
 
 
@@ -114,6 +115,7 @@ def _run(request: Request) -> Captured:
             raise FxpartError(
                 problems_of([(way.label, failure) for way, failure in none.failures])
             ) from none
+    check_regions(unlifted.graph.graph)
     if request.autocast is not None:
         unlifted.graph.meta[WHOLE_KEY] = True
     tried = tuple(f"{way.label}: {summary_of(failure)}" for way, failure in failures)

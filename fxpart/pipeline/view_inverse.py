@@ -90,7 +90,9 @@ def _inverse(name: str, target: Any, rest: list[Any], kwargs: dict[str, Any]) ->
     if name in ("real", "imag"):
         return lambda add, parent, part: _with_half(name, add, parent, part)
     if name in ("conj", "_conj"):
-        return lambda add, parent, part: add(aten._conj.default, part)
+        return lambda add, parent, part: add(
+            aten.resolve_conj.default, add(aten._conj.default, part)
+        )
     return None
 
 

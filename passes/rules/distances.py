@@ -24,12 +24,21 @@ def _cross(call: Call) -> Rule:
 
 
 def _transform(call: Call) -> Rule:
-    """Fourier transforms: the dims that are transformed stay whole."""
+    """Fourier transforms: their dims stay whole; by default the last ones of ``s``, or all."""
     shape = call.operands[0][1]
-    dims = call.dims("dim", len(shape))
+    sizes = call.number("s")
+    if call.number("dim") is None and sizes is not None:
+        dims = set(range(len(shape) - len(sizes), len(shape)))
+    else:
+        dims = call.dims("dim", len(shape))
     inside: list[Dim] = [f"_n{i}" if i in dims else f"d{i}" for i in range(len(shape))]
     out: list[Dim] = [f"_m{i}" if i in dims else f"d{i}" for i in range(len(shape))]
     return call.rule([inside], [out], linear=["self"])
+
+
+_TRANSFORMS = """fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn
+fftshift ifftshift
+""".split()
 
 
 def _grid(call: Call) -> Rule:
@@ -43,8 +52,6 @@ def _grid(call: Call) -> Rule:
     return call.rule([[n] for n in names], [out] * len(call.results))
 
 
-_FOURIER = [f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")]
-
 TABLE: dict[str, Entry] = {
     "aten.cosine_similarity": _similarity,
     "aten.pairwise_distance": notation("... _d, ... _d -> ..."),
@@ -57,7 +64,7 @@ TABLE: dict[str, Entry] = {
     "aten._fft_c2r": _transform,
     "aten.view_as_real": notation("... -> ... _c"),
     "aten.view_as_complex": notation("... _c -> ..."),
-    **{f"aten.{name}": _transform for name in _FOURIER},
+    **dict.fromkeys((f"aten.fft_{name}" for name in _TRANSFORMS), _transform),
     "aten.bucketize": notation("..., _n -> ..."),
     "aten.meshgrid": _grid,
 }

@@ -171,6 +171,15 @@ def _scattered(call: Call) -> Rule:
     return call.rule([dims, part], [dims], linear=["self src"])
 
 
+def _diagonal_scattered(call: Call) -> Rule:
+    """diagonal_scatter: both dims of the diagonal stay whole; it is the last dim of the source."""
+    rank = len(call.shape("self"))
+    crossed = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    dims: list[Dim] = [f"_n{i}" if i in crossed else f"d{i}" for i in range(rank)]
+    part: list[Dim] = [*(f"d{i}" for i in range(rank) if i not in crossed), "_m"]
+    return call.rule([dims, part], [dims], linear=["self src"])
+
+
 def _diff(call: Call) -> Rule:
     shape = call.shape("self")
     at = call.dim("dim", len(shape))
@@ -269,4 +278,5 @@ TABLE: dict[str, Entry] = {
     "aten.glu": _glu,
     "aten.unfold": _unfold,
     "aten.diagonal": _diagonal,
+    "aten.diagonal_scatter": _diagonal_scattered,
 }

@@ -118,9 +118,9 @@ LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
     "lerp": _lerp,
     **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh_copy"), _first),
     **dict.fromkeys(("positive", "real", "imag", "conj", "_conj", "view_as"), _first),
-    **dict.fromkeys(("resolve_conj", "resolve_neg"), _first),
     **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy"), _first),
     **dict.fromkeys(("deg2rad", "rad2deg", "dropout", "native_dropout"), _first),
+    **dict.fromkeys(("resolve_conj", "resolve_neg", "conj_physical", "_neg_view"), _first),
 }
 
 
@@ -160,8 +160,8 @@ def _tensors(call: Call) -> Rule:
 _LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as dropout
 native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like ones_like full_like
 empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_ copy detach_copy
-alias_copy resolve_conj resolve_neg conj real imag hardtanh celu
-rrelu_with_noise_functional normal_functional
+alias_copy resolve_conj resolve_neg conj _conj conj_physical _neg_view real imag
+hardtanh celu rrelu_with_noise_functional normal_functional
 """.split()
 
 _UNTAGGED = """where __and__ __or__ __xor__ __lshift__ __rshift__ floor_divide hardswish softplus
