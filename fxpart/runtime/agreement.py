@@ -181,11 +181,19 @@ def merge(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Probl
     if not names_ranks:
         return list(found)
     return [
-        problem
-        if len(set(ranks)) == len(messages) or problem.where.startswith("rank ")
-        else replace(problem, why=f"{problem.why} (on rank {', '.join(map(str, ranks))})")
+        problem if len(set(ranks)) == len(messages) else _on_ranks(problem, ranks)
         for problem, ranks in found.items()
     ]
+
+
+def _on_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
+    """The problem with the ranks that have it, in front of the place unless that is in a batch."""
+    if problem.where.startswith("rank "):
+        return problem
+    names = f"rank {', '.join(map(str, ranks))}"
+    if problem.code == "FXP105":
+        return replace(problem, why=f"{problem.why} (on {names})")
+    return replace(problem, where=f"{names}, {problem.where}")
 
 
 def exception_problem(rank: int, what: str, cause: BaseException) -> Problem:
