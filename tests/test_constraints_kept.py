@@ -150,6 +150,8 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("precision", "bf16", lambda p: p.precision == "bf16"),
     ("granularity", "op", lambda p: False),  # the model was captured in blocks
     ("placements", "annotated", lambda p: p.constraints["mesh"] != "none"),
+    # the model couples no rows: there is nothing to accept, and every plan keeps it
+    ("batch_coupling", "per-microbatch", lambda p: True),
     ("zero_axis", "tp", lambda p: "tp" in p.constraints["mesh"]),
     ("annotations", "[annotations]\n", lambda p: p.constraints["mesh"] != "none"),
     ("solver", "cp-sat", lambda p: p.schedule != "async"),
