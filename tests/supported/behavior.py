@@ -123,7 +123,7 @@ def plain(script: Script) -> dict[str, torch.Tensor]:
         value.backward()
         optimizer.step()
         advance(scheduler, value)
-    state = twin["model"].state_dict()
+    state = {k.removeprefix("_orig_mod."): v for k, v in twin["model"].state_dict().items()}
     if isinstance(loss, nn.Module):
         state |= {f"loss.{name}": value for name, value in loss.state_dict().items()}
     return state

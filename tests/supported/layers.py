@@ -81,7 +81,10 @@ def permuted() -> Script:
     return Script(model, rows, F.mse_loss)
 
 
-@behavior(AREA, "a compiled model (torch.compile)", "one rank")
+@behavior(
+    AREA, "a compiled model (torch.compile)", "one rank",
+    reason="state has the names of the plain module, without `_orig_mod`",
+)  # fmt: skip
 def compiled() -> Script:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     return Script(torch.compile(model), batches(), F.mse_loss)
