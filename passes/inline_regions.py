@@ -22,7 +22,6 @@ from fxpart.pipeline.regions import AUTOCAST, GRAD, refused_region, region_name,
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
 
-
 @dataclass(frozen=True)
 class InlineRegions:
     """Replace region calls by their bodies.
