@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,6 +83,8 @@ def test_the_models_own_structure(kind: str) -> None:
         assert type(found) is type(expected)
         wanted, got = named_tensors(expected), named_tensors(found)
         wanted.pop("loss", None)
+        if kind == "pair":
+            wanted.pop("mean")  # the only scalar with a gradient, and so the loss
         assert got.keys() == wanted.keys()
         for name, tensor in wanted.items():
             torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
@@ -194,6 +197,7 @@ def test_adapters_train_as_in_one_process() -> None:
     """Frozen weights stay, nothing flows back below the first adapter, adapters are saved alone."""
     model, batch, made = adapters_program()
     trainer = made.trainer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), log_grad_norm=True)
+    model = copy.deepcopy(model)  # the trainer watches the other one
     mine = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(mine, lr=0.1, momentum=0.9)
     for _ in range(3):
