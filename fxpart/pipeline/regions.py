@@ -22,7 +22,7 @@ _FIXES = {
 
 
 def region_name(node: fx.Node) -> str:
-    """The name of the higher-order op that a node calls, or "" """
+    """The name of the higher-order op that a node calls; empty for any other node."""
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "higher_order":
         return ""
     return str(getattr(node.target, "__name__", node.target))
