@@ -19,6 +19,7 @@ from fxpart.errors import error
 from fxpart.front import Asked, Front, asked_for, make_front, of_model
 from fxpart.modes import ASYNC, with_mode
 from fxpart.parts import Parts, apply_plan, fields_of, write
+from fxpart.passes.objective import ADDED_KEY
 from fxpart.plan import Plan
 from fxpart.plan_io.runnable import require
 from fxpart.planned.constraint_check import check_plan
@@ -255,7 +256,8 @@ class Program:
                 why="each stage of the program is one rank, so that nothing is sharded",
                 fix='give a mesh: constraints={"mesh": "dp=2,tp=2"}, or --mesh dp=2,tp=2',
             )
-        return dump_annotations(self.lanes.sharded.whole, suffix)
+        whole = self.lanes.sharded.whole
+        return dump_annotations(whole, suffix, without=whole.meta.get(ADDED_KEY, ()))
 
     @compiles
     def replan(

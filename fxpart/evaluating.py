@@ -26,6 +26,7 @@ from fxpart.runtime.lanes import Lane
 from fxpart.runtime.outputs import Outputs, OutputSpec
 from fxpart.runtime.pieces import parts_of
 from fxpart.runtime.replicas import original, replicated, rounds_of
+from fxpart.sharded.coupling import mark_numbers
 from fxpart.sharded.divided import divided, divided_lanes
 from fxpart.sharded.programs import cut
 
@@ -106,6 +107,9 @@ def _in_evaluation(
     program: Program, captured: Captured, lanes: Sequence[Lane], *, keep_outputs: bool
 ) -> list[Lane]:
     """A model that was captured in evaluation mode, on the stages and lanes of training."""
+    if captured.microbatch_size not in (None, captured.batch_size):
+        assert captured.again is not None
+        mark_numbers(captured.again(False, captured.batch_size), captured)
     graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:

@@ -180,7 +180,7 @@ def _new(op: Any, *rest: Any, values: bool = True) -> Maker:
 _SAME = """alias clone contiguous detach lift_fresh_copy lift_fresh lift
 zeros_like ones_like hardtanh celu""".split()
 
-_COMPLEX = "resolve_conj resolve_neg conj _conj conj_physical _neg_view real imag".split()
+_COMPLEX = "resolve_conj resolve_neg conj _conj _neg_view real imag".split()
 
 
 def _complex(op: Any) -> Maker:

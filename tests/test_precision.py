@@ -227,7 +227,7 @@ def test_the_zoo_under_autocast(name: str) -> None:
     program = fxpart.compile(
         built.model, "local:3", example_inputs=built.batch, loss=built.loss,
         batch_dims=built.batch_dims, microbatches=2, precision="bf16",
-        constraints={"stages": 2, "mesh": "none"},
+        constraints={"stages": 2, "mesh": "none"}, batch_coupling=entry.coupling,
     )  # fmt: skip
     found = program.verify(steps=1)
     assert found.passed and found.equal, found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,15 +25,18 @@ class _Line:
     origin: str
 
 
-def dump_annotations(graph: fx.GraphModule, suffix: str = ".toml") -> str:
+def dump_annotations(
+    graph: fx.GraphModule, suffix: str = ".toml", without: Collection[str] = ()
+) -> str:
     """What is known of every parameter, input and op, as the text of a TOML or JSON file.
 
     ``op:NAME`` says which factor each axis cuts, ``node:NAME`` how the result lies; open axes are
     left out. Beside each stands where it came from (a comment, or the table ``origins``). Given
-    back to the pass ``annotate``, it leads to the same placements. FXP111 without a mesh.
+    back to the pass ``annotate``, it leads to the same placements. without: names of nodes that
+    the captured graph does not have. FXP111 without a mesh.
     """
     mesh = mesh_of(graph)
-    lines = [line for line in _lines(graph, mesh) if line.text]
+    lines = [line for line in _lines(graph, mesh, without) if line.text]
     if suffix == ".json":
         held = {
             "format": FORMAT,
@@ -74,9 +77,11 @@ def mesh_of(graph: fx.GraphModule) -> Mesh:
     return mesh
 
 
-def _lines(graph: fx.GraphModule, mesh: Mesh) -> Iterator[_Line]:
+def _lines(graph: fx.GraphModule, mesh: Mesh, without: Collection[str]) -> Iterator[_Line]:
     """Entries in the order of the graph: of an op its factors, then its results."""
     for node in graph.graph.nodes:
+        if node.name in without:
+            continue
         known = sharding(node)
         if node.op == "placeholder" and known is not None:
             yield _line(f"input:{node.name}", known.results[0], known, mesh)

@@ -175,7 +175,9 @@ def _assemble(
         training=request.training,
         precision=request.precision,
         tried=tried,
-        again=lambda training: run(replace(request, training=training)),
+        again=lambda training, size=request.microbatch_size: run(
+            replace(request, training=training, microbatch_size=size)
+        ),
         eager=lambda batch: run_eagerly(request, batch),
         example=lambda: _example(request),
         config=config_text(request.model),

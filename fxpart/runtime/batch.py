@@ -218,7 +218,7 @@ class Reader:
             return [tensors], [1]
         fixed = [spec for spec in cut if isinstance(_entry(spec), int)]
         if fixed:
-            rows = self._fixed_rows(fixed, tensors, problems)
+            rows = self._fixed_rows(fixed, tensors, microbatches, problems)
         else:
             rows = self._even_rows(cut, tensors, microbatches, problems)
         if problems:
@@ -238,9 +238,17 @@ class Reader:
         return pieces, rows
 
     def _fixed_rows(
-        self, fixed: list[InputSpec], tensors: dict[str, torch.Tensor], problems: list[Problem]
+        self,
+        fixed: list[InputSpec],
+        tensors: dict[str, torch.Tensor],
+        microbatches: int,
+        problems: list[Problem],
     ) -> list[int]:
-        """Captured at a fixed microbatch size: as many pieces of that size as there are."""
+        """Captured at a fixed microbatch size: as many pieces of that size as there are.
+
+        A program of one microbatch takes its batch size only: its graph was not rewritten for
+        parts of a batch.
+        """
         counts: set[int] = set()
         for spec in fixed:
             unit, size = _entry(spec), _size(spec, tensors)
@@ -254,6 +262,13 @@ class Reader:
                     f"give a multiple of {unit} (drop_last=True in a DataLoader drops a smaller "
                     "last batch), or capture with a symbolic batch dim"
                 )
+                problems.append(_problem(spec.path, why, fix))
+            elif size > unit and microbatches == 1:
+                why = (
+                    f"the program was captured at a fixed batch size of {unit} for one microbatch, "
+                    f"and the batch has {size} along dim {spec.batch_dim}"
+                )
+                fix = f"give batches of {unit}, or compile with microbatches=2 or more"
                 problems.append(_problem(spec.path, why, fix))
             else:
                 counts.add(size // unit)

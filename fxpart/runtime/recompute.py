@@ -36,7 +36,7 @@ Call = Callable[..., tuple[torch.Tensor, ...]]
 class ForwardWeights(Protocol):
     """See :class:`fxpart.runtime.weights.forward_again.ForwardAgain`."""
 
-    def reading(self) -> AbstractContextManager[Callable[[torch.Tensor], Any] | None]:
+    def forward_weights(self) -> AbstractContextManager[Callable[[torch.Tensor], Any] | None]:
         """Around a forward that runs again: what packs the tensors that it saves."""
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -217,7 +217,7 @@ class _Record:
         kept = nullcontext() if self.products is None else self.products.again()
         reading: AbstractContextManager[Any] = nullcontext()
         if weights is not None:
-            reading = weights.reading()
+            reading = weights.forward_weights()
         with reading as pack, torch.enable_grad(), self._as_before(), kept, hooks:
             try:
                 self.piece.run(self._key, *self._arguments())

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 from torch import fx
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.passes.objective import NUMBERS_KEY, Coupling, analyze, coupling_of
+from fxpart.passes import PREPARE
+from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, Coupling, analyze, coupling_of
+from fxpart.pipeline import PassManager
 from fxpart.plan import Equivalence, Plan
 from fxpart.sharded.divided import batch_dims
 
@@ -42,6 +44,10 @@ def mark_numbers(whole: Captured, microbatch: Captured) -> None:
         if n.op == "call_function" and (m is None or _plain(m) != _plain(n))
     }  # fmt: skip
     microbatch.graph.meta[NUMBERS_KEY] = frozenset(names)
+    if microbatch.microbatch_size == 1:
+        larger = PassManager().run(PREPARE, whole.graph)
+        larger.meta[NUMBERS_KEY] = frozenset(names)
+        microbatch.graph.meta[LARGER_KEY] = larger
 
 
 def _plain(node: fx.Node) -> str:

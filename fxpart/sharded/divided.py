@@ -20,14 +20,9 @@ def batch_dims(captured: Captured) -> Mapping[str, int | None]:
     return {given.name: given.batch_dim for given in captured.inputs}
 
 
-def is_divided(captured: Captured, microbatches: int) -> bool:
-    """Whether a batch may come in several pieces: a graph of one size takes any number of them."""
-    return microbatches > 1 or not captured.symbolic
-
-
 def divided(graph: fx.GraphModule, captured: Captured, microbatches: int) -> fx.GraphModule:
     """The graph for so many microbatches; itself for one, and where the loss is a mean of rows."""
-    if not is_divided(captured, microbatches):
+    if microbatches == 1:
         return graph
     return divide(graph, batch_dims(captured), accept=True).module
 

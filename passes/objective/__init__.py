@@ -9,11 +9,13 @@ input of the graph.
 
 from __future__ import annotations
 
-from .analysis import NUMBERS_KEY, Analysis, analyze
+from .analysis import LARGER_KEY, NUMBERS_KEY, Analysis, analyze
 from .coupling import Coupling, coupling_of
-from .divide import OBJECTIVE_KEY, Divided, Totals, divide
+from .divide import ADDED_KEY, OBJECTIVE_KEY, Divided, Totals, divide
 
 __all__ = [
+    "ADDED_KEY",
+    "LARGER_KEY",
     "NUMBERS_KEY",
     "OBJECTIVE_KEY",
     "Analysis",

@@ -38,6 +38,8 @@ from .transfer import Transfer, place_of, transfer
 AXIS = Mesh((("batch", 1),))
 # A graph of one size: names of the nodes whose numbers differ in a graph of another batch size.
 NUMBERS_KEY = "fxpart_batch_numbers"
+# A graph of one row, whose rows cannot be told from dims that are broadcast: the same of more rows.
+LARGER_KEY = "fxpart_larger_batch"
 LARGEST_CONSTANT = 1 << 16  # elements of a buffer that totals of the batch may depend on
 
 _UNIFORM = frozenset(
@@ -94,7 +96,40 @@ def analyze(
     batch_dims: of each input, by its name. accept: what couples rows is computed for each
     microbatch, and counts as a mean over rows.
     """
-    return _Analyzer(module, batch_dims, accept).run()
+    larger = module.meta.get(LARGER_KEY)
+    if larger is None:
+        return _Analyzer(module, batch_dims, accept).run()
+    return _transferred(_Analyzer(larger, batch_dims, accept).run(), module.graph)
+
+
+def _transferred(found: Analysis, graph: fx.Graph) -> Analysis:
+    """What was found in a graph, for another one with the same nodes by name.
+
+    A node that only the other graph has couples rows.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    pairs = ((n, nodes[n.name]) for n in found.graph.nodes if n.name in nodes)
+    there = {n: m for n, m in pairs if (n.op, n.target) == (m.op, m.target)}
+
+    def of(kind: Kind) -> Kind:
+        return kind if kind.cause is None else replace(kind, cause=there.get(kind.cause))
+
+    def both(pair: tuple[fx.Node, Any]) -> tuple[fx.Node, Any] | None:
+        node, operand = pair
+        other = there.get(operand) if isinstance(operand, fx.Node) else operand
+        return None if node not in there or other is None else (there[node], other)
+
+    made = Analysis(graph)
+    made.kinds = {there[n]: tuple(map(of, kinds)) for n, kinds in found.kinds.items() if n in there}
+    for node in graph.nodes:
+        held = tensors(node.meta.get("val")) if node.op == "call_function" else []
+        if held and node not in made.kinds:
+            made.kinds[node] = (coupled(node),) * len(held)
+    made.conversions = {pair: None for pair in map(both, found.conversions) if pair}
+    made.losses = {there[n]: loss for n, loss in found.losses.items() if n in there}
+    made.sizes = {pair: None for pair in map(both, found.sizes) if pair}
+    made.writers = state_written(graph)
+    return made
 
 
 class _Analyzer:

@@ -12,10 +12,12 @@ from fxpart.pipeline.effects import op_of, packet_name
 from .analysis import Analysis
 from .kinds import Relation
 
+_SHOWN = 3  # layers of a kind that a message names
+
 
 @dataclass(frozen=True)
 class Coupling:
-    """One part of a model that couples rows. where: for a person. why: what is coupled."""
+    """Parts of a model that couple rows in one way. where: for a person. why: what is coupled."""
 
     where: str
     why: str
@@ -27,12 +29,13 @@ def coupling_of(analysis: Analysis, loss: bool = True) -> tuple[Coupling, ...]:
     loss: whether the loss counts; without it only state that is written does.
     """
     found: dict[str, Coupling] = {}
+    layers: dict[str, str] = {}  # normalizations over the batch, by the module's path
     writers = sorted(analysis.writers.items(), key=lambda item: not _normalization(item[0]))
     for writer, names in writers:
         module, layer = annotation(writer).module, _normalization(writer)
         if layer:
-            found.setdefault(module, Coupling(f"{layer} in {module}", "batch statistics"))
-        else:
+            layers.setdefault(module, layer)
+        elif module not in layers:
             why = f"{', '.join(names)} is updated once for each microbatch"
             found.setdefault(module, Coupling(_where(writer), why))
     end = analysis.loss
@@ -42,11 +45,24 @@ def coupling_of(analysis: Analysis, loss: bool = True) -> tuple[Coupling, ...]:
             cause = kind.cause if kind.cause is not None else end
             module, name = annotation(cause).module, _normalization(cause)
             if name:
-                found.setdefault(module, Coupling(f"{name} in {module}", "batch statistics"))
+                layers.setdefault(module, name)
             else:
                 key = f"{module} {cause.name}"
                 found.setdefault(key, Coupling(_where(cause), f"{_op(cause)} combines rows"))
-    return tuple(found.values())
+    return (*_normalizations(layers), *found.values())
+
+
+def _normalizations(layers: dict[str, str]) -> tuple[Coupling, ...]:
+    """One entry for all layers of a kind. layers: the kind of each, by the module's path."""
+    by_kind: dict[str, list[str]] = {}
+    for module, kind in layers.items():
+        by_kind.setdefault(kind, []).append(module)
+    found = []
+    for kind, modules in by_kind.items():
+        more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+        where = f"{kind} in {', '.join(modules[:_SHOWN])}{more}"
+        found.append(Coupling(where, "batch statistics"))
+    return tuple(found)
 
 
 def _normalization(node: fx.Node) -> str:

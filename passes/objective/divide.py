@@ -21,6 +21,7 @@ from .kinds import Relation
 from .losses import SUM_OF, count_of
 
 OBJECTIVE_KEY = "fxpart_objective"  # a divided graph: its Totals
+ADDED_KEY = "fxpart_objective_nodes"  # a divided graph: names of the nodes that the rewrite added
 _HALF = (torch.float16, torch.bfloat16)
 _ATEN = torch.ops.aten
 
@@ -70,6 +71,8 @@ def divide(
     totals = change.run()
     made.graph.lint()
     made.meta[OBJECTIVE_KEY] = totals
+    before = {node.name for node in module.graph.nodes}
+    made.meta[ADDED_KEY] = frozenset(n.name for n in made.graph.nodes) - before
     made.recompile()
     return Divided(made, totals)
 

@@ -120,7 +120,7 @@ LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
     **dict.fromkeys(("positive", "real", "imag", "conj", "_conj", "view_as"), _first),
     **dict.fromkeys(("lift_fresh", "lift", "detach_copy", "alias_copy"), _first),
     **dict.fromkeys(("deg2rad", "rad2deg", "dropout", "native_dropout"), _first),
-    **dict.fromkeys(("resolve_conj", "resolve_neg", "conj_physical", "_neg_view"), _first),
+    **dict.fromkeys(("resolve_conj", "resolve_neg", "_neg_view"), _first),
 }
 
 
@@ -160,7 +160,7 @@ def _tensors(call: Call) -> Rule:
 _LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_copy type_as dropout
 native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like ones_like full_like
 empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_ copy detach_copy
-alias_copy resolve_conj resolve_neg conj _conj conj_physical _neg_view real imag
+alias_copy resolve_conj resolve_neg conj _conj _neg_view real imag
 hardtanh celu rrelu_with_noise_functional normal_functional
 """.split()
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective.models import COUPLED, LOSSES, Language, batches, difference, model, plainly, sgd
+from objective.models import (
+    COUPLED,
+    LOSSES,
+    Language,
+    Loss,
+    batches,
+    difference,
+    model,
+    plainly,
+    sgd,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,6 +39,48 @@ def test_microbatches_and_replicas_have_the_loss_of_the_batch(name: str) -> None
         data = batches(8)
         found = difference(LOSSES[name], data, microbatches=count, constraints=LAYOUTS[layout])
         assert found < 1e-12, (layout, found)
+
+
+def of_one_size(loss: Loss) -> Loss:
+    """The loss, which loops over its rows: a graph that takes one size only."""
+
+    def fixed(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for _ in range(len(labels)):
+            pass
+        return loss(scores, labels)
+
+    return fixed
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["two_masks", "class_weights", "focal", "by_size"])
+def test_graphs_of_one_size_have_the_loss_of_the_batch(name: str, rows: int) -> None:
+    """Microbatches of one row, whose dims look like dims that are broadcast, and of two."""
+    data = batches(4)
+    loss = of_one_size(LOSSES[name])
+    found = difference(loss, data, microbatches=4 // rows, constraints=LAYOUTS["pipeline"])
+    assert found < 1e-12
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_rows_of_one_size(name: str, rows: int) -> None:
+    data, loss = batches(4), of_one_size(COUPLED[name])
+    with pytest.raises(fxpart.FxpartError) as refused:
+        difference(loss, data, microbatches=4 // rows, constraints=LAYOUTS["pipeline"])
+    assert refused.value.code == "FXP114"
+    assert "the loss" in str(refused.value)
+    assert difference(loss, data, constraints=LAYOUTS["pipeline"]) < 1e-12
+
+
+def test_a_graph_of_one_size_takes_larger_batches_in_pieces_only() -> None:
+    """In several microbatches; a program of one would compute the objective of each piece."""
+    data = [*batches(4, 1), *batches(8, 1)]
+    loss = of_one_size(LOSSES["by_size"])
+    assert difference(loss, data, microbatches=2, constraints=LAYOUTS["pipeline"]) < 1e-12
+    with pytest.raises(fxpart.FxpartError, match="for one microbatch") as refused:
+        difference(loss, data, microbatches=1, constraints=LAYOUTS["pipeline"])
+    assert refused.value.code == "FXP105"
 
 
 @pytest.mark.slow
@@ -118,6 +170,15 @@ def test_accepted_coupling_is_recorded_and_warned_of() -> None:
     assert program.plan.equivalence is not None
     assert program.plan.equivalence.promise == "per microbatch"
     assert program.plan.equivalence.reasons == ("BatchNorm in 1",)
+
+
+def test_many_layers_are_one_reason() -> None:
+    data = (torch.randn(8, 4), torch.randn(8, 4))
+    deep = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5)), nn.Linear(4, 4))
+    with pytest.raises(fxpart.FxpartError) as refused:
+        fxpart.compile(deep, "local:2", example_inputs=data, loss=F.mse_loss, microbatches=4)
+    (problem,) = refused.value.problems
+    assert problem.where == "BatchNorm in 0, 1, 2 and 2 more"
 
 
 def test_statistics_that_are_frozen_couple_nothing() -> None:

@@ -40,8 +40,8 @@ def test_off_or_seldom_stays(given: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_traced_under_it() -> None:
-    found: list[int] = []
+def test_a_model_is_traced_under_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a traced model prints stays; what it appends to a list is taken back."""
 
     class Watched(nn.Module):
         def __init__(self) -> None:
@@ -49,10 +49,10 @@ def test_a_model_is_traced_under_it() -> None:
             self.inner = ZOO["mlp"].build().model
 
         def forward(self, x: fx.Proxy) -> fx.Proxy:
-            found.append(gc.get_threshold()[0])
+            print(gc.get_threshold()[0])
             return self.inner(x)  # type: ignore[no-any-return]
 
     built = ZOO["mlp"].build()
-    fxpart.compile(Watched(), "local:1", example_inputs=built.batch, loss=built.loss)
-    assert found and set(found) == {EVERY}
+    fxpart.compile(Watched(), "local:1", example_inputs=built.batch, loss=built.loss, check="off")
+    assert set(capsys.readouterr().out.split()) == {str(EVERY)}
     assert gc.get_threshold() == (700, 10, 10)

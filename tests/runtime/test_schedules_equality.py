@@ -34,7 +34,7 @@ def program(name: str) -> Program:
     whole = fxpart.compile(
         built.model, "local:4", example_inputs=built.batch, loss=built.loss,
         batch_dims=built.batch_dims, microbatches=built.batch_size,
-        constraints={"stages": 1, "mesh": "none"},
+        constraints={"stages": 1, "mesh": "none"}, batch_coupling=entry.coupling,
     )  # fmt: skip
     count = min(4, whole.plan.model.blocks)
     constraints: dict[str, int | float | str | bool] = {"stages": count, "mesh": "none"}

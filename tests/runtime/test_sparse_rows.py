@@ -107,7 +107,7 @@ def test_gradients_add_up_over_batches() -> None:
         given = batch(seed)
         for part in zip(*(t.chunk(4) for t in given.values()), strict=True):
             loss = whole(**dict(zip(given, part, strict=True)))["loss"]
-            loss.backward(torch.full_like(loss, 0.25))
+            loss.backward(torch.full_like(loss, 0.25 / 3))
     for when in ("before the update", "after it"):
         found = trainer.gradients()
         for name, p in whole.named_parameters():

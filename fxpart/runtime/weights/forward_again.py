@@ -39,7 +39,7 @@ class ForwardAgain:
             self._microbatch, self._tensors = -1, None
 
     @contextmanager
-    def reading(self) -> Iterator[Callable[[torch.Tensor], Any] | None]:
+    def forward_weights(self) -> Iterator[Callable[[torch.Tensor], Any] | None]:
         """Around a forward that runs again: what packs the tensors that it saves.
 
         None where they may be kept as they are.
