@@ -166,6 +166,8 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     groups of stages that are copies of one another, of which each takes its turn of the
     microbatches (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
     totals: numbers of the whole batch that stages take as inputs; None where they need none.
+    weight: the number that a batch's loss is divided by, its weight in a mean over batches; None
+    where that is its number of rows.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -184,6 +186,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replicas: tuple[tuple[int, ...], ...] = ()
     transfer_dtype: str = ""
     totals: TotalsSpec | None = None
+    weight: TotalsSpec | None = None
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -158,3 +158,28 @@ def fit_accumulated(constraints: dict[str, Any], clip: float | None) -> dict[str
         "loss": max(abs(a - b) for a, b in zip(reported, losses, strict=True)),
         "state": plain.off(made.state_dict()),
     }
+
+
+def accumulate_in_parts(microbatches: int) -> tuple[float, float]:
+    """How far the loss and weights are from plain PyTorch's, where each rank is given its inputs.
+
+    Two stages on two ranks: the first is given tokens, the last labels, of which some are ignored.
+    """
+    loss, model = nn.CrossEntropyLoss(ignore_index=0), seeded(Tagger)
+    batches = [tagger_batch(rows, seed) for seed, rows in enumerate((8, 4, 8))]
+    whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    plain = copy.deepcopy(model)
+    expected = loss(plain(whole[0]), whole[1])
+    expected.backward()
+    sgd(plain.parameters()).step()
+    program = fxpart.compile(
+        model, "local:2", example_inputs=batches[0], loss=loss, microbatches=microbatches,
+        constraints={"mesh": "none", "stages": 2},
+    )  # fmt: skip
+    made = program.trainer(sgd)
+    mine = [(tokens, None) if made.rank == 0 else (None, labels) for tokens, labels in batches]
+    fitted = made.fit(mine, accumulate=3)
+    state, there = made.state_dict(), plain.state_dict()
+    made.close()
+    off = max((state[name] - there[name]).abs().max().item() for name in there)
+    return abs(fitted.loss - expected.item()), off

@@ -11,8 +11,8 @@ from torch import fx
 
 from fxpart.codegen.dataflow import where
 from fxpart.codegen.sizes import dim_text, is_size
-from fxpart.errors import error
-from fxpart.passes.objective import OBJECTIVE_KEY, Totals
+from fxpart.errors import FxpartError, error
+from fxpart.passes.objective import OBJECTIVE_KEY, WEIGHT_KEY, Totals
 from fxpart.program import ConstantTensor, TotalsSpec, TotalStep
 
 
@@ -36,6 +36,21 @@ def totals_spec(totals: Totals) -> TotalsSpec:
         names=totals.names,
         shares=dict(totals.shares),
     )
+
+
+def weight_spec(captured: fx.GraphModule) -> TotalsSpec | None:
+    """What computes a batch's weight in a mean over batches; None where its rows count.
+
+    They count, too, where the weight takes an operation that cannot be written.
+    """
+    found = captured.meta.get(WEIGHT_KEY)
+    if found is None:
+        return None
+    assert isinstance(found, Totals)
+    try:
+        return totals_spec(found)
+    except FxpartError:
+        return None
 
 
 class _Steps:

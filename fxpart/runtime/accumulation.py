@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpart.runtime.batch import Cut
-
-
-def batch_weight(cut: Cut) -> float:
-    """Return the weight of a batch in the mean over accumulated batches: its number of rows."""
-    return float(sum(cut.rows))
-
 
 @dataclass
 class Accumulation:
     """The batches whose gradients wait for the next update.
 
-    Gradients are sums of each batch's gradient times its weight over the weight of the first batch.
+    A batch weighs what its loss is divided by, such as its valid tokens, else its rows. Gradients
+    are sums of each batch's gradient times its weight over the weight of the first batch.
     The gradient of the first batch is therefore exactly that of an update without accumulation.
 
     batches: how many there are. total: the sum of their weights, in units of the first one's.
@@ -34,7 +28,7 @@ class Accumulation:
         """Count a batch whose gradients were added."""
         if not self.batches:
             self._unit = weight or 1.0
-        self.total += self.factor(weight) if self.batches else 1.0
+        self.total += weight / self._unit
         self.batches += 1
 
     def reset(self) -> None:

@@ -63,7 +63,7 @@ class Pending(Generic[T]):
             self._problems = (exception_problem(transport.local[0], what, failure),)
             self._cause = failure
         if not self._alone:
-            row = [len(self._problems), *self._digests(), self._aside()]
+            row = [len(self._problems), *self._digests(), *self._aside()]
             with reporting(transport, f"comparing {what}"):
                 self._handle = transport.begin_exchange(row)
             if self._problems:
@@ -97,9 +97,9 @@ class Pending(Generic[T]):
         """What stands for the text in this process's row: two numbers, whatever is compared."""
         return [digest(self._text), 0]
 
-    def _aside(self) -> int:
-        """A number that goes along, and is not compared."""
-        return 0
+    def _aside(self) -> list[int]:
+        """Two numbers that go along, and are not compared."""
+        return [0, 0]
 
     def _compare(self, rows: list[list[int]]) -> None:
         """Raise FXP501 unless all rows are equal."""

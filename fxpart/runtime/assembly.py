@@ -387,7 +387,9 @@ class Assembly(EntryPoints):
             events=self.events,
         )
 
-    def _read(self, source: Source, batch: Any, mode: str, local: bool = False) -> Reading:
+    def _read(
+        self, source: Source, batch: Any, mode: str, local: bool = False, *, weighed: bool = False
+    ) -> Reading:
         self._engine.check_whole()
         pending = self._accumulation.batches
         mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
@@ -399,8 +401,9 @@ class Assembly(EntryPoints):
         except FxpartError as cause:
             refusal = cause
         read = Reading(
-            self._transport, source, batch, mode, local=local, asks=self.asks, refusal=refusal
-        )
+            self._transport, source, batch, mode,
+            local=local, asks=self.asks, refusal=refusal, weighed=weighed,
+        )  # fmt: skip
         if self.optimizer is not None:
             self.optimizer.changed = ""
         return read

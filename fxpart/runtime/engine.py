@@ -254,7 +254,7 @@ class Engine:
         self._events.write(self._ends)
         # The last numbers make this row longer than others: one of a rank that is at another place
         # is then waited for in vain, and not taken for a loss.
-        rows = self._exchange([len(failures), bits, busy, 0, 0])
+        rows = self._exchange([len(failures), bits, busy, 0, 0, 0])
         self.busy = tuple(row[2] for row in rows)
         for executor in executors:
             executor.finish()

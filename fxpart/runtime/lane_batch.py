@@ -14,6 +14,7 @@ from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.batch import Cut, Reader, Seen, Shape
 from fxpart.runtime.lanes import Lane, mesh_of
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.totals import BatchTotals
 from fxpart.sharding import Mesh, Placements, Shard, parse_placements
 
 
@@ -25,6 +26,8 @@ class LaneFeed:
         self._spec = lanes[0].spec
         self.needed = needed_inputs(lanes)
         self._reader = Reader(self._spec, row_multiple(self._spec), self.needed)
+        weight = self._spec.weight
+        self._weight = None if weight is None else BatchTotals(weight, self._spec.symbols)
         self._parts = [LaneReader(lane.spec, lane.index) for lane in lanes]
 
     def read(self, batch: Any, microbatches: int) -> Cut:
@@ -55,6 +58,28 @@ class LaneFeed:
                 ]
                 whole[given.name] = (dtype, tuple(sizes))
         return Seen(seen.tensors, whole, seen.absent, local=True)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a batch has a weight of its own in a mean over batches, besides its rows."""
+        return self._weight is not None
+
+    def weight(self, seen: Seen) -> float | None:
+        """The number that the batch's loss is divided by; None where this process cannot know it.
+
+        FXP109 for rows of this process's lanes only.
+        """
+        assert self._weight is not None, "asked of programs whose batches are weighed"
+        if seen.local and row_multiple(self._spec) > 1:
+            raise error(
+                "FXP109",
+                where="local=True",
+                why="accumulated batches are weighted by a number of the whole batch, such as its "
+                "valid tokens",
+                fix="give the global batch, or do not accumulate",
+            )
+        found = self._weight.of(seen.tensors)
+        return float(next(iter(found.values()))) if found else None
 
     def _check_local(self) -> None:
         """FXP109 where the loss needs a number of all rows, and a rank would have some of them."""

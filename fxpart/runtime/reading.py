@@ -7,6 +7,7 @@ with the sizes of an earlier one costs the ranks nothing more than comparing two
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,23 +52,28 @@ class Reading(Pending[Seen]):
         local: bool = False,
         asks: Asks | None = None,
         refusal: FxpartError | None = None,
+        weighed: bool = False,
     ) -> None:
         """mode: what is done with it, in words, which must be the same on every rank.
 
         asks: what this process asks of all, sent along, and where theirs is put. refusal: why this
-        process cannot take the batch, which is raised on every rank. Raises FXP105 on every rank if
-        any rank's batch does not fit.
+        process cannot take the batch, which is raised on every rank. weighed: whether its
+        :attr:`weight` is needed. Raises FXP105 on every rank if any rank's batch does not fit.
         """
         self._source = source
         self._mode = mode
         self._asks = Asks(alone=False) if asks is None else asks
         self._cut: Cut | None = None
         self._others: Mapping[str, Shape] = {}
+        self._weight: float | None = None
+        self._weighed = weighed and source.feed.weighs
 
         def look() -> tuple[Seen, str]:
             if refusal is not None:
                 raise refusal
             seen = source.feed.look(batch, local=local)
+            if self._weighed:
+                self._weight = source.feed.weight(seen)
             if not seen.absent or len(transport.local) == transport.ranks:
                 self._cut = source.feed.cut(seen, source.microbatches)
             return seen, _text(self._mode, seen.shapes)
@@ -82,6 +88,19 @@ class Reading(Pending[Seen]):
             # Every rank has all sizes now, and so they find the same faults.
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
+
+    @property
+    def weight(self) -> float:
+        """What the batch weighs in a mean over batches; waits for ranks that know if this does not.
+
+        Its rows, where the loss is not divided by one number of the batch.
+        """
+        if not self._weighed:
+            return float(sum(self.cut.rows))
+        if self._weight is None:
+            self.confirm()
+        assert self._weight is not None, "the rank of the loss has what it is divided by"
+        return self._weight
 
     def repeated_again(self) -> Cut:
         """The same microbatches with twice as many repetitions, where there are any."""
@@ -99,12 +118,15 @@ class Reading(Pending[Seen]):
         shapes = digest(msgspec.json.encode(seen.shapes).decode())
         return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
 
-    def _aside(self) -> int:
-        return self._asks.mine
+    def _aside(self) -> list[int]:
+        bits = 0 if self._weight is None else _bits(self._weight)
+        return [self._asks.mine, bits]
 
     def _compare(self, rows: list[list[int]]) -> None:
-        *others, asks = zip(*rows, strict=True)
+        *others, asks, weights = zip(*rows, strict=True)
         self._asks.hear(asks)
+        if self._weighed and self._weight is None:
+            self._weight = next((_number(bits) for bits in weights if bits), 0.0)
         rows = [list(row) for row in zip(*others, strict=True)]
         complete = all(row[2] & _FULL for row in rows)
         if complete or any(row[1] != rows[0][1] for row in rows):
@@ -126,6 +148,17 @@ class Reading(Pending[Seen]):
                 if found.setdefault(name, shape) != shape:
                     self._refuse(_text(self._mode, shapes))
         return found
+
+
+def _bits(number: float) -> int:
+    """A number as an integer, which is 0 for 0.0 only."""
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found
+
+
+def _number(bits: int) -> float:
+    found: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return found
 
 
 def _text(mode: str, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> str:

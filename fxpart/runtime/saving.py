@@ -186,7 +186,7 @@ class Saving(Assembly):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them.
 
-        Those of several batches are their mean, weighted by the rows of each, as an update uses it.
+        Those of several batches are their mean, as an update uses it.
         """
         self._together("gradients")
         whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
@@ -194,7 +194,7 @@ class Saving(Assembly):
             rows = {} if self._stale else self._held.rows.sums()
             own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
             found = gather_gradients(self._state, self._held, own)
-        if self._accumulation.batches > 1 and not self._stale:
+        if self._accumulation.batches > 1 and self._accumulation.total and not self._stale:
             found = {name: g / self._accumulation.total for name, g in found.items()}
         return found
 

@@ -11,7 +11,6 @@ import torch
 
 from fxpart.errors import FxpartError, error
 from fxpart.events.event import ALL, STEP
-from fxpart.runtime.accumulation import batch_weight
 from fxpart.runtime.agreement import reporting
 from fxpart.runtime.clipping import clip_norm, clip_value, divide, gradient_norms
 from fxpart.runtime.fit import Fit, Fitted, Run
@@ -54,7 +53,7 @@ class Trainer(Inference):
         """One training step on the global batch; the loss (0-d, equal on every rank).
 
         accumulate: only add to the gradients; the next step without it updates with the mean over
-        all of these batches, weighted by their rows, as one batch of all rows would.
+        all of these batches, as one batch of all their rows would: see :meth:`backward`.
         local: the batch has only the rows that this rank needs (see :attr:`needs`). Inputs that
         this rank does not need may be missing, or None.
         Raises FXP105 for a batch that does not fit, FXP501 if ranks have different ones (nothing
@@ -72,7 +71,8 @@ class Trainer(Inference):
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """Add the batch's gradients to what was accumulated since the last update; the loss.
 
-        :meth:`update` takes the mean over the batches, weighted by their rows.
+        :meth:`update` takes the mean over the batches. A batch weighs what its loss is divided by,
+        such as its valid tokens; its rows, where that is not one number that follows from inputs.
         """
         return self._backward(batch, closing=False, local=local)
 
@@ -87,14 +87,15 @@ class Trainer(Inference):
         mode = "last training" if closing else "training"
         self.events.step = self.updates + 1
         self.events.write(self._reads)
-        read = self._read(self._source, batch, mode, local)
+        weighed = not closing or self._accumulation.batches > 0
+        read = self._read(self._source, batch, mode, local, weighed=weighed)
         self._check_training_rows(read)
         if self._stale:
             self.zero_grad()
         try:
             cuts = self._feed.parts(read.cut)
             keys = self._keys(read.cut)
-            weight = batch_weight(read.cut)
+            weight = read.weight
             factor = self._accumulation.factor(weight)
             self._held.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
@@ -184,9 +185,9 @@ class Trainer(Inference):
         batches: an iterable of global batches, gone through again for each epoch; or a function
         that returns one; an iterator is one epoch. Keywords (:class:`~fxpart.runtime.fit.Run`):
         steps and epochs: how many updates and passes at most (one pass if neither is given);
-        accumulate: batches to an update, which takes their mean weighted by rows (the last update
-        of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or after
-        ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch learning-rate
+        accumulate: batches to an update, which takes their mean as :meth:`backward` says (the last
+        update of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or
+        after ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch learning-rate
         scheduler of :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
         each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
         (ReduceLROnPlateau); callbacks: :class:`~fxpart.runtime.callbacks.Callback` objects, or
@@ -271,7 +272,7 @@ class Trainer(Inference):
     def _clip(self) -> None:
         """Average over the accumulated batches, then clip."""
         options = self.options
-        if self._accumulation.batches > 1:
+        if self._accumulation.batches > 1 and self._accumulation.total:
             divide(self._state, self._held, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
             with reporting(self._transport, "sharing gradients"):

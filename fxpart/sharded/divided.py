@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.passes.objective import divide
+from fxpart.passes.objective import WEIGHT_KEY, divide, weight_of
 from fxpart.sharded.graphs import Sharded
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ def batch_dims(captured: Captured) -> Mapping[str, int | None]:
 
 
 def divided(graph: fx.GraphModule, captured: Captured, microbatches: int) -> fx.GraphModule:
-    """The graph for so many microbatches; itself for one, and where the loss is a mean of rows."""
+    """The graph for so many microbatches; itself for one, and where the loss is a mean of rows.
+
+    Notes on the captured graph what a batch weighs in a mean over batches.
+    """
+    if WEIGHT_KEY not in captured.graph.meta:
+        captured.graph.meta[WEIGHT_KEY] = weight_of(graph, batch_dims(captured))
     if microbatches == 1:
         return graph
     return divide(graph, batch_dims(captured), accept=True).module

@@ -12,6 +12,7 @@ from torch import fx
 from fxpart.codegen.emit import emit
 from fxpart.codegen.sharded import local_captured, sharding_spec
 from fxpart.codegen.split import StageGraph, split
+from fxpart.codegen.totals import weight_spec
 from fxpart.pipeline import PassManager
 from fxpart.program import ProgramSpec
 
@@ -98,7 +99,8 @@ def cut(
     keep_outputs: the stages give the user's outputs, too.
     """
     spec, stages = _cut(assigned, captured, seed, sharded, keep_outputs)
-    return replace(spec, transfer_dtype=transfer_dtype), stages
+    weight = weight_spec(captured.graph)
+    return replace(spec, transfer_dtype=transfer_dtype, weight=weight), stages
 
 
 def _cut(

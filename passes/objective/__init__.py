@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from .analysis import LARGER_KEY, NUMBERS_KEY, Analysis, analyze
 from .coupling import Coupling, coupling_of
-from .divide import ADDED_KEY, OBJECTIVE_KEY, Divided, Totals, divide
+from .divide import ADDED_KEY, OBJECTIVE_KEY, Divided, divide
+from .totals import Totals
+from .weight import WEIGHT_KEY, weight_of
 
 __all__ = [
     "ADDED_KEY",
     "LARGER_KEY",
     "NUMBERS_KEY",
     "OBJECTIVE_KEY",
+    "WEIGHT_KEY",
     "Analysis",
     "Coupling",
     "Divided",
@@ -25,4 +28,5 @@ __all__ = [
     "analyze",
     "coupling_of",
     "divide",
+    "weight_of",
 ]

@@ -19,32 +19,12 @@ from ..rules.call import with_argument
 from .analysis import Analysis, analyze
 from .kinds import Relation
 from .losses import SUM_OF, count_of
+from .totals import Totals, TotalsGraph
 
 OBJECTIVE_KEY = "fxpart_objective"  # a divided graph: its Totals
 ADDED_KEY = "fxpart_objective_nodes"  # a divided graph: names of the nodes that the rewrite added
 _HALF = (torch.float16, torch.bfloat16)
 _ATEN = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a divided graph takes beside the user's inputs.
-
-    graph: computes totals of the whole batch from inputs and constants; it returns them as a tuple.
-    names: the placeholders of the divided graph that take them, in order. shares: placeholders that
-    take the microbatch's share of the batch's rows, with their dtypes ("float32"). module: has the
-    constants that the graph reads.
-    """
-
-    graph: fx.Graph
-    names: tuple[str, ...]
-    shares: tuple[tuple[str, str], ...]
-    module: fx.GraphModule
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """All placeholders that the runtime computes."""
-        return (*self.names, *(name for name, _ in self.shares))
 
 
 @dataclass(frozen=True)
@@ -83,8 +63,7 @@ class _Change:
     def __init__(self, module: fx.GraphModule, analysis: Analysis) -> None:
         self.module, self.graph, self.found = module, module.graph, analysis
         self.mode = fake_mode(module.graph)
-        self.totals = fx.Graph()
-        self.copies: dict[fx.Node, fx.Node] = {}
+        self.totals = TotalsGraph(self.mode)
         self.fed: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.outputs: list[tuple[str, fx.Node]] = []
         self.shares: dict[torch.dtype, fx.Node] = {}
@@ -128,46 +107,15 @@ class _Change:
             self._return(self._mean(source))
         elif self.found.kind(loss).total:
             self._return(self._total(loss))
-        self.totals.output(tuple(node for _, node in self.outputs))
+        self.totals.graph.output(tuple(node for _, node in self.outputs))
         names = tuple(name for name, _ in self.outputs)
         shares = tuple((n.name, str(d).removeprefix("torch.")) for d, n in self.shares.items())
-        return Totals(self.totals, names, shares, self.module)
-
-    # -- the totals' graph ----------------------------------------------------------------------
-
-    def _copied(self, node: fx.Node) -> fx.Node:
-        """A node of the graph in the totals' graph, with all that it needs."""
-        todo = [node]
-        while todo:
-            top = todo[-1]
-            missing = [a for a in top.all_input_nodes if a not in self.copies]
-            if missing and top not in self.copies:
-                todo += missing
-                continue
-            todo.pop()
-            if top not in self.copies:
-                self.copies[top] = self._copy(top)
-        return self.copies[node]
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        if node.op == "placeholder":
-            first = next(iter(self.totals.nodes), None)
-            with self.totals.inserting_before(first):
-                made = self.totals.placeholder(node.name)
-            made.meta = dict(node.meta)
-            return made
-        return self.totals.node_copy(node, self.copies.__getitem__)
-
-    def _add(self, like: fx.Node) -> Any:
-        def add(target: Any, args: tuple[Any, ...]) -> fx.Node:
-            return add_call(self.totals, target, args, like=like, mode=self.mode)
-
-        return add
+        return Totals(self.totals.graph, names, shares, self.module)
 
     def _total(self, node: fx.Node) -> fx.Node:
         """The input of the graph that takes a total."""
         if (node, None) not in self.fed:
-            self.fed[node, None] = self._feed(self._copied(node))
+            self.fed[node, None] = self._feed(self.totals.copied(node))
         return self.fed[node, None]
 
     def _feed(self, output: fx.Node) -> fx.Node:
@@ -191,10 +139,10 @@ class _Change:
         """The batch size as a number of a computation is that of the whole batch."""
         key = (node, size)
         if key not in self.fed:
-            given = self._copied(size) if isinstance(size, fx.Node) else size
-            output = self._add(node)(_ATEN.scalar_tensor.default, (given,))
+            given = self.totals.copied(size) if isinstance(size, fx.Node) else size
+            output = self.totals.add(node)(_ATEN.scalar_tensor.default, (given,))
             dtype = torch.float64 if node.meta["val"].dtype is torch.float64 else torch.float32
-            self.fed[key] = self._feed(self._add(node)(_ATEN.to.dtype, (output, dtype)))
+            self.fed[key] = self._feed(self.totals.add(node)(_ATEN.to.dtype, (output, dtype)))
         fed = self.fed[key]
         node.args = tuple(fed if a is size else a for a in node.args)
 
@@ -202,8 +150,8 @@ class _Change:
         """A mean over counted targets as a sum, divided by their number in the whole batch."""
         dtype = node.meta["val"].dtype
         wide = torch.float32 if dtype in _HALF else dtype
-        count = count_of(self.totals, node, self._copied, self._add(node))
-        count = self._add(node)(_ATEN.to.dtype, (count, wide))
+        count = count_of(self.totals.graph, node, self.totals.copied, self.totals.add(node))
+        count = self.totals.add(node)(_ATEN.to.dtype, (count, wide))
         fed = self._feed(count)
         if dtype in _HALF:
             logits = argument(node, "self")

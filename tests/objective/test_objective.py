@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -133,6 +134,51 @@ def test_a_mean_over_rows_takes_no_totals() -> None:
         constraints=LAYOUTS["pipeline"],
     )  # fmt: skip
     assert program.spec.totals is None
+
+
+ONE_NUMBER = ("masked_pixels", "sample_weights", "focal", "class_weights", "smoothed", "likelihood")
+
+
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_accumulated_batches_weigh_what_their_losses_are_divided_by(name: str) -> None:
+    """Batches with unequal numbers of tokens give the update and the loss of one of all rows."""
+    data = [*batches(8, 2), *batches(4, 1, seed=3)]
+    whole = tuple(torch.cat(parts) for parts in zip(*data, strict=True))
+    (expected,), trained = plainly(model(), LOSSES[name], [whole])  # type: ignore[list-item]
+    for layout, count in (("pipeline", 1), ("pipeline", 3), ("replicas", 2)):
+        program = fxpart.compile(
+            model(), "local:4", example_inputs=data[0], loss=LOSSES[name], microbatches=count,
+            constraints=LAYOUTS[layout],
+        )  # fmt: skip
+        trainer = program.trainer(sgd)
+        fitted = trainer.fit(data, accumulate=3)
+        state = trainer.state_dict()
+        trainer.close()
+        assert fitted.loss == pytest.approx(expected, abs=1e-12)
+        for key, value in trained.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12)
+
+
+def test_accumulated_losses_with_several_divisors_weigh_their_rows() -> None:
+    data = [*batches(6, 1), *batches(2, 1, seed=3)]
+    given = model()
+    trained, total = copy.deepcopy(given), 0.0
+    for inputs, labels in data:
+        part = LOSSES["two_masks"](trained(inputs), labels) * len(inputs) / 8
+        part.backward()
+        total += part.item()
+    sgd(trained.parameters()).step()
+    program = fxpart.compile(
+        given, "local:2", example_inputs=data[0], loss=LOSSES["two_masks"], microbatches=2,
+        constraints=LAYOUTS["pipeline"],
+    )  # fmt: skip
+    assert program.spec.weight is None
+    trainer = program.trainer(sgd)
+    assert trainer.fit(data, accumulate=2).loss == pytest.approx(total, abs=1e-12)
+    state = trainer.state_dict()
+    trainer.close()
+    for key, value in trained.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12)
 
 
 def norms(width: int = 6) -> nn.Sequential:

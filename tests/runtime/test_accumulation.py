@@ -11,6 +11,7 @@ import torch
 from partial_batch_programs import (
     Plain,
     Tagger,
+    accumulate_in_parts,
     dense,
     dense_batch,
     fit_accumulated,
@@ -52,6 +53,13 @@ def test_fit_averages_by_rows_over_gloo(pool: Pool, layout: str) -> None:
     ranks = 2 * constraints["stages"]
     for found in pool.run(fit_accumulated, constraints, 0.05, ranks=ranks):
         assert found["loss"] < 1e-6 and found["state"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_ranks_without_labels_know_what_a_batch_weighs(pool: Pool, microbatches: int) -> None:
+    for loss, state in pool.run(accumulate_in_parts, microbatches, ranks=2):
+        assert loss < 1e-6 and state < 1e-6
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pipeline", "zero 2"])

@@ -1,0 +1,87 @@
+"""The weight of a batch in a mean over batches: what its loss is divided by.
+
+Where a loss is a sum over one number of its batch, such as its valid tokens, the mean of several
+batches' losses, weighted by these numbers, is the loss of one batch of all their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.pipeline.edit import fake_mode
+from fxpart.pipeline.effects import is_op, op_of, packet_name
+
+from .analysis import Analysis, analyze
+from .kinds import Relation
+from .losses import count_of
+from .totals import Totals, TotalsGraph
+
+WEIGHT_KEY = "fxpart_batch_weight"  # a captured graph: the Totals of its batch's weight, or None
+NAME = "batch_weight"
+_SMALL = 1e-3  # added to a number against division by zero
+_SAME = frozenset({"aten.to", "aten._to_copy", "aten.alias", "aten.clone", "aten.contiguous"})
+_SCALED = frozenset({"aten.mul", "aten.multiply", "aten.neg"})
+_QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
+_BOUNDS = frozenset({"aten.clamp", "aten.clamp_min", "aten.maximum"})
+
+
+def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> Totals | None:
+    """The number that the loss is divided by; None where rows count, or several numbers do.
+
+    module: a prepared graph that was not divided. batch_dims: of each input, by its name.
+    """
+    found = analyze(module, batch_dims, accept=True)
+    if found.loss is None:
+        return None
+    made = TotalsGraph(fake_mode(module.graph))
+    weight = _weight(found, _unscaled(found.loss), made)
+    if weight is None:
+        return None
+    made.graph.output((weight,))
+    return Totals(made.graph, (NAME,), (), module)
+
+
+def _weight(found: Analysis, loss: fx.Node, made: TotalsGraph) -> fx.Node | None:
+    if loss in found.losses:
+        return count_of(made.graph, loss, made.copied, made.add(loss))
+    if loss.op != "call_function" or packet_name(op_of(loss)) not in _QUOTIENTS:
+        return None
+    source, number = loss.args[:2]
+    if not (isinstance(source, fx.Node) and isinstance(number, fx.Node)):
+        return None
+    value = number.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() or not found.kind(number).total:
+        return None
+    summed = found.kind(source).relation is Relation.SUM
+    return made.copied(_unbounded(number)) if summed else None
+
+
+def _unscaled(node: fx.Node) -> fx.Node:
+    """The loss before conversions and factors that are the same for every batch."""
+    while node.op == "call_function" and is_op(op_of(node)):
+        name, operands = packet_name(op_of(node)), node.all_input_nodes
+        plain = name in _SAME or (name in _SCALED | _QUOTIENTS and _is_number(node.args[1:]))
+        if not plain or len(operands) != 1:
+            return node
+        node = operands[0]
+    return node
+
+
+def _unbounded(node: fx.Node) -> fx.Node:
+    """A number before it is kept away from zero: of a batch without any, the weight is zero."""
+    while node.op == "call_function" and is_op(op_of(node)):
+        name, operands = packet_name(op_of(node)), node.all_input_nodes
+        small = name == "aten.add" and _is_number(node.args[1:2])
+        small = small and 0 <= float(node.args[1]) <= _SMALL  # type: ignore[arg-type]
+        if len(operands) != 1 or not (name in _SAME | _BOUNDS or small):
+            return node
+        node = operands[0]
+    return node
+
+
+def _is_number(args: tuple[Any, ...]) -> bool:
+    return all(isinstance(a, int | float) for a in args)
