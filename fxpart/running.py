@@ -113,6 +113,7 @@ def _make_trainer(
     )
     made.model_config = program.captured.config
     captured = program.captured
+    made.divisors.watch(captured.state)
     slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
     made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
     if (guard := program.captured.guard) is not None:
@@ -306,6 +307,7 @@ def _of_plan(
     made: Trainer | StreamTrainer | QueueTrainer, plan: Plan
 ) -> Trainer | StreamTrainer | QueueTrainer:
     """The trainer, which knows what a checkpoint says of its plan."""
+    made.divisors.renew()
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
     return made
 

@@ -27,6 +27,8 @@ from fxpart.capture.whole import Whole
 from fxpart.compat import uncompiled, unwrapped
 from fxpart.errors import FxpartError, Problem, error
 
+_LOSS_NAME = re.compile(r"((total|train|training|model)_?)?loss|objective|cost|nll|elbo")
+
 
 def capture(
     model: nn.Module,
@@ -122,11 +124,19 @@ def _captured(
 
 
 def _own_loss_name(scalars: Mapping[str, str]) -> str | None:
-    """The output that is the loss where none was given; FXP106 where it may be any of several."""
+    """The output that is the loss where none was given.
+
+    FXP106 where it may be any of several, or where the only one has the name of a part of a loss.
+    """
     if len(scalars) > 1:
         names = ", ".join(scalars)
         why = f"no loss was given, and any of its scalars may be the loss: {names}"
         raise ambiguous_loss(scalars, why)
+    for name, path in scalars.items():
+        key = re.search(r"(?:\.|\[')(\w+)(?:'\])?$", path)  # none: a place in a tuple
+        if key is not None and not _LOSS_NAME.fullmatch(key[1]):
+            why = f"no loss was given, and its only scalar, {name}, may be a part of one"
+            raise ambiguous_loss(scalars, why)
     return next(iter(scalars), None)
 
 

@@ -16,10 +16,11 @@ def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
 
     An op goes to the first stage that is not before its operands and that holds its parameters and
     the buffers that training writes. Ops of user inputs alone go where they are first used. Other
-    buffers are copied to where they are read. Raises FXP201 that names each op whose parameters
-    are on earlier stages than its operands.
+    buffers are read where training holds them, as far as the order of stages allows it, and are
+    copied from the model otherwise. Raises FXP201 that names each op whose parameters are on
+    earlier stages than its operands.
     """
-    holders = _holders(train)
+    holders, others = _holders(train)
     result = fork(graph)
     stages: dict[fx.Node, int] = {}
     free: set[fx.Node] = set()
@@ -31,8 +32,10 @@ def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
         names = [str(a.target) for a in node.all_input_nodes if a.op == "get_attr"]
         bound = [holders[name] for name in names if name in holders]
         least = max((stages[a] for a in used), default=0)
+        read = [others[name] for name in names if name in others]
         if not bound:
-            stages[node] = least
+            there = sorted(s for s in set.intersection(*read) if s >= least) if read else []
+            stages[node] = there[0] if there else least
             if all(a in free for a in used) and not names:
                 free.add(node)
             continue
@@ -52,18 +55,20 @@ def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def _holders(train: fx.GraphModule) -> dict[str, set[int]]:
-    """Per name of a parameter, and of a buffer that training writes, the stages that hold it."""
+def _holders(train: fx.GraphModule) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """The stages that hold a parameter or a buffer that training writes; those of other buffers."""
     stages = stages_of(train.graph)
     written = writes(train.graph).touching
     parameters = {name for name, _ in train.named_parameters(remove_duplicate=False)}
     holders: dict[str, set[int]] = {}
+    others: dict[str, set[int]] = {}
     for node in train.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         used = {stages[user] for user in node.users if user in stages}
-        if used and (name in written or name in parameters):
-            holders.setdefault(name, set()).update(used)
-    return holders
+        if used:
+            kind = holders if name in written or name in parameters else others
+            kind.setdefault(name, set()).update(used)
+    return holders, others
 
 
 def _sink(graph: fx.Graph, stages: dict[fx.Node, int], free: set[fx.Node]) -> None:

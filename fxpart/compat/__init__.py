@@ -10,7 +10,13 @@ from fxpart.compat.ambient_modes import (
     has_saved_tensor_hooks,
 )
 from fxpart.compat.autocasts import grad_modes_kept, may_convert
-from fxpart.compat.compiling import compile_counters, compiler_fault, is_compiled, uncompiled
+from fxpart.compat.compiling import (
+    compile_counters,
+    compiler_fault,
+    is_compiled,
+    plain_name,
+    uncompiled,
+)
 from fxpart.compat.foreach import (
     foreach_add,
     foreach_add_,
@@ -124,6 +130,7 @@ __all__ = [
     "optimizer_over",
     "optimizer_standing_in",
     "own_backward",
+    "plain_name",
     "python_dispatcher",
     "quiet_fakes",
     "record_operations",

@@ -70,6 +70,11 @@ def uncompiled(*modules: object) -> Iterator[bool]:
             module._compiled_call_impl = call
 
 
+def plain_name(name: str) -> str:
+    """The name of a tensor in the plain module, of one in a module that torch.compile returned."""
+    return name.replace("_orig_mod.", "")
+
+
 def _functions(inside: Iterable[nn.Module], given: Iterable[object]) -> Iterator[object]:
     """The functions given, attributes and methods of modules, and globals beside the methods."""
     yield from given

@@ -20,6 +20,7 @@ from fxpart.runtime.ambient import Ambient, process_modes
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut
 from fxpart.runtime.compiled import Compiled, Compiler, backend_of, compile_stages
+from fxpart.runtime.divisors import Divisors
 from fxpart.runtime.engine import Engine, place
 from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor import Around
@@ -66,6 +67,7 @@ class Assembly(EntryPoints):
     of tables that several stages hold stay sparse. flows: stages do not wait for each other between
     steps. repeats: the same once more gives the same bits, where the device's operations do.
     guard: called before each batch is read; raises where a constant of the program has changed.
+    divisors: weights of targets that losses are divided by.
     """
 
     watch: ModuleWatch | None = None
@@ -136,7 +138,8 @@ class Assembly(EntryPoints):
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
         self._sharded_state = ShardedState(self._state, self._meshes)
         self._held = Held(self._state, self._meshes, shared_rows=self.shared_rows)
-        self._feed = LaneFeed(self._lanes)
+        self.divisors = Divisors(spec, self._state, self._unused)
+        self._feed = LaneFeed(self._lanes, self.divisors.values)
         self._source = Source(self._feed, self.microbatches)
         self._engine = self._make_engine(
             self._lanes,
@@ -147,6 +150,7 @@ class Assembly(EntryPoints):
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
         self._accumulation = Accumulation()  # batches since the last update
+        self._copied = 0  # how often constants were copied from the module
         self._stale = False  # gradients are those that the last update used, ties summed
         self._groups: tuple[Group, ...] = ()
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
@@ -332,9 +336,13 @@ class Assembly(EntryPoints):
         """Let count what the user has changed; text of it, for ranks to compare.
 
         Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
-        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.module_watch.ModuleWatch.frozen`.
+        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.module_watch.ModuleWatch.frozen`, and for
+        constants that the loss is divided by.
         """
         count = 0 if self.guard is None else self.guard()
+        if count != self._copied:
+            self.divisors.renew_here()
+            self._copied = count
         text = f" constants copied {count} times" if count else ""
         if self.watch is not None:
             frozen = self.watch.frozen()
@@ -444,7 +452,7 @@ class Assembly(EntryPoints):
         if self._meshes is not None:
             for lane in lanes:
                 self._meshes.attach(lane.index, lane.modules)
-        source = Source(LaneFeed(lanes), self.microbatches)
+        source = Source(LaneFeed(lanes, self.divisors.values), self.microbatches)
         return source, self._make_engine(lanes, "forward")
 
     def _describe(self, optimizer: Any) -> str:

@@ -71,16 +71,23 @@ class Reader:
     """Reads batches for one program."""
 
     def __init__(
-        self, spec: ProgramSpec, multiple: int = 1, needed: frozenset[str] | None = None
+        self,
+        spec: ProgramSpec,
+        multiple: int = 1,
+        needed: frozenset[str] | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """spec: whose inputs, constants and symbols the batches must fit.
 
         multiple: the rows of each microbatch are a multiple of it, where they may vary; they are
         repeated where they are not. needed: the inputs that batches must have, by default all.
+        constants: of totals, as for :class:`~fxpart.runtime.totals.BatchTotals`.
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
-        self.totals = None if spec.totals is None else BatchTotals(spec.totals, spec.symbols)
+        self.totals = (
+            None if spec.totals is None else BatchTotals(spec.totals, spec.symbols, constants)
+        )
         self._multiple = multiple
         self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
         self._constants = {c.path: c.value for c in spec.constants}

@@ -21,13 +21,17 @@ from fxpart.sharding import Mesh, Placements, Shard, parse_placements
 class LaneFeed:
     """Reads the global batch, and gives each lane of this process its part."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        """lanes: those of this process."""
+    def __init__(
+        self, lanes: Sequence[Lane], constants: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """lanes: those of this process. constants: of totals, as for :class:`BatchTotals`."""
         self._spec = lanes[0].spec
         self.needed = needed_inputs(lanes)
-        self._reader = Reader(self._spec, row_multiple(self._spec), self.needed)
+        self._reader = Reader(self._spec, row_multiple(self._spec), self.needed, constants)
         weight = self._spec.weight
-        self._weight = None if weight is None else BatchTotals(weight, self._spec.symbols)
+        self._weight = (
+            None if weight is None else BatchTotals(weight, self._spec.symbols, constants)
+        )
         self._parts = [LaneReader(lane.spec, lane.index) for lane in lanes]
 
     def read(self, batch: Any, microbatches: int) -> Cut:

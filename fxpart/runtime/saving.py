@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxpart.compat import plain_name
 from fxpart.runtime.agreement import agree, reporting
 from fxpart.runtime.assembly import Assembly
 from fxpart.runtime.gradients import gather_gradients
@@ -145,8 +146,9 @@ class Saving(Assembly):
         """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
 
         state: whole tensors, of which each rank takes its part; or, as ``state_dict(sharded=True)``
-        gives them, DTensors of any layout.
+        gives them, DTensors of any layout. Names may be those of a compiled module ("_orig_mod").
         """
+        state = {plain_name(name): tensor for name, tensor in state.items()}
         inner = {n: t for n, t in state.items() if n not in self._unused}
         text = "parts" if has_parts(inner) else " ".join(sorted(state))
         agree(
@@ -158,6 +160,7 @@ class Saving(Assembly):
                 tensor.copy_(state[name])
         if self.watch is not None:
             self.watch.accept()
+        self.divisors.renew()
 
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""

@@ -29,11 +29,21 @@ class BatchTotals:
     inputs: names of the inputs that it reads. names: what it gives to microbatches.
     """
 
-    def __init__(self, spec: TotalsSpec, symbols: Mapping[str, tuple[str, int]]) -> None:
-        """symbols: the input and dim that each symbol of a size is read from."""
+    def __init__(
+        self,
+        spec: TotalsSpec,
+        symbols: Mapping[str, tuple[str, int]],
+        values: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """symbols: the input and dim that each symbol of a size is read from.
+
+        values: of constants that have changed since the program was compiled, by name; read each
+        time.
+        """
         self.inputs = frozenset(spec.inputs)
         self.names = frozenset((*spec.names, *spec.shares))
         self._spec, self._symbols = spec, symbols
+        self._values = {} if values is None else values
         self._constants: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._steps = [
             (
@@ -106,6 +116,8 @@ class BatchTotals:
 
     def _constant(self, name: str, frame: _Frame) -> torch.Tensor:
         device = _device(frame)
+        if name in self._values:
+            return self._values[name].to(device)
         if (name, device) not in self._constants:
             spec = self._spec.constants[name]
             dtype = getattr(torch, spec.dtype)

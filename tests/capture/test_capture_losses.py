@@ -170,3 +170,30 @@ def test_a_loss_with_the_shape_of_one_number_is_taken() -> None:
     captured = capture(nn.Linear(3, 3), (torch.randn(4, 3), torch.randn(4, 3)), loss=one)
     loss, _ = captured.graph(torch.randn(4, 3), torch.randn(4, 3))
     assert loss.shape == () and captured.loss_kind == "given"
+
+
+class WithScalar(nn.Module):
+    """Returns scores and one scalar, under a name or beside them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.lin, self.name = nn.Linear(3, 3), name
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.lin(x)
+        penalty = y.pow(2).mean()
+        return {"y": y, self.name: penalty} if self.name else (y, penalty)
+
+
+@pytest.mark.parametrize("name", ["aux_loss", "kl", "router_z_loss", "temperature"])
+def test_a_scalar_with_the_name_of_a_part_is_no_loss(name: str) -> None:
+    with pytest.raises(FxpartError, match="FXP106") as refused:
+        capture(WithScalar(name), (torch.randn(4, 3),))
+    assert f"loss=lambda out: out['{name}']" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "total_loss", "objective", "elbo"])
+def test_an_only_scalar_is_the_loss(name: str) -> None:
+    captured = capture(WithScalar(name), (torch.randn(4, 3),))
+    loss, y = captured.graph(x := torch.randn(4, 3))
+    assert captured.loss_kind == "output" and torch.equal(loss, y.pow(2).mean()), x

@@ -55,6 +55,7 @@ def restore(trainer: Saving, checkpoint: Checkpoint, *, random: bool = True) -> 
 
     agree(transport, "the checkpoint", check)
     agree(transport, "what a checkpoint holds", fill)
+    trainer.divisors.renew()
     trainer.calls = manifest.calls
     if trainer.seed != manifest.seed:
         trainer.options = replace(trainer.options, seed=manifest.seed)
