@@ -25,6 +25,7 @@ from fxpart.rounding import Convert, Rounding, measures
 from fxpart.runtime.lane_batch import row_multiple
 from fxpart.runtime.links import chained, links
 from fxpart.runtime.ties import summed_in_order
+from fxpart.runtime.totals import BatchTotals
 from fxpart.runtime.user_optimizer import UserOptimizer
 from fxpart.verification.written import Written, compare_written, run_written
 
@@ -179,11 +180,22 @@ def compare(program: Program, factory: Any, batch: Any, seen: Seen) -> Verificat
 
 
 def _against_module(program: Program, factory: Any, batch: Any, seen: Seen) -> Written | None:
-    """The run compared with the user's own module, None where that cannot run."""
+    """The run compared with the user's own module, None where that cannot run.
+
+    The module runs microbatch by microbatch, as random numbers are drawn for each. A loss that is
+    divided by several numbers of the batch cannot be had so: it runs on the whole batch then, and
+    is not compared where it draws random numbers.
+    """
+    spec, microbatches = program.spec, program.plan.microbatches
+    weight = None if spec.weight is None else BatchTotals(spec.weight, spec.symbols)
+    if spec.totals is not None and weight is None:
+        microbatches = 1
+        if _draws(program):
+            return None
     written = run_written(
         program.captured, program.graph, factory, batch, len(seen.losses),
-        microbatches=program.plan.microbatches, seed=program.plan.seed,
-        multiple=row_multiple(program.spec),
+        microbatches=microbatches, seed=program.plan.seed, multiple=row_multiple(spec),
+        weight=weight,
     )  # fmt: skip
     if written is None:
         return None
@@ -200,7 +212,7 @@ def _against_module(program: Program, factory: Any, batch: Any, seen: Seen) -> W
             if not found.differences:
                 break
     promise = program.plan.equivalence
-    whole = program.plan.microbatches > 1 and promise is not None
+    whole = microbatches > 1 and promise is not None
     if whole and promise is not None and promise.promise != "per microbatch":
         found = _against_whole_batch(program, factory, batch, seen, found)
     return replace(found, differences=()) if lossy else found
@@ -210,7 +222,7 @@ def _against_whole_batch(
     program: Program, factory: Any, batch: Any, seen: Seen, found: Written
 ) -> Written:
     """Also compared with the module on the whole batch, where no random number is drawn."""
-    if any(n.target is seeded for n in program.graph.graph.nodes):
+    if _draws(program):
         return found
     written = run_written(
         program.captured, program.graph, factory, batch, 1, microbatches=1,
@@ -221,6 +233,11 @@ def _against_whole_batch(
     whole = compare_written(written, seen.losses[:1], seen.gradients[:1], {})
     more = tuple(f"{each} (module on the whole batch)" for each in whole.differences)
     return replace(found, differences=(*found.differences, *more))
+
+
+def _draws(program: Program) -> bool:
+    """Whether training draws random numbers."""
+    return any(node.target is seeded for node in program.graph.graph.nodes)
 
 
 def _against_rounding(

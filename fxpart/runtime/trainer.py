@@ -187,9 +187,9 @@ class Trainer(Inference):
         steps and epochs: how many updates and passes at most (one pass if neither is given);
         accumulate: batches to an update, which takes their mean as :meth:`backward` says (the last
         update of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or
-        after ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a torch scheduler of
-        :attr:`optimizer`, or a function of the optimizer that makes one, stepped after
-        each update (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
+        after ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a scheduler of
+        :attr:`optimizer`, or a function of the optimizer that makes one, stepped after each update
+        (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
         (ReduceLROnPlateau); callbacks: :class:`~fxpart.runtime.callbacks.Callback` objects, or
         functions of a StepInfo; early_stopping: an EarlyStopping; local: as for :meth:`step`;
         checkpoints: a folder, or :class:`~fxpart.runtime.run.options.Checkpoints`, which the run

@@ -15,6 +15,7 @@ from fxpart.capture.state import loss_prefix, state_of
 from fxpart.reference import draws_scalars, keyed_random, split
 from fxpart.rng import microbatch_key
 from fxpart.rounding import Rounding
+from fxpart.runtime.totals import BatchTotals
 from fxpart.verification.code import Reached
 from fxpart.verification.differences import distance
 from fxpart.verification.state import State
@@ -53,10 +54,12 @@ def run_written(
     microbatches: int,
     seed: int,
     multiple: int,
+    weight: BatchTotals | None = None,
 ) -> Trained | None:
     """Train the user's own module and loss, which are restored afterwards; None without data.
 
-    factory: makes the optimizer, as for :class:`~fxpart.reference.OneProcess`.
+    factory: makes the optimizer, as for :class:`~fxpart.reference.OneProcess`. weight: computes
+    what a microbatch's loss is divided by, by which it is weighted; by its rows without.
     """
     if captured.source is None or any(t.device.type == "meta" for t in captured.state.values()):
         return None
@@ -72,7 +75,8 @@ def run_written(
         for step in range(steps):
             for tensor in live.values():
                 tensor.grad = None
-            losses.append(_accumulated(captured, graph, batch, step, microbatches, seed, multiple))
+            pieces = _pieces(captured, batch, microbatches, multiple, weight)
+            losses.append(_accumulated(captured, graph, batch, pieces, step, seed))
             gradients.append(_gradients(live))
             if optimizer is not None:
                 optimizer.step()
@@ -85,21 +89,36 @@ def run_written(
     return Trained(losses, gradients, end, captured.parameters)
 
 
+def _pieces(
+    captured: Captured, batch: Any, microbatches: int, multiple: int, weight: BatchTotals | None
+) -> list[tuple[list[Any], float]]:
+    """The tensors of each microbatch, and its share of the loss of the batch."""
+    pieces = list(split(captured, list(take_apart(batch).tensors), microbatches, multiple))
+    if weight is None:
+        return pieces
+    names = [given.name for given in captured.inputs]
+    found = [weight.of(dict(zip(names, piece, strict=True))) for piece, _ in pieces]
+    numbers = [float(next(iter(each.values()))) for each in found]
+    if not sum(numbers):
+        return pieces
+    return [(p, n / sum(numbers)) for (p, _), n in zip(pieces, numbers, strict=True)]
+
+
 def _accumulated(
     captured: Captured,
     graph: fx.GraphModule,
     batch: Any,
+    pieces: Sequence[tuple[list[Any], float]],
     step: int,
-    microbatches: int,
     seed: int,
-    multiple: int,
 ) -> torch.Tensor:
     """The weighted loss over all microbatches, its gradients accumulated."""
     parts, scalars = take_apart(batch), draws_scalars(graph)
     assert captured.eager is not None, "a capture brings its module along"
     total: torch.Tensor | None = None
-    pieces = split(captured, list(parts.tensors), microbatches, multiple)
     for index, (piece, weight) in enumerate(pieces):
+        if not weight:
+            continue  # nothing of it counts; its own loss is 0 / 0
         with keyed_random(microbatch_key(seed, step, index), scalars=scalars):
             value = captured.eager(put_together(parts.tree, piece))[0]
             if value.requires_grad:
