@@ -7,7 +7,7 @@ see which call this one is in (:mod:`fxpart.runtime.watch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -67,22 +67,9 @@ def entry_point(name: str, kind: Kind, method: Callable[..., T]) -> Callable[...
 
     @wraps(method)
     def call(self: EntryPoints, *args: Any, **kwargs: Any) -> T:
-        outermost = not calls.name and self.is_collective(name)
-        if outermost:
-            calls.begin(shown)
-        try:
-            modes = self.ambient.enter(kind, shown)
-            if modes is None:
-                return method(self, *args, **kwargs)
-            with modes:
-                return method(self, *args, **kwargs)
-        except BaseException as cause:
-            if outermost and not is_shared(cause):
-                calls.fail(cause)
-            raise
-        finally:
-            if outermost:
-                calls.end()
+        announced = announced_call(shown) if self.is_collective(name) else nullcontext()
+        with announced, self.ambient.enter(kind, shown) or nullcontext():
+            return method(self, *args, **kwargs)
 
     return call
 

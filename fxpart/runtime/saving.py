@@ -189,17 +189,15 @@ class Saving(Assembly):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by original name on every rank: accumulated, or as the last update had them.
 
-        Those of several batches are their mean, as an update uses it.
+        Accumulated ones are sums over batches, each weighted by what it weighs over what the first
+        one does (see :meth:`Trainer.backward`); an update divides them by the sum of these weights.
         """
         self._together("gradients")
         whole = nullcontext() if self._stale else summed_meanwhile(self._state, self._held)
         with reporting(self._transport, "gathering gradients"), whole:
             rows = {} if self._stale else self._held.rows.sums()
             own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
-            found = gather_gradients(self._state, self._held, own)
-        if self._accumulation.batches > 1 and self._accumulation.total and not self._stale:
-            found = {name: g / self._accumulation.total for name, g in found.items()}
-        return found
+            return gather_gradients(self._state, self._held, own)
 
     def _together(self, call: str) -> None:
         """Every rank makes the same call, or all hear which one does not, or why it cannot."""

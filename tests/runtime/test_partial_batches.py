@@ -236,25 +236,37 @@ def test_replicated_stages(mode: str) -> None:
     made.close()
 
 
-def test_a_fixed_microbatch_size_refuses_what_is_no_multiple() -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_fixed_microbatch_size_refuses_what_is_no_multiple(microbatches: int) -> None:
+    """And of one microbatch all other sizes."""
+
     class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x.reshape(4, 4))
+            for _ in range(len(x)):
+                pass
+            return self.layer(x)
 
     model, loss = Fixed(), nn.MSELoss()
+    size = 4 * microbatches
     program = fxpart.compile(
-        model, "local:1", example_inputs=dense_batch(4), loss=loss, microbatches=1,
+        model, "local:1", example_inputs=dense_batch(size), loss=loss, microbatches=microbatches,
         batch_dims={"x": 0, "target": 0},
     )  # fmt: skip
-    made = program.trainer(sgd)
-    made.step(dense_batch(8))
+    made, plain = program.trainer(sgd), Plain(model, loss)
+    for rows in (size,) if microbatches == 1 else (8, 12, 4):
+        assert made.step(dense_batch(rows)).item() == pytest.approx(
+            plain.update([dense_batch(rows)])
+        )
     with pytest.raises(FxpartError, match="FXP105") as caught:
         made.step(dense_batch(3))
     assert "multiple of 4" in caught.value.problems[0].fix
+    if microbatches == 1:
+        with pytest.raises(FxpartError, match="for one microbatch"):
+            made.step(dense_batch(8))
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4, 6])

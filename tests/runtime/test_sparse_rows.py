@@ -107,9 +107,9 @@ def test_gradients_add_up_over_batches() -> None:
         given = batch(seed)
         for part in zip(*(t.chunk(4) for t in given.values()), strict=True):
             loss = whole(**dict(zip(given, part, strict=True)))["loss"]
-            loss.backward(torch.full_like(loss, 0.25 / 3))
-    for when in ("before the update", "after it"):
-        found = trainer.gradients()
+            loss.backward(torch.full_like(loss, 0.25))
+    for batches, when in ((1, "before the update"), (3, "after it")):
+        found = {name: gradient * batches for name, gradient in trainer.gradients().items()}
         for name, p in whole.named_parameters():
             if p.grad is not None:
                 torch.testing.assert_close(found[name], p.grad.to_dense(), msg=f"{name} {when}")
