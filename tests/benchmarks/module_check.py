@@ -26,7 +26,9 @@ def small_gpt2() -> Any:
 
     torch.manual_seed(0)
     ids = torch.randint(50257, (8, 128))
-    return Built(GPT2LMHeadModel(GPT2Config()), {"input_ids": ids, "labels": ids}, batch_size=8)
+    return Built(
+        GPT2LMHeadModel(GPT2Config()), {"input_ids": ids, "labels": ids}, loss=None, batch_size=8
+    )
 
 
 def measure(name: str, build: Callable[[], Any], repeat: int) -> dict[str, Any]:

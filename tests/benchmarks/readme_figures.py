@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from record import read
@@ -66,6 +67,23 @@ def figures() -> str:
         rows += [f"| {what} | {figure} | `{name}.py` |" for what, figure in render(result)]
         notes.append(f"`{name}.py`: {conditions(result)}")
     return "\n".join([*rows, "", "Scripts are in `tests/benchmarks/`. " + "; ".join(notes) + "."])
+
+
+def module_check(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    *small, large = sorted(result["figures"], key=lambda row: "124M" in row["model"])
+    ratios = sorted(row["check_over_rest"] for row in small)
+    slowest = max(small, key=lambda row: row["check_over_rest"])["model"]
+    return [
+        (
+            "time of the check of the captured program against the module, over the rest of"
+            " `compile()` (plan included), for each model of the zoo",
+            f"median **{median(ratios):.2f}**, at most {ratios[-1]:.2f} ({slowest})",
+        ),
+        (
+            "the same check of GPT-2 small (124M parameters)",
+            f"**{large['check_seconds']:.1f} s**, {large['check_over_rest']:.2f} of the rest",
+        ),
+    ]
 
 
 def overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -194,6 +212,7 @@ def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 FIGURES: dict[str, Callable[[Mapping[str, Any]], list[tuple[str, str]]]] = {
+    "module_check": module_check,
     "overhead": overhead,
     "tensor_overhead": tensor_overhead,
     "zero": zero,
