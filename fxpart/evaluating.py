@@ -113,13 +113,16 @@ def _in_evaluation(
     graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:
-        assigned = divided(assign_like(program.graph, graph), captured, plan.microbatches)
+        placed = assign_like(program.graph, graph)
+        assigned = divided(placed, captured, plan.microbatches, outputs=keep_outputs)
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
         return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
     like = program.lanes.sharded.like(graph, captured)
-    sharded = divided_lanes(replace(like, whole_outputs=keep_outputs), captured, plan.microbatches)
+    sharded = divided_lanes(
+        replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
+    )
     found = []
     for lane in lanes:
         own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))

@@ -167,7 +167,9 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     microbatches (:mod:`fxpart.runtime.replicas`); sources and targets name the first of a group.
     totals: numbers of the whole batch that stages take as inputs; None where they need none.
     weight: the number that a batch's loss is divided by, its weight in a mean over batches; None
-    where that is its number of rows.
+    where that is its number of rows; after it what keeps it away from zero. repeat: whether rows
+    may be repeated to divide over ranks, in a program of one microbatch and in one of several:
+    "" (no), "rows" (yes), "divisor" (if the second number of weight changes as rows do).
     """
 
     inputs: tuple[InputSpec, ...]
@@ -187,6 +189,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transfer_dtype: str = ""
     totals: TotalsSpec | None = None
     weight: TotalsSpec | None = None
+    repeat: tuple[str, str] = ("", "")
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -38,8 +38,7 @@ from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
 from fxpart.runtime.reading import Reading, Source
-from fxpart.runtime.repetition import Results
-from fxpart.runtime.repetition_check import check_repetition, with_buffers
+from fxpart.runtime.repetition_check import check_repetition
 from fxpart.runtime.rows import check_gradients
 from fxpart.runtime.sharded_state import ShardedState
 from fxpart.runtime.slow import Pace
@@ -146,7 +145,6 @@ class Assembly(EntryPoints):
             schedule,
             around=self._held.around,
         )
-        self._trial: Engine | None = None  # runs training stages forward alone
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
         self._accumulation = Accumulation()  # batches since the last update
@@ -418,19 +416,7 @@ class Assembly(EntryPoints):
 
     def _check_training_rows(self, read: Reading) -> None:
         """FXP114 where the rows of a training batch have to be repeated and must not be."""
-        check_repetition(
-            self._transport, self._source, read, partial(self._training_results, read.confirm)
-        )
-
-    def _training_results(self, gate: Callable[[], None], cut: Cut) -> Results:
-        """Run forward as in training; the loss and what buffers become, which are restored."""
-        trial = self._trial = self._trial or self._make_engine(self._lanes, "forward")
-
-        def run() -> torch.Tensor | None:
-            parts, keys = self._feed.parts(cut), self._keys(cut)
-            return trial.run(parts, keys, train=False, gate=gate).loss
-
-        return with_buffers([m for own in self._lanes for m in own.modules.values()], run)
+        check_repetition(self._transport, self.spec, self._source, read)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

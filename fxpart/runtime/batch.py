@@ -115,14 +115,11 @@ class Reader:
         seen: Seen,
         microbatches: int,
         others: Mapping[str, Shape] | None = None,
-        *,
-        again: int = 1,
     ) -> Cut:
         """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
 
-        others: dtypes and shapes of inputs that other processes were given. again: rows that have
-        to be repeated are repeated so many times as often. Raises FXP105 with every fault found:
-        sizes that contradict each other, an empty batch.
+        others: dtypes and shapes of inputs that other processes were given. Raises
+        FXP105 with every fault found: sizes that contradict each other, an empty batch.
         """
         problems: list[Problem] = []
         known = {**(others or {}), **seen.shapes}
@@ -139,7 +136,7 @@ class Reader:
         pieces, rows = self._cut(tensors, microbatches, problems)
         if problems:
             raise FxpartError(problems)
-        repeats = self._repeat(pieces, rows, again, problems)
+        repeats = self._repeat(pieces, rows, problems)
         if problems:
             raise FxpartError(problems)
         sizes = self._measure(pieces, problems)
@@ -312,14 +309,13 @@ class Reader:
         self,
         pieces: list[dict[str, torch.Tensor]],
         rows: list[int],
-        again: int,
         problems: list[Problem],
     ) -> tuple[int, ...]:
         """Repeat the rows of pieces that do not divide, in place; how often each has them then."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
         if not cut or any(isinstance(_entry(spec), int) for spec in cut):
             return (1,) * len(rows)
-        repeats = tuple(again * n if (n := times(m, self._multiple)) > 1 else 1 for m in rows)
+        repeats = tuple(times(m, self._multiple) for m in rows)
         if max(repeats) == 1:
             return repeats
         for spec in self._unrepeatable(cut):

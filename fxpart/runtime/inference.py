@@ -16,7 +16,7 @@ from fxpart.runtime.engine import Result
 from fxpart.runtime.loader import each, guarded
 from fxpart.runtime.outputs import Outputs, collect
 from fxpart.runtime.reading import Reading
-from fxpart.runtime.repetition import Results, undo
+from fxpart.runtime.repetition import undo
 from fxpart.runtime.repetition_check import check_repetition
 from fxpart.runtime.saving import Saving
 
@@ -90,7 +90,7 @@ class Inference(Saving):
                 raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
             return loss
 
-        check_repetition(self._transport, source, read, lambda cut: Results([run(cut)]))
+        check_repetition(self._transport, engine.spec, source, read)
         return run(read.cut), sum(read.cut.rows)
 
     def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
@@ -101,13 +101,7 @@ class Inference(Saving):
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             return engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
 
-        def results(cut: Cut) -> Results:
-            result = run(cut)
-            found = self._whole(cut, result, outputs, first_only=False)
-            assert found is not None, "every rank gets them"
-            return Results([*found.values(), *([] if result.loss is None else [result.loss])])
-
-        check_repetition(self._transport, source, read, results)
+        check_repetition(self._transport, engine.spec, source, read)
         return read, run(read.cut), outputs
 
     def _whole(

@@ -28,6 +28,7 @@ class LaneFeed:
         self._spec = lanes[0].spec
         self.needed = needed_inputs(lanes)
         self._reader = Reader(self._spec, row_multiple(self._spec), self.needed, constants)
+        self.constants = constants
         weight = self._spec.weight
         self._weight = (
             None if weight is None else BatchTotals(weight, self._spec.symbols, constants)
@@ -100,11 +101,9 @@ class LaneFeed:
         seen: Seen,
         microbatches: int,
         others: Mapping[str, Shape] | None = None,
-        *,
-        again: int = 1,
     ) -> Cut:
         """The global batch in microbatches; see :meth:`fxpart.runtime.batch.Reader.cut`."""
-        cut = self._reader.cut(seen, microbatches, others, again=again)
+        cut = self._reader.cut(seen, microbatches, others)
         problems = uneven_dims(self._spec, cut)
         if problems:
             raise FxpartError(problems)

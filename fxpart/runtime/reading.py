@@ -29,14 +29,12 @@ Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
 class Source:
     """What reads the batches of one program.
 
-    known: shapes by the rows that all ranks told. repeatable: by rows and repetitions the cuts that
-    were found to give the same results however often rows are repeated.
+    known: shapes by the rows that all ranks told.
     """
 
     feed: LaneFeed
     microbatches: int
     known: Known = field(default_factory=dict)
-    repeatable: set[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
 
 class Reading(Pending[Seen]):
@@ -101,10 +99,6 @@ class Reading(Pending[Seen]):
             self.confirm()
         assert self._weight is not None, "the rank of the loss has what it is divided by"
         return self._weight
-
-    def repeated_again(self) -> Cut:
-        """The same microbatches with twice as many repetitions, where there are any."""
-        return self._source.feed.cut(self.value, self._source.microbatches, self._others, again=2)
 
     @property
     def others(self) -> Mapping[str, Shape]:

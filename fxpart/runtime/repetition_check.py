@@ -1,56 +1,61 @@
-"""Whether the rows of a batch may be repeated: measured by forward runs, on all ranks alike."""
+"""Whether the rows of a batch may be repeated: as the program says, and by the batch itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import nn
 
+from fxpart.program import ProgramSpec
 from fxpart.runtime.agreement import agree
-from fxpart.runtime.batch import Cut
 from fxpart.runtime.reading import Reading, Source
-from fxpart.runtime.repetition import Results, check_equal
+from fxpart.runtime.repetition import refused
+from fxpart.runtime.totals import BatchTotals
 from fxpart.runtime.transport import Transport
+
+_ROUNDING = 1e-6  # of a divisor that is kept away from zero by a small number
 
 
 def check_repetition(
-    transport: Transport, source: Source, read: Reading, run: Callable[[Cut], Results]
+    transport: Transport, spec: ProgramSpec, source: Source, read: Reading
 ) -> None:
-    """Check that the results of a batch whose rows are repeated do not depend on how often.
+    """FXP114 on every rank where rows have to be repeated and results would depend on that.
 
-    run: gives the results of a cut. Does nothing for batches whose rows divide, and for numbers of
-    rows that were checked before. Raises FXP114 on every rank.
+    spec: any lane's program.
     """
     cut = read.cut
     if not cut.repeated:
         return
-    key = (cut.rows, cut.repeats)
-    if key in source.repeatable:
-        return
-    once, twice = run(cut), run(read.repeated_again())
+    read.confirm()
 
-    def compare() -> tuple[None, str]:
-        check_equal(once, twice, cut, source.feed.multiple)
+    def check() -> tuple[None, str]:
+        kind = spec.repeat[source.microbatches > 1]
+        if kind == "divisor" and not cut.local and spec.weight is not None:
+            weight = BatchTotals(spec.weight, spec.symbols, source.feed.constants)
+            fits = _scales(weight, spec, read.value.tensors, max(cut.repeats))
+        else:
+            fits = kind == "rows"
+        if not fits:
+            raise refused(sum(cut.rows), source.feed.multiple)
         return None, ""
 
-    agree(transport, "a batch whose rows are repeated", compare)
-    source.repeatable.add(key)
+    agree(transport, "a batch whose rows are repeated", check)
 
 
-def with_buffers(modules: Sequence[nn.Module], run: Callable[[], torch.Tensor | None]) -> Results:
-    """Return the loss of a forward run and what the buffers are after it; then restore them."""
-    buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        loss = run()
-        after = [buffer.clone() for buffer in buffers]
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-    changed = any(
-        old.is_floating_point() and not torch.equal(old, new)
-        for old, new in zip(before, after, strict=True)
-    )
-    return Results([] if loss is None else [loss], after, changed)
+def _scales(
+    weight: BatchTotals, spec: ProgramSpec, tensors: dict[str, torch.Tensor], count: int
+) -> bool:
+    """Whether the divisor of so many times the rows is so many times that of the rows.
+
+    Ranks that do not have what it takes leave it to those that do.
+    """
+    inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
+    dims = {given.name: given.batch_dim for given in inputs}
+    repeated = {
+        name: tensor if dims[name] is None else torch.cat([tensor] * count, dims[name])
+        for name, tensor in tensors.items()
+    }
+    once, again = weight.of(tensors), weight.of(repeated)
+    if not once:
+        return True
+    *_, before = once.values()
+    *_, after = again.values()
+    return abs(float(after) - count * float(before)) <= _ROUNDING * abs(count * float(before))

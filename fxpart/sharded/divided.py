@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.passes.objective import WEIGHT_KEY, divide, weight_of
+from fxpart.passes.objective import REPEAT_KEY, WEIGHT_KEY, divide, repetition_of, weight_of
 from fxpart.sharded.graphs import Sharded
 
 if TYPE_CHECKING:
@@ -20,19 +20,26 @@ def batch_dims(captured: Captured) -> Mapping[str, int | None]:
     return {given.name: given.batch_dim for given in captured.inputs}
 
 
-def divided(graph: fx.GraphModule, captured: Captured, microbatches: int) -> fx.GraphModule:
+def divided(
+    graph: fx.GraphModule, captured: Captured, microbatches: int, *, outputs: bool = False
+) -> fx.GraphModule:
     """The graph for so many microbatches; itself for one, and where the loss is a mean of rows.
 
-    Notes on the captured graph what a batch weighs in a mean over batches.
+    Notes on the captured graph what a batch weighs in a mean over batches, and whether its rows may
+    be repeated. outputs: the program gives the user's outputs.
     """
     if WEIGHT_KEY not in captured.graph.meta:
-        captured.graph.meta[WEIGHT_KEY] = weight_of(graph, batch_dims(captured))
+        dims = batch_dims(captured)
+        captured.graph.meta[WEIGHT_KEY] = weight_of(graph, dims)
+        captured.graph.meta[REPEAT_KEY] = repetition_of(graph, dims, outputs=outputs)
     if microbatches == 1:
         return graph
     return divide(graph, batch_dims(captured), accept=True).module
 
 
-def divided_lanes(sharded: Sharded, captured: Captured, microbatches: int) -> Sharded:
+def divided_lanes(
+    sharded: Sharded, captured: Captured, microbatches: int, *, outputs: bool = False
+) -> Sharded:
     """The same for a graph whose placements over a mesh are decided."""
-    whole = divided(sharded.whole, captured, microbatches)
+    whole = divided(sharded.whole, captured, microbatches, outputs=outputs)
     return sharded if whole is sharded.whole else replace(sharded, whole=whole, _locals={})

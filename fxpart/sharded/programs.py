@@ -13,6 +13,7 @@ from fxpart.codegen.emit import emit
 from fxpart.codegen.sharded import local_captured, sharding_spec
 from fxpart.codegen.split import StageGraph, split
 from fxpart.codegen.totals import weight_spec
+from fxpart.passes.objective import REPEAT_KEY
 from fxpart.pipeline import PassManager
 from fxpart.program import ProgramSpec
 
@@ -99,8 +100,12 @@ def cut(
     keep_outputs: the stages give the user's outputs, too.
     """
     spec, stages = _cut(assigned, captured, seed, sharded, keep_outputs)
-    weight = weight_spec(captured.graph)
-    return replace(spec, transfer_dtype=transfer_dtype, weight=weight), stages
+    more = {
+        "transfer_dtype": transfer_dtype,
+        "weight": weight_spec(captured.graph),
+        "repeat": captured.graph.meta.get(REPEAT_KEY, ("", "")),
+    }
+    return replace(spec, **more), stages
 
 
 def _cut(

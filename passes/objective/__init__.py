@@ -12,6 +12,7 @@ from __future__ import annotations
 from .analysis import LARGER_KEY, NUMBERS_KEY, Analysis, analyze
 from .coupling import Coupling, coupling_of
 from .divide import ADDED_KEY, OBJECTIVE_KEY, Divided, divide
+from .repetition import REPEAT_KEY, repetition_of
 from .totals import Totals
 from .weight import WEIGHT_KEY, weight_of
 
@@ -20,6 +21,7 @@ __all__ = [
     "LARGER_KEY",
     "NUMBERS_KEY",
     "OBJECTIVE_KEY",
+    "REPEAT_KEY",
     "WEIGHT_KEY",
     "Analysis",
     "Coupling",
@@ -28,5 +30,6 @@ __all__ = [
     "analyze",
     "coupling_of",
     "divide",
+    "repetition_of",
     "weight_of",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,21 +74,21 @@ class _Change:
     @staticmethod
     def needed(found: Analysis) -> bool:
         """Whether anything of what the loss needs has to change."""
-        live = _live(found)
+        live = live_nodes(found)
         loss = found.loss
         assert loss is not None
         return (
             found.kind(loss).relation is Relation.SUM
             or any(n in live for n in found.losses)
             or any(n in live for n, _ in (*found.conversions, *found.sizes))
-            or any(True for _ in _reads(found, live))
+            or any(True for _ in total_reads(found, live))
         )
 
     def run(self) -> Totals:
         """All changes; inputs that the changed graph takes."""
-        live, loss = _live(self.found), self.found.loss
+        live, loss = live_nodes(self.found), self.found.loss
         assert loss is not None
-        reads = list(_reads(self.found, live))
+        reads = list(total_reads(self.found, live))
         for user, total in reads:
             user.replace_input_with(total, self._total(total))
         for node, size in self.found.sizes:
@@ -205,7 +205,7 @@ class _Change:
         output.args = ((loss, *returned[1:]),)
 
 
-def _live(found: Analysis) -> set[fx.Node]:
+def live_nodes(found: Analysis) -> set[fx.Node]:
     """The nodes that the loss or written state needs."""
     todo = [n for n in (found.loss, *found.writers) if n is not None]
     live: set[fx.Node] = set()
@@ -217,7 +217,7 @@ def _live(found: Analysis) -> set[fx.Node]:
     return live
 
 
-def _reads(found: Analysis, live: set[fx.Node]) -> Any:
+def total_reads(found: Analysis, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(node, total) pairs where a value of the microbatch is computed with one of the batch."""
     for node in found.graph.nodes:
         if node not in live or node.op != "call_function":

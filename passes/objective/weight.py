@@ -21,7 +21,7 @@ from .losses import count_of
 from .totals import Totals, TotalsGraph
 
 WEIGHT_KEY = "fxpart_batch_weight"  # a captured graph: the Totals of its batch's weight, or None
-NAME = "batch_weight"
+NAMES = ("batch_weight", "batch_divisor")
 _SMALL = 1e-3  # added to a number against division by zero
 _SAME = frozenset({"aten.to", "aten._to_copy", "aten.alias", "aten.clone", "aten.contiguous"})
 _SCALED = frozenset({"aten.mul", "aten.multiply", "aten.neg"})
@@ -32,22 +32,28 @@ _BOUNDS = frozenset({"aten.clamp", "aten.clamp_min", "aten.maximum"})
 def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> Totals | None:
     """The number that the loss is divided by; None where rows count, or several numbers do.
 
-    module: a prepared graph that was not divided. batch_dims: of each input, by its name.
+    Its totals are two: the weight, which is zero for a batch in which nothing counts, and the
+    divisor itself, which is kept away from zero. module: a prepared graph that was not divided.
+    batch_dims: of each input, by its name.
     """
     found = analyze(module, batch_dims, accept=True)
     if found.loss is None:
         return None
-    made = TotalsGraph(fake_mode(module.graph))
-    weight = _weight(found, _unscaled(found.loss), made)
-    if weight is None:
+    made, root = TotalsGraph(fake_mode(module.graph)), unscaled(found.loss)
+    divisor = divisor_of(found, root)
+    if root in found.losses:
+        count = count_of(made.graph, root, made.copied, made.add(root))
+        numbers = count, count
+    elif divisor is not None:
+        numbers = made.copied(_unbounded(divisor)), made.copied(divisor)
+    else:
         return None
-    made.graph.output((weight,))
-    return Totals(made.graph, (NAME,), (), module)
+    made.graph.output(numbers)
+    return Totals(made.graph, NAMES, (), module)
 
 
-def _weight(found: Analysis, loss: fx.Node, made: TotalsGraph) -> fx.Node | None:
-    if loss in found.losses:
-        return count_of(made.graph, loss, made.copied, made.add(loss))
+def divisor_of(found: Analysis, loss: fx.Node) -> fx.Node | None:
+    """The number of the whole batch that a sum over rows is divided by."""
     if loss.op != "call_function" or packet_name(op_of(loss)) not in _QUOTIENTS:
         return None
     source, number = loss.args[:2]
@@ -56,11 +62,10 @@ def _weight(found: Analysis, loss: fx.Node, made: TotalsGraph) -> fx.Node | None
     value = number.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() or not found.kind(number).total:
         return None
-    summed = found.kind(source).relation is Relation.SUM
-    return made.copied(_unbounded(number)) if summed else None
+    return number if found.kind(source).relation is Relation.SUM else None
 
 
-def _unscaled(node: fx.Node) -> fx.Node:
+def unscaled(node: fx.Node) -> fx.Node:
     """The loss before conversions and factors that are the same for every batch."""
     while node.op == "call_function" and is_op(op_of(node)):
         name, operands = packet_name(op_of(node)), node.all_input_nodes
@@ -72,7 +77,7 @@ def _unscaled(node: fx.Node) -> fx.Node:
 
 
 def _unbounded(node: fx.Node) -> fx.Node:
-    """A number before it is kept away from zero: of a batch without any, the weight is zero."""
+    """A number before it is kept away from zero."""
     while node.op == "call_function" and is_op(op_of(node)):
         name, operands = packet_name(op_of(node)), node.all_input_nodes
         small = name == "aten.add" and _is_number(node.args[1:2])
