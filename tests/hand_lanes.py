@@ -180,6 +180,7 @@ def lane(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: type) 
             ),
         ),
         loss="loss",
+        repeat=("rows", "rows"),
         outputs=(),
         ties={"embed.weight": (0, 1)},
         seed=7,
