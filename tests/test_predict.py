@@ -226,3 +226,54 @@ def test_what_is_frozen_is_settled_when_compiled() -> None:
     with pytest.raises(FxpartError, match=r"0\.weight") as caught:
         made.trainer("sgd")
     assert [p.code for p in caught.value.problems] == ["FXP109"] * 2
+
+
+def tokens(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def rows_of_tokens(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.transpose(1, 2), labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "mesh", "stages"),
+    [(tokens, "none", 1), (tokens, "dp=2", 2), (rows_of_tokens, "dp=2", 1), (tokens, "none", 2)],
+)
+def test_sizes_of_labels_are_not_needed(loss: Any, mesh: str, stages: int) -> None:
+    """The length of labels is a symbol of their own, or one that the inputs have, too."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    batch = torch.randn(8, 6, 4), torch.randint(0, 5, (8, 6))
+    trainer = fxpart.compile(
+        model, "local:4", example_inputs=batch, loss=loss, microbatches=2,
+        constraints={"mesh": mesh, "stages": stages},
+    ).trainer("sgd")  # fmt: skip
+    with torch.no_grad():
+        for x in (batch[0], torch.randn(12, 7, 4)):
+            torch.testing.assert_close(trainer.predict((x,)), model(x))
+        torch.testing.assert_close(trainer.predict(batch), model(batch[0]))
+    trainer.close()
+
+
+class LabelsFirst(nn.Module):
+    """Its first input is one that outputs do not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, labels: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.last(self.first(x).tanh()) + torch.zeros(x.shape[0], x.shape[1], 1)
+        return {"loss": tokens(scores, labels), "scores": scores}
+
+
+def test_sizes_are_read_from_inputs_that_outputs_need() -> None:
+    model = LabelsFirst()
+    labels, x = torch.randint(0, 5, (8, 6)), torch.randn(8, 6, 4)
+    trainer = fxpart.compile(
+        model, "local:4", example_inputs={"labels": labels, "x": x}, microbatches=2,
+        constraints={"mesh": "dp=2", "stages": 2},
+    ).trainer("sgd")  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.predict({"x": x})["scores"], model(labels, x)["scores"])
+    trainer.close()

@@ -41,6 +41,20 @@ def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
         raise FxpartError(problems.values())
 
 
+def refuse_transforms(graph: fx.Graph) -> None:
+    """FXP108, one problem per source line, for torch.vmap: its ops see a dim that no value has."""
+    problems: dict[str, Problem] = {}
+    for node in graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("torch._functorch"):
+            place = source_line(node.meta.get("stack_trace")) or node.name
+            why = "torch.vmap (or another transform of torch.func) in forward cannot be divided"
+            fix = "write it with a dim of its own: matmul, einsum or a loop with torch.stack"
+            problems.setdefault(place, Problem("FXP108", place, why, fix))
+    if problems:
+        raise FxpartError(problems.values())
+
+
 def _tells(node: fx.Node) -> bool:
     """Whether an op is one with data-dependent results; index is, with a boolean index alone."""
     if not is_op(node.target):

@@ -16,7 +16,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from fxpart.capture.datasizes import refuse_data_sizes
+from fxpart.capture.datasizes import refuse_data_sizes, refuse_transforms
 from fxpart.capture.sources import annotate
 from fxpart.capture.state import State
 from fxpart.compat import unflatten_output
@@ -81,6 +81,7 @@ def unlift(
         root[name] = constants.get(name, state.tensors.get(name))  # type: ignore[assignment]
         env[node] = graph.get_attr(name)
         env[node].meta = dict(node.meta)
+    refuse_transforms(source.graph)
     refuse_data_sizes(source.graph, recorded=False)
     outputs, kind = _copy_body(exported, graph, env, root)
     module = fx.GraphModule(root, graph, class_name="Captured")

@@ -108,6 +108,8 @@ class _Split:
         self.sparse = sparse_tables(self.graph, self.alive.__contains__)
         self.totals = totals_of(module)
         self.inputs = self._inputs()
+        # Sizes are read from inputs that are needed anyway, where those have them.
+        self.given = sorted(self.inputs, key=lambda n: n not in self.alive)
         self.ops: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for node, stage in self.stages.items():
             if node in self.alive:
@@ -159,7 +161,7 @@ class _Split:
             inputs=tuple(inputs),
             crossing=tuple(sorted(crossing, key=order.__getitem__)),
             outputs=tuple(gives),
-            symbols=readable((n, n.meta["val"]) for n in self.inputs),
+            symbols=readable((n, n.meta["val"]) for n in self.given),
         )
 
     def stage(self, part: StagePart, owners: dict[str, list[int]]) -> StageGraph:

@@ -22,19 +22,27 @@ def record_operations(function: Callable[..., Any], *args: Any) -> fx.GraphModul
 
 
 @contextmanager
-def python_dispatcher() -> Iterator[None]:
+def python_dispatcher(mode: Any = None) -> Iterator[None]:
     """Composite ops go through their Python decompositions, which take symbolic sizes.
 
-    Uses ``torch._dispatch.python.enable_python_dispatcher``, as torch.export does; does nothing
-    where that is gone.
+    mode: a fake tensor mode, whose results of earlier calls are not used meanwhile: it does not
+    tell which way they were made. Uses ``torch._dispatch.python.enable_python_dispatcher``, as
+    torch.export does, and ``FakeTensorMode.cache_enabled``; does nothing where they are gone.
     """
     try:
         from torch._dispatch.python import enable_python_dispatcher
     except ImportError:
         yield
         return
-    with enable_python_dispatcher():
-        yield
+    cached = getattr(mode, "cache_enabled", None)
+    try:
+        if cached:
+            mode.cache_enabled = False
+        with enable_python_dispatcher():
+            yield
+    finally:
+        if cached:
+            mode.cache_enabled = cached
 
 
 @contextmanager

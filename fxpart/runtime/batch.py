@@ -13,7 +13,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.links import torch_dtype
 from fxpart.runtime.repetition import divide, repeat, times
-from fxpart.runtime.shapes import Sizes, dim
+from fxpart.runtime.shapes import Sizes, dim, sources, words
 from fxpart.runtime.totals import BatchTotals
 
 Path = tuple[str | int, ...]
@@ -85,6 +85,9 @@ class Reader:
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
+        values = [v for stage in spec.stages for v in (*stage.inputs, *stage.outputs)]
+        read = words(entry for value in values for entry in value.shape)
+        self._read = frozenset(spec.symbols if spec.totals is not None else read)
         self.totals = (
             None if spec.totals is None else BatchTotals(spec.totals, spec.symbols, constants)
         )
@@ -152,9 +155,11 @@ class Reader:
         return Cut(tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local, totals)
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
-        """Some rank has every input that a size is read from."""
+        """Some rank has every input that a size of the program is read from."""
+        known = {} if self.totals is not None else sources(self._symbols, self._inputs, tensors)
+        unknown = {n for s, (n, _) in self._symbols.items() if s in self._read and s not in known}
         for spec in self._inputs:
-            sized = spec.name in (name for name, _ in self._symbols.values())
+            sized = spec.name in unknown
             rows = spec.batch_dim is not None and not any(
                 i.batch_dim is not None and i.name in tensors for i in self._inputs
             )
@@ -371,10 +376,11 @@ class Reader:
         """Each microbatch's symbol sizes, checked against every dim; equal pieces once."""
         known: dict[tuple[int, ...], Sizes] = {}
         found: list[Sizes] = []
+        read = sources(self._symbols, self._inputs, pieces[0]) if pieces else {}
         for piece in pieces:
-            values = tuple(piece[name].shape[at] for name, at in self._symbols.values())
+            values = tuple(piece[name].shape[at] for name, at in read.values())
             if values not in known:
-                known[values] = dict(zip(self._symbols, values, strict=True))
+                known[values] = dict(zip(read, values, strict=True))
                 self._check_dims(piece, known[values], problems)
             found.append(known[values])
         return found
@@ -382,11 +388,14 @@ class Reader:
     def _check_dims(
         self, piece: dict[str, torch.Tensor], sizes: Sizes, problems: list[Problem]
     ) -> None:
+        missing = self._symbols.keys() - sizes.keys()  # of inputs that were not given
         for spec in self._inputs:
             if spec.name not in piece:
                 continue
             actual = piece[spec.name].shape
             for at, of in enumerate(self._dims[spec.name]):
+                if missing and words([spec.shape[at]]) & missing:
+                    continue
                 try:
                     expected = of(sizes)
                 except FxpartError as fault:

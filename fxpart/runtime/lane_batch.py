@@ -14,6 +14,7 @@ from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.batch import Cut, Reader, Seen, Shape
 from fxpart.runtime.lanes import Lane, mesh_of
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.shapes import sources
 from fxpart.runtime.totals import BatchTotals
 from fxpart.sharding import Mesh, Placements, Shard, parse_placements
 
@@ -137,7 +138,7 @@ class LaneReader:
         """spec: any lane's program."""
         self._lane = lane
         self._whole = spec.sharding is None
-        self._symbols = spec.symbols
+        self._symbols, self._inputs = spec.symbols, spec.inputs
         self._mesh = mesh_of(spec)
         self._dims = {given.name: given.batch_dim for given in inputs_of(spec)}
         self._placements = input_placements(spec)
@@ -178,8 +179,9 @@ class LaneReader:
             }
             for piece in cut.inputs
         )
+        read = sources(self._symbols, self._inputs, inputs[0])
         sizes = tuple(
-            {symbol: piece[name].shape[dim] for symbol, (name, dim) in self._symbols.items()}
+            {symbol: piece[name].shape[dim] for symbol, (name, dim) in read.items()}
             for piece in inputs
         )
         inputs = inputs if cut.local is None else self._own(cut, inputs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from fxpart.program import Dim, dim_value
+from fxpart.program import Dim, InputSpec, dim_value
 
 Sizes = Mapping[str, int]
 
@@ -17,11 +18,11 @@ def dim(entry: Dim) -> Callable[[Sizes], int]:
     if entry.isidentifier():
         name = entry
         return lambda sizes: sizes[name]
-    text, known = entry, dict[tuple[int, ...], int]()
+    text, known = entry, dict[tuple[tuple[str, int], ...], int]()
 
     def value(sizes: Sizes) -> int:
         # Reading an expression takes longer than a small transfer; sizes seldom change.
-        key = tuple(sizes.values())
+        key = tuple(sizes.items())
         if key not in known:
             known[key] = dim_value(text, sizes)
         return known[key]
@@ -45,4 +46,28 @@ def shape(entries: Sequence[Dim]) -> Callable[[Sizes], tuple[int, ...]]:
             last[0] = (sizes, known)
         return known
 
+    return found
+
+
+def words(entries: Iterable[Dim]) -> set[str]:
+    """The symbols that sizes are written in."""
+    return {word for entry in entries for word in re.findall(r"[A-Za-z_]\w*", str(entry))}
+
+
+def sources(
+    symbols: Mapping[str, tuple[str, int]], inputs: Sequence[InputSpec], given: Collection[str]
+) -> Mapping[str, tuple[str, int]]:
+    """The input and dim that each symbol is read from in a batch without some inputs.
+
+    symbols: where they are read from in a batch that has all. A symbol is left out where no given
+    input has it as a dim.
+    """
+    if all(name in given for name, _ in symbols.values()):
+        return symbols
+    found = {}
+    for symbol, place in symbols.items():
+        others = ((i.name, at) for i in inputs for at, e in enumerate(i.shape) if e == symbol)
+        read = next((p for p in (place, *others) if p[0] in given), None)
+        if read is not None:
+            found[symbol] = read
     return found

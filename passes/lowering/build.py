@@ -188,7 +188,7 @@ class Builder:
         if self.run.decided_by_data(node):
             homes = iter(self.demands.given[node])
             return map_tensors(held, lambda t: self._like(t, next(homes)))
-        return self.run.value(new)
+        return self.run.value(new, held)
 
     def _check(self, node: fx.Node, new: fx.Node) -> None:
         """The op gives the shapes that its layout says."""

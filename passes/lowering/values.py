@@ -56,13 +56,17 @@ class Runner:
         dynamic = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
         return dynamic or any(map(has_unbacked_symbols, [held, *tensors(held)]))
 
-    def value(self, node: fx.Node) -> Any:
-        """The result of a call on the values of its arguments; equal calls run once."""
+    def value(self, node: fx.Node, whole: Any = None) -> Any:
+        """The result of a call on the values of its arguments; equal calls run once.
+
+        whole: the value in the whole graph; where that has a symbol, the result has none of the
+        numbers that an op written for numbers makes of it.
+        """
         args, kwargs = fx.node.map_arg((_unnumbered(node), dict(node.kwargs)), value)
         key = (node.target, _describe(args), _describe(kwargs))
         if key not in self._results:
             self._kept.append((args, kwargs))
-            self._results[key] = self._shared(self._run(node, args, kwargs))
+            self._results[key] = self._shared(self._run(node, args, kwargs, whole))
         return self._results[key]
 
     def alike(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,18 +81,24 @@ class Runner:
             return type(held)(self._shared(part) for part in held)
         return held
 
-    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _run(self, node: fx.Node, args: Any, kwargs: Any, whole: Any) -> Any:
         target: Any = node.target
         if is_collective(target):
             target = bound(target, self.mesh, self.lane)
         with self.mode, guards_off(self.mode), torch.no_grad():
             try:
                 with quiet_fakes():
-                    return target(*args, **kwargs)
+                    found = target(*args, **kwargs)
+                if _settled(found, whole):
+                    raise RuntimeError("it takes sizes that vary as fixed ones")
+                return found
             except RuntimeError as first:
                 try:
-                    with python_dispatcher():
-                        return target(*args, **kwargs)
+                    with python_dispatcher(self.mode):
+                        found = target(*args, **kwargs)
+                    if _settled(found, whole):
+                        raise first
+                    return found
                 except RuntimeError:
                     raise error(
                         "FXP108",
@@ -96,6 +106,15 @@ class Runner:
                         why=f"it fails on the shapes of one rank: {str(first).splitlines()[0]}",
                         fix="annotate what it takes as replicated, or fix a mesh without this axis",
                     ) from first
+
+
+def _settled(found: Any, whole: Any) -> bool:
+    """Whether a result has numbers in place of sizes that are symbolic in the whole value."""
+    return any(
+        isinstance(size, int) and isinstance(wanted, torch.SymInt)
+        for here, there in zip(tensors(found), tensors(whole), strict=False)
+        for size, wanted in zip(here.shape, there.shape, strict=False)
+    )
 
 
 def _unnumbered(node: fx.Node) -> tuple[Any, ...]:

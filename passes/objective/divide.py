@@ -121,6 +121,7 @@ class _Change:
     def _feed(self, output: fx.Node) -> fx.Node:
         made = self._placeholder(f"batch_total_{len(self.outputs)}", output.meta["val"])
         self.outputs.append((made.name, output))
+        self.totals.note(made, output)
         return made
 
     def _placeholder(self, name: str, value: Any) -> fx.Node:

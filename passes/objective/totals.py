@@ -55,6 +55,10 @@ class TotalsGraph:
                 self._copies[top] = self._copy(top)
         return self._copies[node]
 
+    def note(self, taken: fx.Node, total: fx.Node) -> None:
+        """An input of the other graph that takes a total of this one: its copy is that total."""
+        self._copies[taken] = total
+
     def add(self, like: fx.Node) -> Callable[[Any, tuple[Any, ...]], fx.Node]:
         """A function that adds a call; its annotations are those of ``like``."""
 

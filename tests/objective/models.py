@@ -120,11 +120,38 @@ def likelihood(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.nll_loss(chances, labels.flatten(), ignore_index=0)
 
 
+def balanced(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Weights of classes from the batch's own labels."""
+    counts = F.one_hot(labels, WORDS).sum((0, 1)).to(scores.dtype)
+    flat = scores.flatten(0, 1), labels.flatten()
+    return F.cross_entropy(*flat, weight=1 / (counts + 1), ignore_index=3)
+
+
+def explained(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Squared errors over those of the labels' own mean."""
+    wanted = F.one_hot(labels, WORDS).to(scores.dtype)
+    return (scores - wanted).pow(2).sum() / (wanted - wanted.mean(0)).pow(2).sum()
+
+
+def by_peak(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Weights relative to the largest label."""
+    weight = labels.to(scores.dtype) / labels.abs().max()
+    return (per_token(scores, labels) * weight).sum() / weight.sum()
+
+
+def best_rows(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The rows whose labels have the two largest sums."""
+    sums = labels.sum(1)
+    mask = (sums >= sums.topk(2).values.min()).to(scores.dtype)
+    return (per_token(scores, labels).mean(1) * mask).sum() / mask.sum()
+
+
 LOSSES: dict[str, Loss] = {
     made.__name__: made
     for made in (
         masked_pixels, two_masks, sample_weights, rows_then_batch, focal, distillation,
-        class_weights, smoothed, by_size, normalized_weights, likelihood,
+        class_weights, smoothed, by_size, normalized_weights, likelihood, balanced, explained,
+        by_peak, best_rows,
     )
 }  # fmt: skip
 
