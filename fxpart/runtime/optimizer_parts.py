@@ -9,6 +9,7 @@ Late in training is looked at too: numbers that count the steps are set ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,16 +38,19 @@ ELEMENTWISE = (
 # Of the two largest dims: some optimizers treat matrices of 128 and more otherwise. The larger one
 # stays the larger one.
 _LARGEST = (144, 130)
-_OTHER = 3  # numbers of a further dim
+_OTHER = 2  # numbers of a further dim
+_MANY = 20_000  # numbers of a tensor, of which fewer are taken
 _SHAPES = 3  # of the parameters that are otherwise alike
 _PARTS = 4  # of a dim
 _UNEVEN = 30.0  # times the gradients of one part
-# Of the gradients of each step.
+# Of the gradients of each step. The first one may be all that a tensor of zeros shows.
+_FIRST = (10.0, 1.0)
 _EARLY = (3e-5, 1e-3, 0.03, 1.0, 30.0, 3e-5, 0.3, 1e-3, 3.0, 0.03, 1.0, 30.0)
 _LATE = (1.0, 0.03, 1e-3, 1.0)
 _AHEAD = 998 - len(_EARLY)  # by which the steps are counted further before the late ones
 _RATE = 1e-2  # where a warm-up has begun with none
 _SEED = 20_261
+_SHIFT = 1021  # numbers by which gradients of tensors and steps lie apart at most
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,9 @@ def _differs(
     with _random_state_kept():
         for dtypes, ahead in ((wide, _AHEAD), (wide, 0), ({}, _AHEAD), ({}, 0)):
             try:
-                return _compare(optimizer, _Starts(real, names, cut, dtypes), ahead)
+                starts = _Starts(real, names, cut, dtypes)
+                first = _compare(optimizer, starts, _FIRST, (), ahead)
+                return first or _compare(optimizer, starts, _EARLY, _LATE, ahead)
             except _WholeError as cause:
                 failed = f"a step of it on small tensors fails: {cause}"
     return failed
@@ -209,19 +215,24 @@ class _Starts:
         dtypes: Mapping[torch.dtype, torch.dtype],
     ) -> None:
         """real: of each group. dtypes: those of small tensors in place of others."""
-        self.make = torch.Generator().manual_seed(_SEED)
-        # Half of them begin with zeros, as biases do; without cuts one of each for both parts.
-        copies = 2 if cut is not None else 4
-        self.groups: Members = [
-            [
-                (p, _small(p, self.make, dtypes) * (n < copies // 2))
-                for p in g
-                for n in range(copies)
-            ]
-            for g in real
-        ]
+        make = torch.Generator().manual_seed(_SEED)
+        self.groups: Members = []
+        for group in real:
+            self.groups.append([])
+            for p in group:
+                # Half of them begin with zeros, as biases do; without cuts some for both parts.
+                copies = 2 if cut is not None or math.prod(_small_shape(p.shape)) > _MANY else 4
+                self.groups[-1] += [
+                    (p, _small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
+                ]
         self.flat = [pair for group in self.groups for pair in group]
         self.cuts = [None if cut is None else cut[names[id(p)]] for p, _ in self.flat]
+        most = max((p.numel() for _, p in self.flat), default=0)
+        self._line = torch.randn(most + _SHIFT, generator=make, dtype=torch.float32) + 0.3
+        self.parts = max(
+            (2 if c is None else len(c(p)) for c, (_, p) in zip(self.cuts, self.flat, strict=True)),
+            default=0,
+        )
 
     def taken(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
         """What a part has of a tensor for each start; every second one where none is cut."""
@@ -230,20 +241,15 @@ class _Starts:
             for at, (value, cut) in enumerate(zip(values, self.cuts, strict=True))
         ]
 
-    @property
-    def parts(self) -> int:
-        """The number of parts of those with the most."""
-        return max(
-            (2 if c is None else len(c(p)) for c, (_, p) in zip(self.cuts, self.flat, strict=True)),
-            default=0,
-        )
-
     def gradients(self, step: int, scale: float) -> list[torch.Tensor]:
         """Drawn for each start; those of one part, another one at each step, are the largest."""
         drawn = []
         for at, (_, p) in enumerate(self.flat):
-            made = torch.randn(p.shape, generator=self.make, dtype=torch.float32) + 0.3
-            drawn.append((made * scale * (1 + 2 * (at % 2))).to(p.device, p.dtype))
+            start = (step * 101 + at * 37) % _SHIFT
+            made = self._line[start : start + p.numel()].view(p.shape) * (
+                scale * (1 + 2 * (at % 2))
+            )
+            drawn.append(made.to(p.device, p.dtype))
         for mine in self.taken(drawn, step % max(self.parts, 1)):
             for each in mine:
                 each.mul_(_UNEVEN)
@@ -316,38 +322,59 @@ class _Copy:
         return self._starts.taken(values, self._part)
 
 
-def _compare(optimizer: torch.optim.Optimizer, starts: _Starts, ahead: int) -> str:
-    """See :func:`_differs`; ahead: by how much steps are counted further before the late ones."""
+def _compare(
+    optimizer: torch.optim.Optimizer,
+    starts: _Starts,
+    early: Sequence[float],
+    late: Sequence[float],
+    ahead: int,
+) -> str:
+    """See :func:`_differs`.
+
+    early, late: scales of gradients. ahead: by how much steps are counted further between them.
+    """
     if not starts.flat:
         return ""
     with _whole_error():
         one = _Copy(optimizer, starts, None)
-    others = [_Copy(optimizer, starts, part) for part in range(starts.parts)]
+    copies = [one, *(_Copy(optimizer, starts, part) for part in range(starts.parts))]
     whole, parts = ([p.clone() for _, p in starts.flat] for _ in range(2))
     still = True
-    for step, scale in enumerate(_EARLY + _LATE):
+    for step, scale in enumerate((*early, *late)):
         gradients = starts.gradients(step, scale)
-        last = step == len(_EARLY) - 1 and ahead
-        before = [copy.counted() if last else {} for copy in (one, *others)]
-        old = [(a.clone(), a - b) for a, b in zip(whole, parts, strict=True)]
+        count_on = bool(late and ahead) and step == len(early) - 1
+        before = [copy.counted() for copy in copies] if count_on else []
+        old = [(a.clone(), b.clone()) for a, b in zip(whole, parts, strict=True)]
         with _whole_error():
             one.step(gradients, whole)
         try:
-            for other in others:
-                other.step(gradients, parts)
+            for part in copies[1:]:
+                part.step(gradients, parts)
         except Exception as cause:
             return f"a step on parts fails: {type(cause).__name__}: {cause}"
-        for a, b, (start, gap) in zip(whole, parts, old, strict=True):
-            moved = float((a - start).abs().max())
-            apart = float((a - b - gap).abs().max())
-            still = still and not moved
-            rounding = 16 * torch.finfo(a.dtype).eps * float(a.abs().max())
-            if apart > max(1e-3 * moved, rounding):
-                return f"small tensors that move by {moved:.1g} end {apart:.1g} apart"
-        for copy, was in zip((one, *others), before, strict=True):
-            if last:
-                copy.count_on(was, ahead)
-    return "none of its steps moves small tensors, so that nothing is known of it" if still else ""
+        for a, b, (a_old, b_old) in zip(whole, parts, old, strict=True):
+            if why := _apart(a, b, a_old, b_old):
+                return why
+            still = still and torch.equal(a, a_old)
+        for copy, was in zip(copies, before, strict=False):
+            copy.count_on(was, ahead)
+    if still and late:
+        return "none of its steps moves small tensors, so that nothing is known of it"
+    return ""
+
+
+def _apart(
+    one: torch.Tensor, other: torch.Tensor, one_old: torch.Tensor, other_old: torch.Tensor
+) -> str:
+    """Whether a step has moved a tensor and its parts alike, however far apart they were."""
+    if torch.equal(one, other) and torch.equal(one_old, other_old):
+        return ""
+    moved = float((one - one_old).abs().max())
+    apart = float(((one - one_old) - (other - other_old)).abs().max())
+    rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
+    if apart <= max(1e-3 * moved, rounding):
+        return ""
+    return f"small tensors that move by {moved:.1g} end {apart:.1g} apart"
 
 
 @contextmanager
@@ -361,10 +388,7 @@ def _whole_error() -> Iterator[None]:
 def _representatives(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, Cut] | None
 ) -> list[list[torch.Tensor]]:
-    """Of each group parameters of every dtype, number of dims and cut; with ``cut`` cut ones only.
-
-    Of many shapes: the largest, the highest and the widest one.
-    """
+    """Of each group parameters of every dtype, number of dims and cut; with cut only such."""
     found: list[list[torch.Tensor]] = []
     for group in optimizer.param_groups:
         kinds: dict[Any, dict[tuple[int, ...], torch.Tensor]] = {}
@@ -373,17 +397,18 @@ def _representatives(
             if name is not None and p.numel() and (cut is None or name in cut):
                 kind = (p.dim(), p.dtype, None if cut is None else cut[name])
                 kinds.setdefault(kind, {}).setdefault(_small_shape(p.shape), p)
-        found.append([p for shapes in kinds.values() for p in _telling(shapes)])
+        most = 1 if cut is None else _SHAPES
+        found.append([p for shapes in kinds.values() for p in _telling(shapes, most)])
     return found
 
 
-def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor]) -> list[torch.Tensor]:
-    if len(shapes) <= _SHAPES:
+def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Those of the largest, the highest and the widest shape, if they are too many."""
+    if len(shapes) <= most:
         return list(shapes.values())
-    kept = {max(shapes, key=sorted)}
-    for sign in (1, -1):
-        kept.add(max(shapes, key=lambda s: sign * (s[0] / s[-1] if len(s) > 1 else s[0])))
-    return [p for shape, p in shapes.items() if shape in kept]
+    high = sorted(shapes, key=lambda s: s[0] / s[-1] if len(s) > 1 else s[0])
+    kept = dict.fromkeys((max(shapes, key=sorted), high[-1], high[0]))
+    return [shapes[shape] for shape in list(kept)[:most]]
 
 
 def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
