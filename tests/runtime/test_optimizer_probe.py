@@ -77,7 +77,8 @@ def column_rates(state: Any, p: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
 def row_trust(state: Any, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """LARS for each row."""
     dims = others(p, 0) or (0,)
-    return grad * (p.norm(dim=dims, keepdim=True) + 0.01) / (grad.norm(dim=dims, keepdim=True) + 1)
+    own, size = (t.square().sum(dims, keepdim=True).sqrt() for t in (p, grad))
+    return grad * (own + 0.01) / (size + 1)
 
 
 def by_norm(state: Any, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
