@@ -1,14 +1,19 @@
 """Whether an optimizer gives the same when a model is divided between several of it.
 
 Small tensors in the groups of the real optimizer are stepped twice: all by one optimizer, and
-divided as the plan divides the parameters. What differs then depends on more than each part.
+divided in each way in which the plan divides parameters. What differs then depends on more than
+each part. One part at a time has by far the largest gradients, and the scales go from small to
+large, so that whatever limit an optimizer sets to a norm lies between a part's and the whole's.
+Late in training is looked at too: numbers that count the steps are set ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +28,6 @@ from fxpart.runtime.user_optimizer import needs_closure
 from fxpart.sharding import Shard
 
 Members = list[list[tuple[torch.Tensor, torch.Tensor]]]  # by group: a real parameter, a small one
-Cut = Callable[[torch.Tensor], list[torch.Tensor]]  # the parts of a tensor, views
 
 # Each number of a parameter is updated by its own gradient and state alone.
 ELEMENTWISE = (
@@ -31,11 +35,49 @@ ELEMENTWISE = (
     "Rprop", "SparseAdam",
 )  # fmt: skip
 
-_LARGEST = 130  # of the two largest dims: some optimizers treat matrices of 128 and more otherwise
-_OTHER = 3  # numbers of a further dim
-_SCALES = (1.0, 30.0, 0.03, 1.0, 1.0, 1.0, 0.3, 3.0)  # of the gradients of each step
+# Of the two largest dims: some optimizers treat matrices of 128 and more otherwise. The larger one
+# stays the larger one.
+_LARGEST = (144, 130)
+_OTHER = 2  # numbers of a further dim
+_MANY = 20_000  # numbers of a tensor, of which fewer are taken
+_SHAPES = 3  # of the parameters that are otherwise alike
+_PARTS = 4  # of a dim
+_UNEVEN = 30.0  # times the gradients of one part
+# Of the gradients of each step. The first one may be all that a tensor of zeros shows.
+_FIRST = (10.0, 1.0)
+_EARLY = (3e-5, 1e-3, 0.03, 1.0, 30.0, 3e-5, 0.3, 1e-3, 3.0, 0.03, 1.0, 30.0)
+_LATE = (1.0, 0.03, 1e-3, 1.0)
+_AHEAD = 998 - len(_EARLY)  # by which the steps are counted further before the late ones
 _RATE = 1e-2  # where a warm-up has begun with none
 _SEED = 20_261
+_SHIFT = 1021  # numbers by which gradients of tensors and steps lie apart at most
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How parameters are taken apart: flat, or along dims; a number of parts for each."""
+
+    flat: int = 1
+    dims: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> Cut:
+        """As the optimizers of lanes have a parameter, in no more parts of a dim than tell."""
+        sizes = dict(zip(pieces.mesh.names, pieces.mesh.shape, strict=True))
+        dims: dict[int, int] = {}
+        for size, placement in zip(pieces.mesh.shape, pieces.placements, strict=False):
+            if isinstance(placement, Shard) and size > 1:
+                dims[placement.dim] = min(dims.get(placement.dim, 1) * size, _PARTS)
+        return cls(min(sizes.get(pieces.flat, 1), _PARTS), tuple(sorted(dims.items())))
+
+    def __call__(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a contiguous tensor, views where one has more than one number."""
+        if self.flat > 1:
+            return list(whole.reshape(-1).chunk(self.flat))
+        found = [whole]
+        for dim, parts in self.dims:
+            found = [part for each in found for part in each.chunk(parts, dim)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +86,7 @@ class Division:
 
     between: whether parameters of the model belong to optimizers of different ranks. copies:
     whether this process has several ranks with the same parameters. cut: those of which a rank
-    updates a part only, by name, with what takes a tensor of as many dims apart the same way.
+    updates a part only, by name.
     """
 
     between: bool
@@ -130,24 +172,8 @@ def division_of(state: ModelState, held: Held, *, by_stage: bool) -> Division:
     return Division(
         between=any(names != every for names in owners.values()),
         copies=not by_stage and sum(bool(owners.get(rank)) for rank in state.transport.local) > 1,
-        cut={name: _cut_as(held.pieces(name)) for name in held.cut()},
+        cut={name: Cut.of(held.pieces(name)) for name in held.cut()},
     )
-
-
-def _cut_as(pieces: Pieces) -> Cut:
-    """What takes a small tensor apart as a parameter is: flat, or along its sharded dims."""
-    dims = sorted({p.dim for p in pieces.placements if isinstance(p, Shard)})
-
-    def take(whole: torch.Tensor) -> list[torch.Tensor]:
-        if pieces.flat:
-            line = whole.view(-1)
-            return [line[: len(line) // 2], line[len(line) // 2 :]]
-        found = [whole]
-        for dim in dims:
-            found = [part for each in found for part in each.chunk(2, dim)]
-        return found
-
-    return take
 
 
 # -- the comparison ---------------------------------------------------------------------------
@@ -161,150 +187,245 @@ def _differs(
     cut: parts of parameters by name; None: each part has whole parameters.
     """
     real = _representatives(optimizer, names, cut)
+    wide = {torch.float32: torch.float64}  # in which the smallest update is no rounding
+    failed = ""
     with _random_state_kept():
-        try:  # in float64, in which the smallest update is no rounding
-            return _compare(optimizer, real, names, cut, {torch.float32: torch.float64})
-        except _WholeError:
-            pass
-        try:
-            return _compare(optimizer, real, names, cut, {})
-        except _WholeError as cause:
-            return f"a step of it on small tensors fails: {cause}"
+        for dtypes, ahead in ((wide, _AHEAD), (wide, 0), ({}, _AHEAD), ({}, 0)):
+            try:
+                starts = _Starts(real, names, cut, dtypes)
+                first = _compare(optimizer, starts, _FIRST, (), ahead)
+                return first or _compare(optimizer, starts, _EARLY, _LATE, ahead)
+            except _WholeError as cause:
+                failed = f"a step of it on small tensors fails: {cause}"
+    return failed
 
 
 class _WholeError(Exception):
     """The optimizer of all small tensors raised this."""
 
 
+class _Starts:
+    """The small tensors: for each its real parameter, how it begins, and how it is taken apart."""
+
+    def __init__(
+        self,
+        real: Sequence[Sequence[torch.Tensor]],
+        names: Mapping[int, str],
+        cut: Mapping[str, Cut] | None,
+        dtypes: Mapping[torch.dtype, torch.dtype],
+    ) -> None:
+        """real: of each group. dtypes: those of small tensors in place of others."""
+        make = torch.Generator().manual_seed(_SEED)
+        self.groups: Members = []
+        for group in real:
+            self.groups.append([])
+            for p in group:
+                # Half of them begin with zeros, as biases do; without cuts some for both parts.
+                copies = 2 if cut is not None or math.prod(_small_shape(p.shape)) > _MANY else 4
+                self.groups[-1] += [
+                    (p, _small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
+                ]
+        self.flat = [pair for group in self.groups for pair in group]
+        self.cuts = [None if cut is None else cut[names[id(p)]] for p, _ in self.flat]
+        most = max((p.numel() for _, p in self.flat), default=0)
+        self._line = torch.randn(most + _SHIFT, generator=make, dtype=torch.float32) + 0.3
+        self.parts = max(
+            (2 if c is None else len(c(p)) for c, (_, p) in zip(self.cuts, self.flat, strict=True)),
+            default=0,
+        )
+
+    def taken(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
+        """What a part has of a tensor for each start; every second one where none is cut."""
+        return [
+            ([value] if at % 2 == part else []) if cut is None else cut(value)[part : part + 1]
+            for at, (value, cut) in enumerate(zip(values, self.cuts, strict=True))
+        ]
+
+    def gradients(self, step: int, scale: float) -> list[torch.Tensor]:
+        """Drawn for each start; those of one part, another one at each step, are the largest."""
+        drawn = []
+        for at, (_, p) in enumerate(self.flat):
+            start = (step * 101 + at * 37) % _SHIFT
+            made = self._line[start : start + p.numel()].view(p.shape) * (
+                scale * (1 + 2 * (at % 2))
+            )
+            drawn.append(made.to(p.device, p.dtype))
+        for mine in self.taken(drawn, step % max(self.parts, 1)):
+            for each in mine:
+                each.mul_(_UNEVEN)
+        return drawn
+
+
+class _Copy:
+    """A copy of the optimizer over what a part has of the small tensors; None: over all."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, starts: _Starts, part: int | None) -> None:
+        self._starts, self._part = starts, part
+        self._held = [
+            [torch.nn.Parameter(t.clone(memory_format=torch.contiguous_format)) for t in mine]
+            for mine in self._mine([p for _, p in starts.flat])
+        ]
+        members: Members = []
+        state: dict[torch.Tensor, dict[Any, Any]] = {}
+        held = iter(self._held)
+        cuts = iter(starts.cuts)
+        for group in starts.groups:
+            members.append([])
+            for real, small in group:
+                cut, kept = next(cuts), optimizer.state.get(real)
+                for q in next(held):
+                    members[-1].append((real, q))
+                    if kept:
+                        take = None if part is None else cut
+                        state[q] = {
+                            k: _corner(v, real, small, take, part or 0) for k, v in kept.items()
+                        }
+        self._made = optimizer_over(optimizer, members, torch.nn.Parameter(torch.empty(0)))
+        self._made.state.update(state)
+        for options in self._made.param_groups:
+            rate = options.get("lr")
+            if isinstance(rate, (float, int, torch.Tensor)) and float(rate) == 0.0:
+                options["lr"] = options.get("initial_lr") or _RATE
+
+    def step(self, gradients: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Step with parts of gradients, and write what parameters have become into values."""
+        for mine, given in zip(self._held, self._mine(gradients), strict=True):
+            for q, g in zip(mine, given, strict=True):
+                q.grad = g.clone(memory_format=torch.contiguous_format)
+        self._made.step()
+        for mine, given in zip(self._held, self._mine(values), strict=True):
+            for q, t in zip(mine, given, strict=True):
+                t.copy_(q.detach().nan_to_num())
+
+    def counted(self) -> dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]]:
+        """Every number in the groups, the state and the attributes: where it is, and what."""
+        found: dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]] = {}
+        made = self._made
+        for place in chain((vars(made),), made.param_groups, made.state.values()):
+            if isinstance(place, MutableMapping):
+                for key, value in place.items():
+                    if isinstance(value, torch.Tensor) and value.dim() == 0:
+                        found[id(value), None] = place, key, float(value)
+                    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                        found[id(place), key] = place, key, float(value)
+        return found
+
+    def count_on(self, before: Mapping[tuple[int, Any], Any], by: int) -> None:
+        """Add to each number that has grown by one since."""
+        for at, (place, key, value) in self.counted().items():
+            if at in before and value - before[at][2] == 1.0:
+                place[key] += by  # in place where it is a tensor
+
+    def _mine(self, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        if self._part is None:
+            return [[value] for value in values]
+        return self._starts.taken(values, self._part)
+
+
 def _compare(
     optimizer: torch.optim.Optimizer,
-    real: list[list[torch.Tensor]],
-    names: dict[int, str],
-    cut: dict[str, Cut] | None,
-    dtypes: Mapping[torch.dtype, torch.dtype],
+    starts: _Starts,
+    early: Sequence[float],
+    late: Sequence[float],
+    ahead: int,
 ) -> str:
-    """See :func:`_differs`; dtypes: those of small tensors in place of others."""
-    make = torch.Generator().manual_seed(_SEED)
-    starts = [
-        # Two for each part, of which one begins with zeros, as biases do.
-        [(p, _small(p, make, dtypes) * (n < 2)) for p in group for n in range(4)]
-        for group in real
-    ]
-    flat = [pair for group in starts for pair in group]
-    gradients = [
-        [_drawn(p, scale, make) * (1 + 2 * (at % 2)) for at, (_, p) in enumerate(flat)]
-        for scale in _SCALES
-    ]
-    whole, parts = [p.clone() for _, p in flat], [p.clone() for _, p in flat]
-    try:
-        _run(optimizer, starts, [[[q] for q in whole]], gradients)
-    except Exception as cause:  # whatever a class raises
-        raise _WholeError(f"{type(cause).__name__}: {cause}") from cause
-    cuts: list[Cut | None] = [None if cut is None else cut[names[id(p)]] for p, _ in flat]
-    pieces = [[q] if take is None else take(q) for take, q in zip(cuts, parts, strict=True)]
-    if cut is None:  # every second parameter
-        sets = [[mine if at % 2 == n else [] for at, mine in enumerate(pieces)] for n in (0, 1)]
-    else:
-        most = max(map(len, pieces), default=0)
-        sets = [[mine[n : n + 1] for mine in pieces] for n in range(most)]
-    try:
-        _run(optimizer, starts, sets, gradients, cuts)
-    except Exception as cause:
-        return f"a step on parts fails: {type(cause).__name__}: {cause}"
-    for (_, start), one, other in zip(flat, whole, parts, strict=True):
-        one, other = one.nan_to_num(), other.nan_to_num()
-        moved = float((one - start).abs().max())
-        apart = float((one - other).abs().max())
-        rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
-        if apart > max(1e-3 * moved, rounding):
-            return f"small tensors that move by {moved:.1g} end {apart:.1g} apart"
+    """See :func:`_differs`.
+
+    early, late: scales of gradients. ahead: by how much steps are counted further between them.
+    """
+    if not starts.flat:
+        return ""
+    with _whole_error():
+        one = _Copy(optimizer, starts, None)
+    copies = [one, *(_Copy(optimizer, starts, part) for part in range(starts.parts))]
+    whole, parts = ([p.clone() for _, p in starts.flat] for _ in range(2))
+    still = True
+    for step, scale in enumerate((*early, *late)):
+        gradients = starts.gradients(step, scale)
+        count_on = bool(late and ahead) and step == len(early) - 1
+        before = [copy.counted() for copy in copies] if count_on else []
+        old = [(a.clone(), b.clone()) for a, b in zip(whole, parts, strict=True)]
+        with _whole_error():
+            one.step(gradients, whole)
+        try:
+            for part in copies[1:]:
+                part.step(gradients, parts)
+        except Exception as cause:
+            return f"a step on parts fails: {type(cause).__name__}: {cause}"
+        for a, b, (a_old, b_old) in zip(whole, parts, old, strict=True):
+            if why := _apart(a, b, a_old, b_old):
+                return why
+            still = still and torch.equal(a, a_old)
+        for copy, was in zip(copies, before, strict=False):
+            copy.count_on(was, ahead)
+    if still and late:
+        return "none of its steps moves small tensors, so that nothing is known of it"
     return ""
 
 
-def _run(
-    optimizer: torch.optim.Optimizer,
-    starts: Members,
-    sets: Sequence[Sequence[Sequence[torch.Tensor]]],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    cuts: Sequence[Cut | None] | None = None,
-) -> None:
-    """Step one copy of the optimizer for each set of tensors; a set has tensors for each start."""
-    copies = []
-    for number, tensors in enumerate(sets):
-        held = [[torch.nn.Parameter(t.detach()) for t in mine] for mine in tensors]
-        copies.append((number, held, _over(optimizer, starts, held, number, cuts)))
-    for drawn in gradients:
-        for number, held, made in copies:
-            for at, mine in enumerate(held):
-                take = None if cuts is None else cuts[at]
-                for q in mine:
-                    whole = drawn[at]
-                    q.grad = (whole if take is None else take(whole)[number]).clone()
-            made.step()
-    for (_, held, _), tensors in zip(copies, sets, strict=True):
-        for mine, given in zip(held, tensors, strict=True):
-            for q, t in zip(mine, given, strict=True):
-                t.copy_(q.detach())
+def _apart(
+    one: torch.Tensor, other: torch.Tensor, one_old: torch.Tensor, other_old: torch.Tensor
+) -> str:
+    """Whether a step has moved a tensor and its parts alike, however far apart they were."""
+    if torch.equal(one, other) and torch.equal(one_old, other_old):
+        return ""
+    moved = float((one - one_old).abs().max())
+    apart = float(((one - one_old) - (other - other_old)).abs().max())
+    rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
+    if apart <= max(1e-3 * moved, rounding):
+        return ""
+    return f"small tensors that move by {moved:.1g} end {apart:.1g} apart"
 
 
-def _over(
-    optimizer: torch.optim.Optimizer,
-    starts: Members,
-    held: Sequence[Sequence[torch.Tensor]],
-    number: int,
-    cuts: Sequence[Cut | None] | None,
-) -> torch.optim.Optimizer:
-    """A copy of the optimizer over small tensors, with what state it has made at once."""
-    members: Members = []
-    state: dict[torch.Tensor, dict[Any, Any]] = {}
-    at = 0
-    for group in starts:
-        members.append([])
-        for real, small in group:
-            for q in held[at]:
-                members[-1].append((real, q))
-                take = None if cuts is None else cuts[at]
-                kept = optimizer.state.get(real)
-                if kept:
-                    state[q] = {k: _corner(v, real, small, take, number) for k, v in kept.items()}
-            at += 1
-    made = optimizer_over(optimizer, members, torch.nn.Parameter(torch.empty(0)))
-    made.state.update(state)
-    for options in made.param_groups:
-        rate = options.get("lr")
-        if isinstance(rate, (float, int, torch.Tensor)) and float(rate) == 0.0:
-            options["lr"] = options.get("initial_lr") or _RATE
-    return made
+@contextmanager
+def _whole_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as cause:  # whatever a class raises
+        raise _WholeError(f"{type(cause).__name__}: {cause}") from cause
 
 
 def _representatives(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, Cut] | None
 ) -> list[list[torch.Tensor]]:
-    """One parameter of each group, number of dims and dtype; with ``cut`` of those that are."""
+    """Of each group parameters of every dtype, number of dims and cut; with cut only such."""
     found: list[list[torch.Tensor]] = []
     for group in optimizer.param_groups:
-        kinds: dict[Any, torch.Tensor] = {}
+        kinds: dict[Any, dict[tuple[int, ...], torch.Tensor]] = {}
         for p in group["params"]:
             name = names.get(id(p))
             if name is not None and p.numel() and (cut is None or name in cut):
-                kinds.setdefault((p.dim(), p.dtype), p)
-        found.append(list(kinds.values()))
+                kind = (p.dim(), p.dtype, None if cut is None else cut[name])
+                kinds.setdefault(kind, {}).setdefault(_small_shape(p.shape), p)
+        most = 1 if cut is None else _SHAPES
+        found.append([p for shapes in kinds.values() for p in _telling(shapes, most)])
     return found
+
+
+def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Those of the largest, the highest and the widest shape, if they are too many."""
+    if len(shapes) <= most:
+        return list(shapes.values())
+    high = sorted(shapes, key=lambda s: s[0] / s[-1] if len(s) > 1 else s[0])
+    kept = dict.fromkeys((max(shapes, key=sorted), high[-1], high[0]))
+    return [shapes[shape] for shape in list(kept)[:most]]
+
+
+def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """As many dims, cut to a size that is stepped in no time."""
+    largest = sorted(range(len(shape)), key=lambda d: -shape[d])[:2]
+    most = dict(zip(largest, _LARGEST, strict=False))
+    if len(largest) > 1 and shape[largest[0]] == shape[largest[1]]:
+        most = dict.fromkeys(largest, min(_LARGEST))
+    return tuple(min(size, most.get(dim, _OTHER)) for dim, size in enumerate(shape))
 
 
 def _small(
     like: torch.Tensor, make: torch.Generator, dtypes: Mapping[torch.dtype, torch.dtype]
 ) -> torch.Tensor:
-    """A tensor of as many dims, cut to a size that is stepped in no time; the same device."""
-    largest = sorted(range(like.dim()), key=lambda d: -like.shape[d])[:2]
-    shape = [min(s, _LARGEST if d in largest else _OTHER) for d, s in enumerate(like.shape)]
-    made = torch.randn(shape, generator=make, dtype=torch.float32)
+    """A tensor of as many dims on the same device."""
+    made = torch.randn(_small_shape(like.shape), generator=make, dtype=torch.float32)
     return made.to(like.device, dtypes.get(like.dtype, like.dtype))
-
-
-def _drawn(like: torch.Tensor, scale: float, make: torch.Generator) -> torch.Tensor:
-    made = torch.randn(like.shape, generator=make, dtype=torch.float32) + 0.3
-    return (made * scale).to(like.device, like.dtype)
 
 
 def _corner(
