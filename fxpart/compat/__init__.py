@@ -67,6 +67,7 @@ from fxpart.compat.symbols import (
     unflatten_output,
 )
 from fxpart.compat.tensors import (
+    detach_constant,
     fake_mode,
     is_fake,
     is_plain_fake,
@@ -97,6 +98,7 @@ __all__ = [
     "default_device_of",
     "default_store",
     "deferred_code",
+    "detach_constant",
     "fake_mode",
     "floor_division",
     "foreach_add",
