@@ -35,6 +35,7 @@ from fxpart.compat.gloo_threads import share_cores, waiting_threads
 from fxpart.compat.groups import default_store
 from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
+    global_module_hooks,
     has_kernel,
     has_module_hooks,
     mask_detection_off,
@@ -113,6 +114,7 @@ __all__ = [
     "foreach_shift_",
     "foreach_sqrt",
     "foreach_zero_",
+    "global_module_hooks",
     "grad_modes_kept",
     "guards_off",
     "has_kernel",

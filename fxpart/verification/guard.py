@@ -17,6 +17,7 @@ from fxpart.pipeline.effects import state_written
 from fxpart.verification.code import Reached
 from fxpart.verification.hooks import refuse_gradient_hooks
 from fxpart.verification.state import ATOMS, Holder, State
+from fxpart.verification.structure import Structure
 from fxpart.verification.values import same, version
 
 _FIX = (
@@ -33,12 +34,15 @@ class Guard:
     """Raises FXP113 once a value that the program took as a constant is another.
 
     Looked at: numbers and tensors that forward or loss read from attributes, closures and globals,
-    except those that they themselves change; and whether gradient hooks were added.
+    except those that they themselves change; whether gradient hooks were added; and the modules'
+    children, hooks and classes.
     """
 
     def __init__(self, state: State, code: Reached, written: frozenset[Any]) -> None:
         """Keep what may change. written: storages that the program itself writes."""
         self.refuse: Callable[[], None] | None = None
+        modules = [(h.path, h.owner) for h in state.holders if isinstance(h.owner, nn.Module)]
+        self._structure = Structure(modules, code.names)
         self.parameters: list[torch.Tensor] = []
         self._copied = 0
         changed = code.stored()
@@ -90,6 +94,7 @@ class Guard:
         update: copies tensors that were written in place into the program, and returns whether it
         has all of them. Returns how often that was done.
         """
+        self._structure()
         now = [read() for read in self._read]
         if not all(map(is_, now, self._values)):
             self._compare(now)
