@@ -91,7 +91,7 @@ def _captured(
     if not parts.tensors:
         raise no_examples(model)
     known = settled(batch_dims or {}, names, parts.tensors)
-    with prepared(model, training), faked(model) as mode:
+    with prepared(model, training, loss), faked(model) as mode:
         trial = Trial(Whole(model, loss, call, autocast), mode)
         inferred = infer(trial, names, parts.tensors, known)
         backwards = own_backwards(trial, parts.tensors) if inferred.ran else []

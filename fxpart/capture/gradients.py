@@ -15,10 +15,10 @@ import torch
 
 from fxpart.capture.batch import put_together
 from fxpart.capture.captured import Captured
-from fxpart.capture.modes import kept_buffers
+from fxpart.capture.modes import REAL_LIMIT, kept_tensors
 from fxpart.capture.request import Request
 from fxpart.capture.sources import short
-from fxpart.capture.trial import REAL_LIMIT, Trial
+from fxpart.capture.trial import Trial
 from fxpart.compat import own_backward
 from fxpart.errors import FxpartError, Problem
 
@@ -57,7 +57,7 @@ def check_gradients(captured: Captured, kinds: Sequence[type], request: Request)
     rows = captured.microbatch_size or min(captured.batch_size, 4)
     eager, inputs = captured.eager, request.resized(rows)
     batch = put_together(request.parts.tree, inputs)
-    with kept_buffers(request.model), torch.random.fork_rng():
+    with kept_tensors(request.model, request.loss), torch.random.fork_rng():
         mine = _gradients(captured, lambda: captured.graph(*inputs))
         theirs = _gradients(captured, lambda: eager(batch))
     for name, a, b in zip(captured.parameters, mine, theirs, strict=True):

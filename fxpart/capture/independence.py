@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from fxpart.capture.modes import kept_buffers, training_mode
-from fxpart.capture.trial import REAL_LIMIT, Trial
+from fxpart.capture.modes import REAL_LIMIT, kept_buffers, training_mode
+from fxpart.capture.trial import Trial
 
 
 def batch_first_is_off(module: nn.Module) -> bool:

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.capture.python_state import PythonState, copies, put_back
 from fxpart.capture.sources import is_users, short
 from fxpart.compat import is_fake, mask_detection_off
 from fxpart.errors import error
 
+REAL_LIMIT = 200_000_000  # parameters: larger models are not copied, nor run for real
+
 
 @contextmanager
-def prepared(model: nn.Module, training: bool) -> Iterator[None]:
-    """All of this module together: mode set, cache off, quiet, and the buffers as they were."""
+def prepared(model: nn.Module, training: bool, loss: Any = None) -> Iterator[None]:
+    """All of this module together: mode set, cache off, quiet, and the tensors as they were."""
     with ExitStack() as stack:
-        stack.enter_context(kept_buffers(model))
+        stack.enter_context(kept_tensors(model, loss))
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(cache_off(model))
         stack.enter_context(training_mode(model, training))
@@ -121,6 +124,32 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
             for buffer, value in before:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def kept_tensors(*roots: Any) -> Iterator[None]:
+    """Within: tensors reachable from modules and functions may be written; after: as they were.
+
+    Fake modes run operations with numbers (``n += 1``) for real where all tensors are real. Of
+    parameters beyond 2e8 numbers no copy is made: FXP108 where they were written.
+    """
+    tensors = PythonState.of(*roots).tensors
+    owned = [t for t in tensors if isinstance(t, nn.Parameter)]
+    large = owned if sum(p.numel() for p in owned) > REAL_LIMIT else []
+    left_out = {id(p) for p in large}
+    before = copies(t for t in tensors if id(t) not in left_out)
+    versions = [p._version for p in large]
+    try:
+        yield
+    finally:
+        put_back(before)
+    if versions != [p._version for p in large]:
+        raise error(
+            "FXP108",
+            where=type(roots[0]).__name__,
+            why="forward writes parameters in place, and the model is too large to undo that",
+            fix="write them in the optimizer, or hold what forward writes in buffers",
+        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from fxpart.capture.sources import is_users
+from fxpart.compat import is_fake
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_MAPPINGS, list, set, deque)
 _CACHE = type(functools.lru_cache(lambda: None))
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "fxpart", "numpy"}
 _MOST = 100_000  # objects that are noted
+_SMALL = 65_536  # elements of a tensor whose value is kept
 _LARGE = 10_000  # items: the objects inside of larger containers are not looked at
 
 
@@ -35,8 +37,10 @@ class PythonState:
 
     That is: class and attributes of every submodule; the content of containers and the attributes
     of the user's own objects in these; global variables, closures and lru_caches that the code
-    names. Tensors are kept by identity, not by value. Caches of functools are only ever emptied.
-    seen keeps a reference to each object, so that an id stays the object's.
+    names; and the values of small tensors, which fake modes may write for real (``n += 1``). Larger
+    tensors are kept by identity: :func:`fxpart.capture.modes.kept_tensors` is for these. Caches of
+    functools are only ever emptied. seen keeps a reference to each object, so that an id stays the
+    object's.
     """
 
     seen: dict[int, Any] = field(default_factory=dict)
@@ -47,6 +51,9 @@ class PythonState:
     variables: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
+    slots: list[tuple[Any, str, Any]] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, *roots: Any) -> PythonState:
@@ -54,6 +61,7 @@ class PythonState:
         state = cls()
         for root in roots:
             state._add(root)
+        state.values = copies(t for t in state.tensors if t.numel() <= _SMALL)
         return state
 
     @contextmanager
@@ -71,6 +79,10 @@ class PythonState:
         while waiting:
             item = waiting.pop()
             if item is None or id(item) in self.seen or isinstance(item, _PLAIN):
+                continue
+            if isinstance(item, torch.Tensor):
+                self.seen[id(item)] = item
+                self.tensors.append(item)
                 continue
             if len(self.seen) > _MOST:
                 break
@@ -97,8 +109,12 @@ class PythonState:
             yield item.fget
         elif isinstance(item, type):
             yield from self._class(item)
-        elif not _is_library(type(item).__module__) and type(_own(item)) is dict:
-            yield from self._attributes(_own(item))
+        elif is_holder(type(item)) or not _is_library(type(item).__module__):
+            if type(_own(item)) is dict:
+                yield from self._attributes(_own(item))
+            for name, held in slots_of_object(item).items():
+                self.slots.append((item, name, held))
+                yield held
             yield from self._class(type(item))
 
     def _module(self, module: nn.Module) -> Iterator[Any]:
@@ -173,13 +189,66 @@ class PythonState:
                 scope[name] = value
         for cell, value in self.cells:
             cell.cell_contents = value
+        for item, name, value in self.slots:
+            if getattr(item, name, None) is not value:
+                object.__setattr__(item, name, value)
+        put_back(self.values)
         self._empty_caches()
 
 
 _PLAIN = (
-    bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size,
+    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
     types.ModuleType, types.BuiltinFunctionType,
 )  # fmt: skip
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors with copies of their values; those without values of their own are left out."""
+    with torch.no_grad():
+        return [(t, t.detach().clone()) for t in tensors if _has_values(t)]
+
+
+def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write copied values back; only where they changed: a tensor may be mapped from a file."""
+    with torch.no_grad():
+        for tensor, value in values:
+            if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+                tensor.data = value.clone()
+            elif not torch.equal(tensor, value):
+                tensor.copy_(value)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and tensor.layout is torch.strided and not is_fake(tensor)
+
+
+_HOLDER_MODULES = frozenset(("argparse", "collections", "optparse", "types"))
+
+
+def is_holder(kind: type) -> bool:
+    """Whether a class of the standard library holds values of the user's, as Namespace does."""
+    return kind.__module__ in _HOLDER_MODULES and kind.__name__ in (
+        "Namespace", "SimpleNamespace", "Values", "UserDict", "UserList", "ChainMap",
+    )  # fmt: skip
+
+
+def slots_of_object(item: Any) -> dict[str, Any]:
+    """The values that an object has in ``__slots__`` of the user's classes, by name."""
+    found = {}
+    for kind in type(item).__mro__:
+        if _is_library(kind.__module__):
+            continue
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else tuple(names):
+            own = f"_{kind.__name__.lstrip('_')}{name}" if _is_mangled(name) else name
+            if isinstance(vars(kind).get(own), types.MemberDescriptorType) and hasattr(item, own):
+                found[own] = getattr(item, own)
+    return found
+
+
+def _is_mangled(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
 
 
 def _is_library(name: str | None) -> bool:

@@ -92,7 +92,7 @@ def _run(request: Request) -> Captured:
     whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
-    with prepared(model, request.training), faked(model) as mode:
+    with prepared(model, request.training, request.loss), faked(model) as mode:
         python = PythonState.of(model, request.loss)
 
         def attempt(way: Way) -> Unlifted:

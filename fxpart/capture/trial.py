@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from fxpart.capture.fakes import stand_in
-from fxpart.capture.modes import kept_buffers
+from fxpart.capture.modes import REAL_LIMIT, kept_buffers
 from fxpart.capture.python_state import PythonState
 from fxpart.capture.whole import Whole
 from fxpart.compat import fake_mode
-
-REAL_LIMIT = 200_000_000  # parameters: larger models are not run for real to learn a shape
 
 
 @dataclass

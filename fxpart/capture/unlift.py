@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from fxpart.capture.datasizes import refuse_data_sizes, refuse_transforms
 from fxpart.capture.sources import annotate
 from fxpart.capture.state import State
-from fxpart.compat import unflatten_output
+from fxpart.compat import detach_constant, unflatten_output
 from fxpart.errors import error
 from fxpart.pipeline import LEVEL_KEY, Level
 
@@ -81,6 +81,7 @@ def unlift(
         root[name] = constants.get(name, state.tensors.get(name))  # type: ignore[assignment]
         env[node] = graph.get_attr(name)
         env[node].meta = dict(node.meta)
+        detach_constant(node.meta.get("val"))
     refuse_transforms(source.graph)
     refuse_data_sizes(source.graph, recorded=False)
     outputs, kind = _copy_body(exported, graph, env, root)

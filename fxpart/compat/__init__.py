@@ -35,6 +35,7 @@ from fxpart.compat.gloo_threads import share_cores, waiting_threads
 from fxpart.compat.groups import default_store
 from fxpart.compat.loading import skip_batches
 from fxpart.compat.modules import (
+    global_module_hooks,
     has_kernel,
     has_module_hooks,
     mask_detection_off,
@@ -67,6 +68,7 @@ from fxpart.compat.symbols import (
     unflatten_output,
 )
 from fxpart.compat.tensors import (
+    detach_constant,
     fake_mode,
     is_fake,
     is_plain_fake,
@@ -97,6 +99,7 @@ __all__ = [
     "default_device_of",
     "default_store",
     "deferred_code",
+    "detach_constant",
     "fake_mode",
     "floor_division",
     "foreach_add",
@@ -111,6 +114,7 @@ __all__ = [
     "foreach_shift_",
     "foreach_sqrt",
     "foreach_zero_",
+    "global_module_hooks",
     "grad_modes_kept",
     "guards_off",
     "has_kernel",

@@ -37,6 +37,18 @@ def unwrapped(value: T) -> T:
     return cast(T, inside) if isinstance(inside, nn.Module) else value
 
 
+def global_module_hooks() -> list[dict[Any, Any]]:
+    """The hooks that run for every module, of forward and backward, by kind.
+
+    Uses ``torch.nn.modules.module._global_forward_hooks`` and the like, where they are.
+    """
+    names = (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )  # fmt: skip
+    return [getattr(nn.modules.module, name, {}) for name in names]
+
+
 @contextmanager
 def mask_detection_off() -> Iterator[None]:
     """nn.Transformer told not to look at the values of an attention mask to see if it is causal.

@@ -65,6 +65,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
+def detach_constant(fake: Any) -> None:
+    """Give a fake tensor whose value is known (``FakeTensor.constant``) a value of its own.
+
+    Fake modes run operations on known values for real: in place, they would write the user's.
+    """
+    known = getattr(fake, "constant", None)
+    if isinstance(known, torch.Tensor):
+        fake.constant = known.detach().clone()
+
+
 def is_plain_fake(tensor: torch.Tensor) -> bool:
     """Whether it is a strided fake tensor whose value nobody knows (``FakeTensor.constant``)."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -29,6 +29,10 @@ _WRITES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", 
 _ELEMENTS = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
 
 
+_BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
+_LONGEST = 64  # letters of a constant that may be a key
+
+
 def is_own(file: str) -> bool:
     """Whether a file is the user's own: of no installed package and not of the standard library."""
     path = Path(file).as_posix()
@@ -52,11 +56,14 @@ class Reached:
     """Functions that forward and loss can call, found from the names in their code.
 
     functions: by id of the code object, for as long as the objects live. names: all names that
-    their code mentions.
+    their code mentions, or gives to ``getattr``. constants: short texts in the user's own code.
+    kinds: the user's classes whose objects it can reach.
     """
 
     functions: dict[int, FunctionType] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
+    kinds: set[type] = field(default_factory=set)
     _waiting: list[FunctionType] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
 
@@ -117,6 +124,11 @@ class Reached:
         self.functions[id(code)] = function
         for inner in nested(code):
             self.names.update(inner.co_names, inner.co_freevars)
+            if is_own(code.co_filename):
+                texts = [c for c in inner.co_consts if isinstance(c, str) and len(c) <= _LONGEST]
+                self.constants.update(texts)
+                if _BY_TEXT & {*inner.co_names}:
+                    self.names.update(filter(str.isidentifier, texts))
         for cell in function.__closure__ or ():
             try:
                 self.add(cell.cell_contents, depth + 1)
@@ -182,6 +194,12 @@ class Reached:
             for line in sorted(_lines(code, name, _READS | _WRITES)):
                 return _line(code, line)
         return ""
+
+
+def global_names(code: CodeType) -> set[str]:
+    """The globals that a code object, without those nested in it, loads or assigns."""
+    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL")
+    return {argument for _, operation, argument in _instructions(code) if operation in operations}
 
 
 def is_own_class(kind: type) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
@@ -14,10 +14,17 @@ from fxpart.capture.captured import Captured
 from fxpart.compat import storage_identity
 from fxpart.errors import FxpartError, Problem
 from fxpart.pipeline.effects import state_written
-from fxpart.verification.code import Reached
+from fxpart.verification.code import Reached, is_own_class
 from fxpart.verification.hooks import refuse_gradient_hooks
-from fxpart.verification.state import ATOMS, Holder, State
-from fxpart.verification.values import same, version
+from fxpart.verification.state import ATOMS, MISSING, SLOTS, Holder, State, equal
+from fxpart.verification.structure import Structure
+from fxpart.verification.values import (
+    is_array,
+    is_generator,
+    is_iterator,
+    same,
+    version,
+)
 
 _FIX = (
     "give the value to forward or loss as an input tensor, and with each batch; or compile again "
@@ -26,6 +33,7 @@ _FIX = (
 # Switched by the owner of a model at any time, and no constant of the program.
 SMALL, MOST_SMALL = 1024, 32  # elements, and number, of tensors that are compared in each step
 LARGEST = 64  # elements of a container that is watched
+_SPECIAL = frozenset(("forward", *SLOTS))
 _FREE = frozenset(("training", "use_cache", "gradient_checkpointing"))
 
 
@@ -33,12 +41,15 @@ class Guard:
     """Raises FXP113 once a value that the program took as a constant is another.
 
     Looked at: numbers and tensors that forward or loss read from attributes, closures and globals,
-    except those that they themselves change; and whether gradient hooks were added.
+    except those that they themselves change; whether gradient hooks were added; and the modules'
+    children, hooks and classes.
     """
 
     def __init__(self, state: State, code: Reached, written: frozenset[Any]) -> None:
         """Keep what may change. written: storages that the program itself writes."""
         self.refuse: Callable[[], None] | None = None
+        modules = [(h.path, h.owner) for h in state.holders if isinstance(h.owner, nn.Module)]
+        self._structure = Structure(modules, code.names)
         self.parameters: list[torch.Tensor] = []
         self._copied = 0
         changed = code.stored()
@@ -47,6 +58,12 @@ class Guard:
             for holder in state.holders
             for key, value in holder.content.items()
             if _is_watched(holder, key, value, code, changed, state.left_out)
+        ]
+        found += [
+            (holder.shown(key), MISSING, holder.reader(key))
+            for holder in state.holders
+            for key in _absent(holder, code)
+            if key not in changed
         ]
         self._paths = [path for path, _, _ in found]
         self._values = [value for _, value, _ in found]
@@ -90,6 +107,7 @@ class Guard:
         update: copies tensors that were written in place into the program, and returns whether it
         has all of them. Returns how often that was done.
         """
+        self._structure()
         now = [read() for read in self._read]
         if not all(map(is_, now, self._values)):
             self._compare(now)
@@ -107,8 +125,9 @@ class Guard:
         for index, (before, after) in enumerate(zip(self._values, now, strict=True)):
             if before is after:
                 continue
-            if _equal(before, after):
-                self._values[index] = after
+            if equal(before, after):
+                if isinstance(after, (*ATOMS, torch.Tensor)):  # others may change inside
+                    self._values[index] = after
                 continue
             was = f" from {before!r:.40} to {after!r:.40}" if isinstance(before, ATOMS) else ""
             problems.append(_problem(self._paths[index], was))
@@ -141,7 +160,7 @@ def _is_watched(
     changed: set[str],
     left_out: AbstractSet[int],
 ) -> bool:
-    if not isinstance(value, (*ATOMS, torch.Tensor)) or key in _FREE:
+    if key in _FREE or is_iterator(value) or is_generator(value) or is_array(value):
         return False
     name = holder.name if holder.sized else str(key)
     if name in changed or name.startswith("__"):
@@ -150,6 +169,10 @@ def _is_watched(
         return False
     if name == "_buffers" and holder.sized:
         return id(value) not in left_out  # of the loss
+    if name in SLOTS and holder.sized or isinstance(holder.owner, nn.Module) and name in _SPECIAL:
+        return False  # the modules' structure and tensors are looked at elsewhere
+    if holder.sized and isinstance(holder.owner, dict) and str(key) in code.names:
+        return True  # elements that are read as attributes
     return holder.is_scope or name in code.names or name in _names_of_layer(holder.owner)
 
 
@@ -161,10 +184,21 @@ def _names_of_layer(owner: Any) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def _equal(before: Any, after: Any) -> bool:
-    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-        return same(before, after)
-    return type(before) is type(after) and bool(before == after)
+def _absent(holder: Holder, code: Reached) -> Iterator[Any]:
+    """Keys that an object has not, which code would find if it had: over those of its class.
+
+    Also keys of dicts, and attributes, that the user's code names in texts.
+    """
+    owner = holder.owner
+    if holder.sized:
+        if isinstance(owner, dict) and holder.name in code.names and len(owner) <= LARGEST:
+            yield from sorted(code.constants.difference(map(str, holder.content)))
+    elif not isinstance(owner, type) and is_own_class(type(owner)):
+        for kind in type(owner).__mro__:
+            if is_own_class(kind):
+                names = (n for n, v in vars(kind).items() if isinstance(v, (*ATOMS, torch.Tensor)))
+                yield from (n for n in names if n in code.names and n not in holder.content
+                            and not n.startswith("__"))  # fmt: skip
 
 
 def _problem(path: str, was: str) -> Problem:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxpart.verification.code import Reached, is_own, is_own_class
+from fxpart.capture.python_state import is_holder, slots_of_object
+from fxpart.verification.code import Reached, global_names, is_own, is_own_class
 from fxpart.verification.values import (
     Memory,
     global_generators,
@@ -22,6 +26,7 @@ from fxpart.verification.values import (
     is_iterator,
     position,
     restore_value,
+    same,
     value_of,
     version,
 )
@@ -30,7 +35,9 @@ MOST = 200_000  # objects that are looked at
 DEEPEST = 12  # containers and objects within each other
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 SLOTS = ("_modules", "_parameters", "_buffers")
-_MISSING = object()
+MISSING = object()
+# How packages name classes of settings.
+_SETTINGS = ("Config", "Namespace", "Dict", "Arguments", "Args", "Options", "Settings", "Params")
 _INTERNAL = frozenset(
     (
         "_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set",
@@ -86,13 +93,19 @@ class Holder:
             return lambda: owner.cell_contents
         space = owner if self.is_scope else getattr(owner, "__dict__", None)
         if type(space) is dict and not self.sized:
-            return lambda: space.get(key, _MISSING)
+            return lambda: space.get(key, MISSING)
         if isinstance(owner, dict):
-            return lambda: owner.get(key, _MISSING)
+            return lambda: owner.get(key, MISSING)
         if isinstance(owner, (list, deque)):
-            return lambda: owner[key] if key < len(owner) else _MISSING
+            return lambda: owner[key] if key < len(owner) else MISSING
+        if isinstance(owner, type) or slots_of_object(owner):
+            return lambda: getattr(owner, key, MISSING)
+        if isinstance(owner, ContextVar):
+            return lambda: owner.get(MISSING)
+        if owner is os.environ:
+            return lambda: os.environ.get(key, MISSING)
         read = self.read
-        return lambda: read().get(key, _MISSING)
+        return lambda: read().get(key, MISSING)
 
 
 @dataclass
@@ -125,6 +138,7 @@ class State:
         found._walk(loss, "loss", "loss", 0)
         for function in code.functions.values():
             found._function(function)
+        found._environment(code)
         for name, generator in global_generators().items():
             found._walk(generator, name, name, 0)
         return found
@@ -158,7 +172,11 @@ class State:
     def _walk(self, value: Any, path: str, name: str, depth: int) -> None:
         if isinstance(value, ATOMS) or id(value) in self._seen or depth > DEEPEST:
             return
-        if len(self._seen) > MOST or isinstance(value, type):
+        if isinstance(value, type):
+            if is_own_class(value):
+                self._class(value)
+            return
+        if len(self._seen) > MOST:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor) or is_generator(value) or is_array(value):
@@ -174,8 +192,11 @@ class State:
             for index, each in enumerate(value):
                 self._walk(each, f"{path}[{index}]", name, depth + 1)
         elif isinstance(value, functools.partial):
-            for each in (value.func, value.args, value.keywords):
+            self._scope(value.keywords, f"{path}.keywords", [*value.keywords])
+            for each in (value.func, value.args, *value.keywords.values()):
                 self._walk(each, path, name, depth + 1)
+        elif isinstance(value, ContextVar):
+            self._variable(value, path)
         elif isinstance(value, FunctionType):
             self._function(value)
         elif isinstance(value, MethodType):
@@ -184,6 +205,40 @@ class State:
             self._cell(value, name, path)
         elif _is_open(value):
             self._object(value, path, name, depth)
+
+    def _scope(self, space: dict[str, Any], path: str, names: list[str]) -> None:
+        """Names of a dict that holds variables."""
+        content = {n: space[n] for n in names}
+        self.holders.append(
+            Holder(
+                space, f"{path}.", "", content,
+                lambda: {n: space[n] for n in names if n in space}, lambda: space.update(content),
+            )
+        )  # fmt: skip
+
+    def _variable(self, variable: ContextVar[Any], path: str) -> None:
+        """The value of a context variable."""
+        content = {"get": variable.get(MISSING)}
+
+        def restore() -> None:
+            if variable.get(MISSING) is not content["get"]:
+                variable.set(content["get"])
+
+        read = lambda: {"get": variable.get(MISSING)}  # noqa: E731
+        self.holders.append(Holder(variable, path, "", content, read, restore))
+        self._walk(content["get"], path, "get", 1)
+
+    def _environment(self, code: Reached) -> None:
+        """Variables of the process's environment whose names are in code that reads these."""
+        if not code.names & {"environ", "getenv"}:
+            return
+        names = [n for n in sorted(code.constants) if n.isupper() or n in os.environ]
+
+        def read() -> dict[Any, Any]:
+            return {n: os.environ.get(n, MISSING) for n in names}
+
+        content = read()
+        self.holders.append(Holder(os.environ, "os.environ", "environ", content, read, _nothing))
 
     def _container(self, value: Any, path: str, name: str) -> None:
         content = _content(value)
@@ -204,6 +259,9 @@ class State:
 
     def _object(self, value: Any, path: str, name: str, depth: int) -> None:
         slots = getattr(value, "__dict__", None)
+        if (named := slots_of_object(value)) and type(slots) is not dict:
+            self._slotted(value, named, path)
+            self._elements(value, named, path, depth, name)
         if type(slots) is dict:
             content = dict(slots)
 
@@ -213,21 +271,36 @@ class State:
                     slots.update(content)
 
             self.holders.append(Holder(value, path, name, content, lambda: dict(slots), restore))
-            self._elements(value, content, path, depth)
+            self._elements(value, content, path, depth, name)
         kind = type(value)
         if isinstance(value, (nn.Module,)) or is_own_class(kind):
             for base in kind.__mro__:
                 if base not in (object, nn.Module) and is_own_class(base):
                     self._class(base)
 
-    def _elements(self, value: Any, content: dict[str, Any], path: str, depth: int) -> None:
+    def _slotted(self, value: Any, content: dict[str, Any], path: str) -> None:
+        """An object with ``__slots__`` in place of a dict."""
+
+        def restore() -> None:
+            for key, each in content.items():
+                if getattr(value, key, MISSING) is not each:
+                    object.__setattr__(value, key, each)
+
+        read = lambda: slots_of_object(value)  # noqa: E731
+        self.holders.append(Holder(value, path, "", content, read, restore))
+
+    def _elements(
+        self, value: Any, content: dict[str, Any], path: str, depth: int, name: str
+    ) -> None:
+        # What reads the elements of these mentions the object, not its attributes.
+        inside = isinstance(value, (Mapping, Sequence))
         for key, each in content.items():
             if isinstance(value, nn.Module) and key in SLOTS:
                 self._container(each, path, key)
                 for inner, item in each.items():
                     self._walk(item, _join(path, inner), inner, depth + (key != "_modules"))
             else:
-                self._walk(each, _join(path, str(key)), str(key), depth + 1)
+                self._walk(each, _join(path, str(key)), name if inside else str(key), depth + 1)
 
     def _class(self, kind: type) -> None:
         if id(kind) in self._seen:
@@ -291,15 +364,18 @@ class State:
             self._globals(function, label)
 
     def _globals(self, function: FunctionType, label: str) -> None:
-        codes = [function.__code__, *_inner(function.__code__)]
-        names = {name for code in codes for name in code.co_names}
+        names, loaded = set(), set()
+        for code in (function.__code__, *_inner(function.__code__)):
+            names.update(code.co_names)
+            loaded |= global_names(code)
         spaces = [(function.__globals__, "global")]
-        for name in names & function.__globals__.keys():
+        for name in loaded & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, ModuleType) and is_own(getattr(value, "__file__", None) or "<"):
                 spaces.append((vars(value), name))
         for space, title in spaces:
-            known = sorted(n for n in names if n in space and _is_state(space[n]))
+            used = loaded if title == "global" else names
+            known = sorted(n for n in used if n in space and _is_state(space[n]))
             self._space(space, title, known)
 
     def _space(self, space: dict[str, Any], title: str, names: list[str]) -> None:
@@ -319,6 +395,10 @@ class State:
         )  # fmt: skip
         for name, value in content.items():
             self._walk(value, join + name, name, 1)
+
+
+def _nothing() -> None:
+    """The environment is not restored."""
 
 
 def _join(path: str, name: str) -> str:
@@ -350,7 +430,7 @@ def _differences(holder: Holder) -> Iterator[Change]:
         yield Change(holder.path, holder.name, "size", grown=len(now) > len(holder.content))
         return
     for key in dict.fromkeys((*holder.content, *now)):
-        before, after = holder.content.get(key, _MISSING), now.get(key, _MISSING)
+        before, after = holder.content.get(key, MISSING), now.get(key, MISSING)
         if before is after or key in _INTERNAL:
             continue
         own = isinstance(holder.owner, (list, deque, set, dict, bytearray)) and holder.sized
@@ -375,11 +455,49 @@ def _is_data(value: Any) -> bool:
 
 def _is_state(value: Any) -> bool:
     """Whether a global may hold state: not a module, a class or code of an installed package."""
-    if isinstance(value, (ModuleType, type)):
+    if isinstance(value, ModuleType):
         return False
+    if isinstance(value, type):
+        return is_own_class(value)
     if isinstance(value, FunctionType):
-        return False
+        return is_own(value.__code__.co_filename)
+    if isinstance(value, (tuple, functools.partial, ContextVar)):
+        return True
     return isinstance(value, ATOMS) or _is_data(value) or is_array(value) or _is_open(value)
+
+
+def equal(before: Any, after: Any, depth: int = 0) -> bool:
+    """Whether a value may take another's place: equal, with equal elements and attributes."""
+    if before is after:
+        return True
+    if type(before) is not type(after) or isinstance(before, nn.Module) or depth > DEEPEST:
+        return False
+    parts = _parts(before), _parts(after)
+    if parts[0] is not None and parts[1] is not None:
+        one, other = parts
+        return one.keys() == other.keys() and all(
+            equal(each, other[key], depth + 1) for key, each in one.items()
+        )
+    if isinstance(before, torch.Tensor):
+        return same(before, after)
+    try:
+        return bool(before == after)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What a value consists of, None for one without parts."""
+    if isinstance(value, (list, tuple, deque, dict)):
+        return _content(value)
+    if isinstance(value, FunctionType):
+        cells = [id(cell) for cell in value.__closure__ or ()]
+        return dict(enumerate((value.__code__, value.__defaults__, value.__kwdefaults__, cells)))
+    if isinstance(value, functools.partial):
+        return dict(enumerate((value.func, value.args, value.keywords)))
+    if _is_open(value) and not isinstance(value, (MethodType, Enum)):
+        return {**(getattr(value, "__dict__", None) or {}), **slots_of_object(value)}
+    return None
 
 
 def _is_open(value: Any) -> bool:
@@ -390,4 +508,6 @@ def _is_open(value: Any) -> bool:
     root = kind.__module__.partition(".")[0]
     if root in ("torch", "numpy", "fxpart", "threading", "logging", "weakref"):
         return False
-    return is_own_class(kind) or kind.__name__.endswith("Config")
+    if is_holder(kind):
+        return True
+    return is_own_class(kind) or kind.__name__.endswith(_SETTINGS)
