@@ -30,6 +30,14 @@ _ELEMENTS = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))
 
 
 _BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
+_OPERATORS = frozenset(
+    (
+        "__getitem__", "__getattr__", "__getattribute__", "__contains__", "__iter__", "__len__",
+        "__float__", "__int__", "__index__", "__bool__", "__mul__", "__rmul__", "__add__",
+        "__radd__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__eq__", "__lt__",
+        "__gt__", "__le__", "__ge__", "__enter__", "__next__", "__get__", "__torch_function__",
+    )
+)  # fmt: skip
 _LONGEST = 64  # letters of a constant that may be a key
 
 
@@ -84,7 +92,22 @@ class Reached:
                 found.add(root)
                 if not isinstance(root, (FunctionType, MethodType, functools.partial)):
                     found._methods({type(root)})
+        known: set[type] = set()
+        while fresh := found.kinds - known:
+            known |= fresh
+            found._methods(fresh, _OPERATORS)
+            found._methods(known)
         return found
+
+    @property
+    def texts(self) -> set[str]:
+        """Texts that may be names of attributes, as ``getattr`` takes them."""
+        return set(filter(str.isidentifier, self.constants)) if self.names & _BY_TEXT else set()
+
+    def _note_kind(self, value: Any) -> None:
+        """Note the class of an object of the user's that code names."""
+        if not isinstance(value, (type, nn.Module)) and is_own_class(type(value)):
+            self.kinds.add(type(value))
 
     def code(self) -> Iterator[CodeType]:
         """All code objects, nested ones included."""
@@ -131,12 +154,14 @@ class Reached:
                     self.names.update(filter(str.isidentifier, texts))
         for cell in function.__closure__ or ():
             try:
+                self._note_kind(cell.cell_contents)
                 self.add(cell.cell_contents, depth + 1)
             except ValueError:  # an empty cell
                 continue
         if is_own(code.co_filename):
             for name in code.co_names:
                 value = function.__globals__.get(name)
+                self._note_kind(value)
                 if isinstance(value, (FunctionType, functools.partial)):
                     self.add(value, depth + 1)
 
@@ -149,8 +174,11 @@ class Reached:
             for hook in vars(module).get(slot, {}).values():
                 self.add(hook)
 
-    def _methods(self, kinds: Iterable[type]) -> None:
-        """Methods whose name the code found so far mentions, until there are no more."""
+    def _methods(self, kinds: Iterable[type], called: frozenset[str] = frozenset()) -> None:
+        """Methods whose name the code found so far mentions, until there are no more.
+
+        called: names of methods that are called without a mention.
+        """
         methods = [
             (name, value.fget if isinstance(value, property) else value)
             for kind in {base for each in kinds for base in each.__mro__}
@@ -161,7 +189,7 @@ class Reached:
         while more:
             before = len(self.functions)
             for name, value in methods:
-                if name in self.names and isinstance(value, FunctionType):
+                if (name in self.names or name in called) and isinstance(value, FunctionType):
                     self._function(value)
             more = len(self.functions) > before
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
 from operator import is_
 from typing import Any
 
@@ -152,6 +154,11 @@ class Guard:
                     self._copies[index] = tensor.detach().clone()
 
 
+@functools.lru_cache(maxsize=4096)
+def _found_on(kind: type) -> frozenset[str]:
+    return frozenset(dir(kind))
+
+
 def _is_watched(
     holder: Holder,
     key: Any,
@@ -169,7 +176,8 @@ def _is_watched(
         return False
     if name == "_buffers" and holder.sized:
         return id(value) not in left_out  # of the loss
-    if name in SLOTS and holder.sized or isinstance(holder.owner, nn.Module) and name in _SPECIAL:
+    special = isinstance(holder.owner, nn.Module) and name in _SPECIAL
+    if special or (holder.sized and name in SLOTS):
         return False  # the modules' structure and tensors are looked at elsewhere
     if holder.sized and isinstance(holder.owner, dict) and str(key) in code.names:
         return True  # elements that are read as attributes
@@ -193,7 +201,13 @@ def _absent(holder: Holder, code: Reached) -> Iterator[Any]:
     if holder.sized:
         if isinstance(owner, dict) and holder.name in code.names and len(owner) <= LARGEST:
             yield from sorted(code.constants.difference(map(str, holder.content)))
-    elif not isinstance(owner, type) and is_own_class(type(owner)):
+        return
+    if holder.is_scope or isinstance(owner, (type, ContextVar)):
+        return
+    own = is_own_class(type(owner))
+    if own or not isinstance(owner, nn.Module):
+        yield from sorted(code.texts - _found_on(type(owner)) - {*holder.content})
+    if own:
         for kind in type(owner).__mro__:
             if is_own_class(kind):
                 names = (n for n, v in vars(kind).items() if isinstance(v, (*ATOMS, torch.Tensor)))

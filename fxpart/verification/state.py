@@ -80,6 +80,8 @@ class Holder:
     @property
     def is_scope(self) -> bool:
         """Whether it holds variables that code was found to use: globals and closures."""
+        if self.owner is os.environ:
+            return True
         return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
 
     def shown(self, key: Any) -> str:
@@ -101,7 +103,7 @@ class Holder:
         if isinstance(owner, type) or slots_of_object(owner):
             return lambda: getattr(owner, key, MISSING)
         if isinstance(owner, ContextVar):
-            return lambda: owner.get(MISSING)
+            return lambda: _got(owner)
         if owner is os.environ:
             return lambda: os.environ.get(key, MISSING)
         read = self.read
@@ -218,13 +220,13 @@ class State:
 
     def _variable(self, variable: ContextVar[Any], path: str) -> None:
         """The value of a context variable."""
-        content = {"get": variable.get(MISSING)}
+        content = {"get": _got(variable)}
 
         def restore() -> None:
-            if variable.get(MISSING) is not content["get"]:
+            if _got(variable) is not content["get"]:
                 variable.set(content["get"])
 
-        read = lambda: {"get": variable.get(MISSING)}  # noqa: E731
+        read = lambda: {"get": _got(variable)}  # noqa: E731
         self.holders.append(Holder(variable, path, "", content, read, restore))
         self._walk(content["get"], path, "get", 1)
 
@@ -395,6 +397,13 @@ class State:
         )  # fmt: skip
         for name, value in content.items():
             self._walk(value, join + name, name, 1)
+
+
+def _got(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 def _nothing() -> None:

@@ -24,7 +24,10 @@ class Structure:
     """Raises FXP113 once a module has other children, hooks, or another forward or class."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], names: Collection[str]) -> None:
-        """modules: with their paths. names: what the code mentions; other new children have no effect."""
+        """modules: with their paths. names: what the code mentions.
+
+        New children that no code mentions have no effect.
+        """
         self._paths = [path for path, _ in modules]
         self._modules = [module for _, module in modules]
         self._names = names
