@@ -14,6 +14,11 @@ _HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def variables() -> Mapping[str, str]:
+    """All variables, as they are whenever they are read: what a user's module may read."""
+    return os.environ
+
+
 @dataclass(frozen=True)
 class Launch:
     """One process of a job started by torchrun.

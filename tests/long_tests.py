@@ -71,7 +71,13 @@ _CASES = (
     r"test_one_plan\.py::test_(where_rank_0_owns|static_rendezvous)",
     r"measuring/test_session\.py::test_(without_time|crowding)",
     r"test_coverage\.py::test_every_op_of_the_zoo_has_a_rule\[(mixtral|llama|mamba|t5|bart)\]",
-    r"test_one_process\.py::test_in_one_process\[(gpt2|mixtral|distilbert|resnet50)-2\]",
+    r"test_one_process\.py::test_in_one_process\[(gpt2|mixtral|distilbert|resnet50|unet)-2\]",
+    r"test_one_process\.py::test_in_one_process\[(t5|bart|whisper)-4\]",
+    r"test_objective\.py::test_sums_of_losses",
+    r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(reproducer|profile-rows)-1000\]",
+    r"test_measured\.py::test_little_time_is_of_no_class\[(clip|mamba|resnet50|llama)\]",
+    r"test_precision\.py::test_the_zoo_under_autocast\[transformer\]",
+    r"events/test_real_runs\.py::test_the_right_rank_is_named\[stop-2",
 )
 _LONG = re.compile("|".join(_CASES))
 

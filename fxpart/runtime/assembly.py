@@ -140,11 +140,7 @@ class Assembly(EntryPoints):
         self.divisors = Divisors(spec, self._state, self._unused)
         self._feed = LaneFeed(self._lanes, self.divisors.values)
         self._source = Source(self._feed, self.microbatches)
-        self._engine = self._make_engine(
-            self._lanes,
-            schedule,
-            around=self._held.around,
-        )
+        self._engine = self._make_engine(self._lanes, schedule, around=self._held.around)
         self._eval: tuple[Source, Engine] | None = None
         self._predictors: dict[bool, tuple[Source, Engine, Outputs]] = {}
         self._accumulation = Accumulation()  # batches since the last update

@@ -49,10 +49,10 @@ def _scales(
     """
     inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
     dims = {given.name: given.batch_dim for given in inputs}
-    repeated = {
-        name: tensor if dims[name] is None else torch.cat([tensor] * count, dims[name])
-        for name, tensor in tensors.items()
-    }
+    repeated = dict(tensors)
+    for name, dim in dims.items():
+        if dim is not None and name in tensors:
+            repeated[name] = torch.cat([tensors[name]] * count, dim)
     once, again = weight.of(tensors), weight.of(repeated)
     if not once:
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from operator import is_
@@ -155,7 +155,8 @@ class Guard:
 
 
 @functools.lru_cache(maxsize=4096)
-def _found_on(kind: type) -> frozenset[str]:
+def _found_on(kind: Hashable) -> frozenset[str]:
+    """The names that a class gives its objects."""
     return frozenset(dir(kind))
 
 

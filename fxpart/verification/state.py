@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from fxpart.capture.python_state import is_holder, slots_of_object
+from fxpart.environment import variables
 from fxpart.verification.code import Reached, global_names, is_own, is_own_class
 from fxpart.verification.values import (
     Memory,
@@ -80,7 +80,7 @@ class Holder:
     @property
     def is_scope(self) -> bool:
         """Whether it holds variables that code was found to use: globals and closures."""
-        if self.owner is os.environ:
+        if self.owner is variables():
             return True
         return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
 
@@ -104,8 +104,8 @@ class Holder:
             return lambda: getattr(owner, key, MISSING)
         if isinstance(owner, ContextVar):
             return lambda: _got(owner)
-        if owner is os.environ:
-            return lambda: os.environ.get(key, MISSING)
+        if owner is variables():
+            return lambda: variables().get(key, MISSING)
         read = self.read
         return lambda: read().get(key, MISSING)
 
@@ -234,13 +234,13 @@ class State:
         """Variables of the process's environment whose names are in code that reads these."""
         if not code.names & {"environ", "getenv"}:
             return
-        names = [n for n in sorted(code.constants) if n.isupper() or n in os.environ]
+        names = [n for n in sorted(code.constants) if n.isupper() or n in variables()]
 
         def read() -> dict[Any, Any]:
-            return {n: os.environ.get(n, MISSING) for n in names}
+            return {n: variables().get(n, MISSING) for n in names}
 
         content = read()
-        self.holders.append(Holder(os.environ, "os.environ", "environ", content, read, _nothing))
+        self.holders.append(Holder(variables(), "os.environ", "environ", content, read, _nothing))
 
     def _container(self, value: Any, path: str, name: str) -> None:
         content = _content(value)
@@ -481,9 +481,8 @@ def equal(before: Any, after: Any, depth: int = 0) -> bool:
         return True
     if type(before) is not type(after) or isinstance(before, nn.Module) or depth > DEEPEST:
         return False
-    parts = _parts(before), _parts(after)
-    if parts[0] is not None and parts[1] is not None:
-        one, other = parts
+    one, other = _parts(before), _parts(after)
+    if one is not None and other is not None:
         return one.keys() == other.keys() and all(
             equal(each, other[key], depth + 1) for key, each in one.items()
         )

@@ -16,6 +16,7 @@ from fxpart.pipeline.edit import fake_mode
 from fxpart.pipeline.effects import is_op, op_of, packet_name
 
 from .analysis import Analysis, analyze
+from .divide import live_nodes, total_reads
 from .kinds import Relation
 from .losses import count_of
 from .totals import Totals, TotalsGraph
@@ -41,6 +42,9 @@ def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> T
         return None
     made, root = TotalsGraph(fake_mode(module.graph)), unscaled(found.loss)
     divisor = divisor_of(found, root)
+    reads = set(total_reads(found, live_nodes(found))) - {(root, divisor)}
+    if reads:
+        return None  # other numbers of the whole batch, which several batches do not have
     if root in found.losses:
         count = count_of(made.graph, root, made.copied, made.add(root))
         numbers = count, count
