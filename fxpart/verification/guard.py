@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from operator import is_
@@ -154,12 +153,6 @@ class Guard:
                     self._copies[index] = tensor.detach().clone()
 
 
-@functools.lru_cache(maxsize=4096)
-def _found_on(kind: Hashable) -> frozenset[str]:
-    """The names that a class gives its objects."""
-    return frozenset(dir(kind))
-
-
 def _is_watched(
     holder: Holder,
     key: Any,
@@ -207,7 +200,7 @@ def _absent(holder: Holder, code: Reached) -> Iterator[Any]:
         return
     own = is_own_class(type(owner))
     if own or not isinstance(owner, nn.Module):
-        yield from sorted(code.texts - _found_on(type(owner)) - {*holder.content})
+        yield from sorted(code.texts - frozenset(dir(type(owner))) - {*holder.content})
     if own:
         for kind in type(owner).__mro__:
             if is_own_class(kind):
