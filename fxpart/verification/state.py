@@ -481,9 +481,8 @@ def equal(before: Any, after: Any, depth: int = 0) -> bool:
         return True
     if type(before) is not type(after) or isinstance(before, nn.Module) or depth > DEEPEST:
         return False
-    parts = _parts(before), _parts(after)
-    if parts[0] is not None and parts[1] is not None:
-        one, other = parts
+    one, other = _parts(before), _parts(after)
+    if one is not None and other is not None:
         return one.keys() == other.keys() and all(
             equal(each, other[key], depth + 1) for key, each in one.items()
         )

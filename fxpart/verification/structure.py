@@ -56,7 +56,7 @@ class Structure:
             list(map(tuple, self._hooks)),
             [space.get("forward") for space in self._spaces],
             list(map(type, self._modules)),
-            [kind.forward for kind in self._classes],
+            [getattr(kind, "forward", None) for kind in self._classes],
             list(map(tuple, self._everywhere)),
         )
 
