@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import optimizer_over
+from fxpart.compat import has_step_hooks, optimizer_over
 from fxpart.compat.several import Several
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.held import Held
@@ -113,9 +113,15 @@ def check_division(
     if isinstance(optimizer, Several):
         found = [check_division(each, division, names) for each in optimizer.each]  # all of them
         return all(found)
+    kind = type(optimizer).__name__
+    if has_step_hooks(optimizer) and (division.between or division.copies or division.cut):
+        raise _refused(
+            kind,
+            "it has step hooks, and each rank steps an optimizer of its own with its own tensors",
+            "clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
+        )
     if is_elementwise(optimizer):
         return True
-    kind = type(optimizer).__name__
     mine = {names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
     cut = {name: take for name, take in division.cut.items() if name in mine}
     if cut and (why := _differs(optimizer, names, cut)):

@@ -207,6 +207,14 @@ class Reached:
                 return _line(code, line)
         return ""
 
+    def fills(self, name: str) -> bool:
+        """Whether the code assigns elements of what has the name, as a cache's."""
+        return any(
+            _changes(code, name) - _lines(code, name, _WRITES)
+            or (name in code.co_names and "setdefault" in code.co_names)
+            for code in self.code()
+        )
+
     def stored(self) -> set[str]:
         """The names that the code assigns, as attributes, globals or of enclosing functions."""
         return {

@@ -60,10 +60,11 @@ class Guard:
             for key, value in holder.content.items()
             if _is_watched(holder, key, value, code, changed, state.left_out)
         ]
+        texts = code.texts
         found += [
             (holder.shown(key), MISSING, holder.reader(key))
             for holder in state.holders
-            for key in _absent(holder, code)
+            for key in _absent(holder, code, texts)
             if key not in changed
         ]
         self._paths = [path for path, _, _ in found]
@@ -186,7 +187,7 @@ def _names_of_layer(owner: Any) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def _absent(holder: Holder, code: Reached) -> Iterator[Any]:
+def _absent(holder: Holder, code: Reached, texts: set[str]) -> Iterator[Any]:
     """Keys that an object has not, which code would find if it had: over those of its class.
 
     Also keys of dicts, and attributes, that the user's code names in texts.
@@ -194,13 +195,15 @@ def _absent(holder: Holder, code: Reached) -> Iterator[Any]:
     owner = holder.owner
     if holder.sized:
         if isinstance(owner, dict) and holder.name in code.names and len(owner) <= LARGEST:
+            if code.fills(holder.name):
+                return
             yield from sorted(code.constants.difference(map(str, holder.content)))
         return
     if holder.is_scope or isinstance(owner, (type, ContextVar)):
         return
     own = is_own_class(type(owner))
-    if own or not isinstance(owner, nn.Module):
-        yield from sorted(code.texts - frozenset(dir(type(owner))) - {*holder.content})
+    if texts and (own or not isinstance(owner, nn.Module)):
+        yield from sorted(texts.difference(dir(type(owner)), holder.content))
     if own:
         for kind in type(owner).__mro__:
             if is_own_class(kind):
