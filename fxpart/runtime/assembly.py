@@ -33,7 +33,7 @@ from fxpart.runtime.module_watch import ModuleWatch
 from fxpart.runtime.needs import Needs
 from fxpart.runtime.optimizer import describe_groups, groups_of, make_optimizer
 from fxpart.runtime.optimizer_facade import OptimizerFacade
-from fxpart.runtime.optimizer_parts import check_division, division_of, split
+from fxpart.runtime.optimizer_parts import check_division, division_of, refuse_hooks, split
 from fxpart.runtime.options import Options
 from fxpart.runtime.outputs import Outputs
 from fxpart.runtime.pinning import Pinned, pin_rank
@@ -261,6 +261,8 @@ class Assembly(EntryPoints):
 
         def check() -> tuple[bool, str]:
             each = self.optimizers.values()
+            for one in () if self.flows else each:
+                refuse_hooks(one, division)
             apart = [check_division(one, division, names) for one in each]
             return all(apart), "" if user is None or alone else user.describe()
 

@@ -114,12 +114,6 @@ def check_division(
         found = [check_division(each, division, names) for each in optimizer.each]  # all of them
         return all(found)
     kind = type(optimizer).__name__
-    if has_step_hooks(optimizer) and (division.between or division.copies or division.cut):
-        raise _refused(
-            kind,
-            "it has step hooks, and each rank steps an optimizer of its own with its own tensors",
-            "clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
-        )
     if is_elementwise(optimizer):
         return True
     mine = {names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
@@ -142,6 +136,19 @@ def check_division(
             "each parameter by itself",
         )
     return not why
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer, division: Division) -> None:
+    """FXP115 for hooks on the steps of an optimizer whose tensors several ranks have parts of."""
+    each = optimizer.each if isinstance(optimizer, Several) else (optimizer,)
+    divided = division.between or division.copies or division.cut
+    for one in each if divided else ():
+        if has_step_hooks(one):
+            raise _refused(
+                type(one).__name__,
+                "it has step hooks, and each rank steps an optimizer of its own tensors",
+                "clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
+            )
 
 
 def split(

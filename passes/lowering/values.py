@@ -109,10 +109,14 @@ class Runner:
 
 
 def _settled(found: Any, whole: Any) -> bool:
-    """Whether a result has numbers in place of sizes that are symbolic in the whole value."""
+    """Whether a result has numbers in place of sizes that are symbolic in the whole value.
+
+    Sizes that data decide may be numbers: a later op of the whole graph settled them.
+    """
     return any(
-        isinstance(size, int) and isinstance(wanted, torch.SymInt)
+        isinstance(size, int) and not sympy.sympify(expression(wanted)).is_number
         for here, there in zip(tensors(found), tensors(whole), strict=False)
+        if not has_unbacked_symbols(there)
         for size, wanted in zip(here.shape, there.shape, strict=False)
     )
 
