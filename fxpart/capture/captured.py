@@ -32,10 +32,10 @@ class Captured:
     puts outputs by name into the structure that the model returns.
     precision: "bf16" where it runs under autocast.
     tried: what was tried before the method that worked, as text. again: captures the same model
-    with training switched on or off, for evaluation, and at another
-    microbatch size if one is given. eager: runs the user's own module and loss on
-    a batch object and returns ``(loss, *outputs)``, for comparison. example: makes the example
-    inputs as one global batch of ``batch_size`` rows. config: a transformers model's config.json.
+    with training switched on or off, for evaluation, and at another microbatch size if one is
+    given. eager: runs the user's own module and loss on a batch object and returns ``(loss,
+    *outputs)``, for comparison. example: makes the example inputs as one global batch of
+    ``batch_size`` rows. config: a transformers model's config.json.
     slots: where the user's modules store each tensor of ``state``.
     mode_change: says which module has changed between training and evaluation mode since, ""
     if none has. default_dtype: torch's, when the model was captured.

@@ -414,7 +414,7 @@ class Assembly(EntryPoints):
 
     def _check_training_rows(self, read: Reading) -> None:
         """FXP114 where the rows of a training batch have to be repeated and must not be."""
-        check_repetition(self._transport, self.spec, self._source, read)
+        check_repetition(self._transport, self._source, read)
 
     def _evaluator(self) -> tuple[Source, Engine]:
         if self._eval is None:

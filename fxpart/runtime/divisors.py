@@ -35,6 +35,7 @@ class Divisors:
         """unused: state that no stage holds, by name."""
         self.values: dict[str, torch.Tensor] = {}
         self.live: Mapping[str, torch.Tensor] = {}
+        self._seen: dict[str, torch.Tensor] = {}
         self._state, self._unused = state, unused
         self._compiled: dict[str, torch.Tensor] = {}
         for given in (spec.totals, spec.weight):
@@ -45,8 +46,9 @@ class Divisors:
         self._numbered = {item.name for item in held if item.kind == "constant"}
 
     def watch(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take note of the module's own tensors, by name."""
+        """Take note of the module's own tensors, by name, and of their values now."""
         self.live = {name: state[name] for name in self._compiled if name in state}
+        self._seen = {name: tensor.detach().cpu().clone() for name, tensor in self.live.items()}
 
     def renew(self) -> None:
         """Take the values that the ranks hold; every rank calls it after a load."""
@@ -62,7 +64,10 @@ class Divisors:
 
     def renew_here(self) -> None:
         """The same after a change of the module, which every rank has made."""
-        self._take({**self.live, **self._held()})
+        now = {name: tensor.detach().cpu() for name, tensor in self.live.items()}
+        changed = {n: t.clone() for n, t in now.items() if not torch.equal(t, self._seen[n])}
+        self._seen |= changed
+        self._take({**changed, **self._held()})
 
     def _held(self) -> dict[str, torch.Tensor]:
         """What this process has whole."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from fxpart.runtime.executor import Around, Executor, Failure, Feed
 from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
 from fxpart.runtime.links import edges, torch_dtype
 from fxpart.runtime.meshes import Meshes
+from fxpart.runtime.number_bits import bits_of, number_of
 from fxpart.runtime.recompute import Mode
 from fxpart.runtime.recorder import Recorder
 from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
@@ -249,7 +249,7 @@ class Engine:
         loss = None if failures else self._weighted_loss(executors, cut)
         bits = 0
         if loss is not None and (loss.device.type == "cpu" or self.spec.replicas):
-            bits = struct.unpack("<q", struct.pack("<d", loss.item()))[0]
+            bits = bits_of(loss.item())
         busy = sum(executor.busy for executor in executors) if self._seen else 0
         self._events.write(self._ends)
         # The last numbers make this row longer than others: one of a rank that is at another place
@@ -290,7 +290,7 @@ class Engine:
         if device.type == "cpu" or self.spec.replicas:
             # Of copies each has the losses of its own microbatches.
             roots = dict.fromkeys(self._ranks[stage][0] for stage in self._losses)
-            numbers = [struct.unpack("<d", struct.pack("<q", rows[r][1]))[0] for r in roots]
+            numbers = [number_of(rows[r][1]) for r in roots]
             return torch.tensor(sum(numbers), dtype=dtype, device=device)
         tensor = torch.empty((), dtype=dtype, device=device) if loss is None else loss
         return self._transport.broadcast(tensor, root)

@@ -90,7 +90,7 @@ class Inference(Saving):
                 raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
             return loss
 
-        check_repetition(self._transport, engine.spec, source, read)
+        check_repetition(self._transport, source, read)
         return run(read.cut), sum(read.cut.rows)
 
     def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
@@ -101,7 +101,7 @@ class Inference(Saving):
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             return engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
 
-        check_repetition(self._transport, engine.spec, source, read)
+        check_repetition(self._transport, source, read)
         return read, run(read.cut), outputs
 
     def _whole(

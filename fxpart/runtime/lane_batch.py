@@ -14,9 +14,12 @@ from fxpart.program import InputSpec, ProgramSpec
 from fxpart.runtime.batch import Cut, Reader, Seen, Shape
 from fxpart.runtime.lanes import Lane, mesh_of
 from fxpart.runtime.pieces import Pieces
+from fxpart.runtime.repetition import repeat
 from fxpart.runtime.shapes import sources
 from fxpart.runtime.totals import BatchTotals
 from fxpart.sharding import Mesh, Placements, Shard, parse_placements
+
+_ROUNDING = 1e-6  # of a divisor that is kept away from zero by a small number
 
 
 class LaneFeed:
@@ -29,7 +32,6 @@ class LaneFeed:
         self._spec = lanes[0].spec
         self.needed = needed_inputs(lanes)
         self._reader = Reader(self._spec, row_multiple(self._spec), self.needed, constants)
-        self.constants = constants
         weight = self._spec.weight
         self._weight = (
             None if weight is None else BatchTotals(weight, self._spec.symbols, constants)
@@ -86,6 +88,28 @@ class LaneFeed:
             )
         found = self._weight.of(seen.tensors)
         return float(next(iter(found.values()))) if found else None
+
+    def may_repeat(self, seen: Seen, microbatches: int, count: int) -> bool:
+        """Whether results are the same where each row is there so many times.
+
+        Of a loss that is divided by a number of the batch, the number has to change as rows do.
+        Ranks that cannot know it leave that to those that do.
+        """
+        kind = self._spec.repeat[microbatches > 1]
+        if kind != "divisor" or self._weight is None or seen.local:
+            return kind == "rows"
+        repeated = dict(seen.tensors)
+        for given in inputs_of(self._spec):
+            if given.batch_dim is not None and given.name in seen.tensors:
+                tensor = seen.tensors[given.name]
+                repeated[given.name] = repeat(tensor, count, given.batch_dim)
+        once, again = self._weight.of(seen.tensors), self._weight.of(repeated)
+        if not once:
+            return True
+        *_, before = once.values()
+        *_, after = again.values()
+        wanted = count * float(before)
+        return abs(float(after) - wanted) <= _ROUNDING * abs(wanted)
 
     def _check_local(self) -> None:
         """FXP109 where the loss needs a number of all rows, and a rank would have some of them."""

@@ -7,7 +7,6 @@ with the sizes of an earlier one costs the ranks nothing more than comparing two
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from fxpart.runtime.agreement import Pending, digest
 from fxpart.runtime.asks import Asks
 from fxpart.runtime.batch import Cut, Seen, Shape
 from fxpart.runtime.lane_batch import LaneFeed
+from fxpart.runtime.number_bits import bits_of, number_of
 from fxpart.runtime.transport import Transport
 
 _FULL = 1  # the last bit of the second digest: whether the batch has all inputs
@@ -113,14 +113,14 @@ class Reading(Pending[Seen]):
         return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
 
     def _aside(self) -> list[int]:
-        bits = 0 if self._weight is None else _bits(self._weight)
+        bits = 0 if self._weight is None else bits_of(self._weight)
         return [self._asks.mine, bits]
 
     def _compare(self, rows: list[list[int]]) -> None:
         *others, asks, weights = zip(*rows, strict=True)
         self._asks.hear(asks)
         if self._weighed and self._weight is None:
-            self._weight = next((_number(bits) for bits in weights if bits), 0.0)
+            self._weight = next((number_of(bits) for bits in weights if bits), 0.0)
         rows = [list(row) for row in zip(*others, strict=True)]
         complete = all(row[2] & _FULL for row in rows)
         if complete or any(row[1] != rows[0][1] for row in rows):
@@ -142,17 +142,6 @@ class Reading(Pending[Seen]):
                 if found.setdefault(name, shape) != shape:
                     self._refuse(_text(self._mode, shapes))
         return found
-
-
-def _bits(number: float) -> int:
-    """A number as an integer, which is 0 for 0.0 only."""
-    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return found
-
-
-def _number(bits: int) -> float:
-    found: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return found
 
 
 def _text(mode: str, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> str:

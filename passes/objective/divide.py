@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,14 +208,18 @@ class _Change:
 
 def live_nodes(found: Analysis) -> set[fx.Node]:
     """The nodes that the loss or written state needs."""
-    todo = [n for n in (found.loss, *found.writers) if n is not None]
-    live: set[fx.Node] = set()
+    return needed_for(n for n in (found.loss, *found.writers) if n is not None)
+
+
+def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    todo, found = list(nodes), set()
     while todo:
         node = todo.pop()
-        if node not in live:
-            live.add(node)
+        if node not in found:
+            found.add(node)
             todo += node.all_input_nodes
-    return live
+    return found
 
 
 def total_reads(found: Analysis, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:

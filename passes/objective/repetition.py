@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from .analysis import Analysis, analyze
-from .divide import live_nodes, total_reads
+from .divide import live_nodes, needed_for, total_reads
 from .kinds import Relation
 from .weight import divisor_of, unscaled
 
@@ -45,7 +45,7 @@ def _fit(found: Analysis) -> bool:
     given = found.graph.output_node().args[0]
     given = given[1:] if isinstance(given, (tuple, list)) else ()
     nodes = [node for node in given if isinstance(node, fx.Node)]
-    kinds, live = [found.kind(node) for node in nodes], _needed(nodes)
+    kinds, live = [found.kind(node) for node in nodes], needed_for(nodes)
     plain = not any(node in live for node, _ in (*found.sizes, *found.conversions))
     plain = plain and not any(node in live for node in found.losses)
     plain = plain and not any(True for _ in total_reads(found, live))
@@ -63,7 +63,7 @@ def _of_one(found: Analysis, loss: fx.Node) -> str:
     root, reads = unscaled(loss), list(total_reads(found, live))
     divisor = divisor_of(found, root)
     if divisor is not None:
-        inside = _needed([root])
+        inside = needed_for([root])
         alone = reads == [(root, divisor)] and not any(n in inside for n in found.losses)
         return DIVISOR if alone else ""
     if reads:
@@ -84,14 +84,3 @@ def _written(found: Analysis) -> list[Any]:
 
 def _is_same(kind: Any) -> bool:
     return kind.relation in _SAME
-
-
-def _needed(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they need."""
-    todo, live = list(nodes), set()
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += node.all_input_nodes
-    return live

@@ -96,23 +96,44 @@ def test_weights_given_to_the_trainer_count() -> None:
     assert trainer.step(batch()).item() == pytest.approx(expected(state), abs=1e-6)
 
 
-@pytest.mark.parametrize("when", ["before the trainer", "between steps"])
-def test_a_change_of_the_module_counts(when: str) -> None:
+def change(model: Weighted) -> None:
     """In place, as training scripts change class weights from epoch to epoch."""
-    model = Weighted()
-    program = compiled(model, 2)
-    trainer = None if when == "before the trainer" else program.trainer(sgd)
     with torch.no_grad():
         model.table.mul_(torch.arange(1, CLASSES + 1))
         model.criterion.weight.copy_(model.criterion.weight.flip(0))
+
+
+def test_a_change_before_the_trainer_is_made_counts() -> None:
+    model = Weighted()
+    program = compiled(model, 2)
+    change(model)
     want = expected(copy.deepcopy(model.state_dict()))
-    trainer = trainer or program.trainer(sgd)
-    try:
-        found = trainer.step(batch()).item()
-    except fxpart.FxpartError as refused:
-        assert refused.code == "FXP113"
-    else:
-        assert found == pytest.approx(want, abs=1e-6)
+    assert program.trainer(sgd).step(batch()).item() == pytest.approx(want, abs=1e-6)
+
+
+def test_a_change_of_the_module_afterwards_is_refused() -> None:
+    """As of all its state: the trainer has its own."""
+    model = Weighted()
+    trainer = compiled(model, 2).trainer(sgd)
+    change(model)
+    with pytest.raises(fxpart.FxpartError, match="FXP113"):
+        trainer.step(batch())
+
+
+def test_a_loaded_weight_stays_when_the_module_changes_another() -> None:
+    """Also where no stage of the rank holds it: only what has changed is taken from the module."""
+    model = Weighted()
+    trainer = compiled(model, 2).trainer(sgd)
+    state = changed(trainer.state_dict())
+    trainer.load_state_dict(state)
+    kept = trainer.divisors._held
+    trainer.divisors._held = dict  # as of a rank that holds none of them
+    with torch.no_grad():
+        model.criterion.weight.mul_(2)
+    trainer.divisors.renew_here()
+    trainer.divisors._held = kept
+    assert torch.equal(trainer.divisors.values["table"], state["table"])
+    assert torch.equal(trainer.divisors.values["criterion.weight"], model.criterion.weight)
 
 
 def test_names_of_a_compiled_module_are_taken() -> None:
