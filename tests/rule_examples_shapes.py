@@ -35,6 +35,14 @@ def _view(op: Any, copy: bool = False) -> Maker:
     return make
 
 
+def _view_as(op: Any) -> Maker:
+    def make(r: Draw) -> Example:
+        a, b = _other_shape(r)
+        return Example(op, (r.real(*a), r.real(*b)))
+
+    return make
+
+
 def _flatten(r: Draw) -> Example:
     shape = r.sizes(r.size(1, 4), 1, 4)
     a = r.size(0, len(shape) - 1)
@@ -238,6 +246,8 @@ EXAMPLES: dict[str, Maker] = {
     "aten.view": _view(ATEN.view.default),
     "aten.reshape": _view(ATEN.reshape.default),
     "aten._unsafe_view": _view(ATEN._unsafe_view.default),
+    "aten.view_as": _view_as(ATEN.view_as.default),
+    "aten.reshape_as": _view_as(ATEN.reshape_as.default),
     "aten.view_copy": _view(ATEN.view_copy.default),
     "aten._reshape_copy": _view(ATEN._reshape_copy.default),
     "aten.flatten": _flatten,

@@ -116,6 +116,15 @@ def _view(call: Call) -> Rule:
     return reshaped(call, result_size("size" if "size" in call.given else "shape"))
 
 
+def _view_as(call: Call) -> Rule:
+    """The other operand, which gives its shape alone, is cut as the result is."""
+    source, target = call.operands[0][1], call.results[0]
+    if any(is_zero(s) for s in (*source, *target)):
+        raise UnruledError
+    inside, outside, sizes = chains(source, target)
+    return call.rule([inside, outside], [outside], sizes=sizes)
+
+
 def _flatten(call: Call) -> Rule:
     return reshaped(call, None)
 
@@ -270,6 +279,7 @@ def _interleave(call: Call) -> Rule:
 TABLE: dict[str, Entry] = {
     **dict.fromkeys(("aten.view", "aten.reshape", "aten._unsafe_view"), _view),
     **dict.fromkeys(("aten.view_copy", "aten._reshape_copy"), _view),
+    **dict.fromkeys(("aten.view_as", "aten.reshape_as"), _view_as),
     "aten.flatten": _flatten,
     "aten.ravel": _flatten,
     "aten.unflatten": _unflatten,

@@ -77,6 +77,13 @@ def rows_then_batch(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((per_token(scores, labels) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
+def seen_as(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Terms of all tokens in one line, and then in the shape of the mask."""
+    mask = (labels > 2).to(scores.dtype)
+    terms = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
+    return (terms.view_as(mask) * mask).sum() / mask.sum().clamp(min=1)
+
+
 def focal(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Divided by the number of positive entries."""
     wanted = F.one_hot(labels, WORDS).to(scores.dtype)
@@ -149,7 +156,7 @@ def best_rows(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 LOSSES: dict[str, Loss] = {
     made.__name__: made
     for made in (
-        masked_pixels, two_masks, sample_weights, rows_then_batch, focal, distillation,
+        masked_pixels, two_masks, sample_weights, rows_then_batch, seen_as, focal, distillation,
         class_weights, smoothed, by_size, normalized_weights, likelihood, balanced, explained,
         by_peak, best_rows,
     )
