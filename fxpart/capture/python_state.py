@@ -51,7 +51,7 @@ class PythonState:
     variables: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
-    slots: list[tuple[Any, str, Any]] = field(default_factory=list)
+    slots: list[tuple[Any, types.MemberDescriptorType, Any]] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -112,8 +112,8 @@ class PythonState:
         elif is_holder(type(item)) or not _is_library(type(item).__module__):
             if type(_own(item)) is dict:
                 yield from self._attributes(_own(item))
-            for name, held in slots_of_object(item).items():
-                self.slots.append((item, name, held))
+            for slot, held in slots_of_object(item).values():
+                self.slots.append((item, slot, held))
                 yield held
             yield from self._class(type(item))
 
@@ -157,8 +157,9 @@ class PythonState:
         scopes = [scope]
         for name in code.co_names:
             held = scope.get(name)
-            if isinstance(held, types.ModuleType) and not _is_library(held.__name__):
-                scopes.append(vars(held))
+            # A name that is no identifier is not the user's: pytest's asserts use "@pytest_ar".
+            if isinstance(held, types.ModuleType) and name.isidentifier():
+                scopes += [] if _is_library(held.__name__) else [vars(held)]
         for held in scopes:
             for name in code.co_names:
                 if name in held and not isinstance(held[name], types.ModuleType):
@@ -189,9 +190,8 @@ class PythonState:
                 scope[name] = value
         for cell, value in self.cells:
             cell.cell_contents = value
-        for item, name, value in self.slots:
-            if getattr(item, name, None) is not value:
-                object.__setattr__(item, name, value)
+        for item, slot, value in self.slots:
+            put_in_slot(item, slot, value)
         put_back(self.values)
         self._empty_caches()
 
@@ -233,18 +233,42 @@ def is_holder(kind: type) -> bool:
     )  # fmt: skip
 
 
-def slots_of_object(item: Any) -> dict[str, Any]:
-    """The values that an object has in ``__slots__`` of the user's classes, by name."""
-    found = {}
+def slots_of_object(item: Any) -> dict[str, tuple[types.MemberDescriptorType, Any]]:
+    """What an object has in ``__slots__`` of the user's classes: by name the slot and its value.
+
+    A class may hide a base's slot behind a property, so that values are read and written by the
+    slots themselves (:func:`put_in_slot`).
+    """
+    found: dict[str, tuple[types.MemberDescriptorType, Any]] = {}
     for kind in type(item).__mro__:
         if _is_library(kind.__module__):
             continue
         names = vars(kind).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else tuple(names):
             own = f"_{kind.__name__.lstrip('_')}{name}" if _is_mangled(name) else name
-            if isinstance(vars(kind).get(own), types.MemberDescriptorType) and hasattr(item, own):
-                found[own] = getattr(item, own)
+            slot = vars(kind).get(own)
+            if own in found or not isinstance(slot, types.MemberDescriptorType):
+                continue
+            if (value := in_slot(item, slot)) is not EMPTY:
+                found[own] = (slot, value)
     return found
+
+
+EMPTY = object()  # the value of a slot that has none
+
+
+def in_slot(item: Any, slot: types.MemberDescriptorType) -> Any:
+    """The value in an object's slot, EMPTY if there is none."""
+    try:
+        return slot.__get__(item)
+    except AttributeError:
+        return EMPTY
+
+
+def put_in_slot(item: Any, slot: types.MemberDescriptorType, value: Any) -> None:
+    """Put a value back into an object's slot if another is there."""
+    if in_slot(item, slot) is not value:
+        slot.__set__(item, value)
 
 
 def _is_mangled(name: str) -> bool:

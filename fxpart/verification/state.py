@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpart.capture.python_state import is_holder, slots_of_object
+from fxpart.capture.python_state import in_slot, is_holder, put_in_slot, slots_of_object
 from fxpart.environment import variables
 from fxpart.verification.code import Reached, global_names, is_own, is_own_class
 from fxpart.verification.values import (
@@ -100,8 +100,11 @@ class Holder:
             return lambda: owner.get(key, MISSING)
         if isinstance(owner, (list, deque)):
             return lambda: owner[key] if key < len(owner) else MISSING
-        if isinstance(owner, type) or slots_of_object(owner):
+        if isinstance(owner, type):
             return lambda: getattr(owner, key, MISSING)
+        if key in (slots := slots_of_object(owner)):
+            slot = slots[key][0]
+            return lambda: in_slot(owner, slot)
         if isinstance(owner, ContextVar):
             return lambda: _got(owner)
         if owner is variables():
@@ -261,9 +264,9 @@ class State:
 
     def _object(self, value: Any, path: str, name: str, depth: int) -> None:
         slots = getattr(value, "__dict__", None)
-        if (named := slots_of_object(value)) and type(slots) is not dict:
-            self._slotted(value, named, path)
-            self._elements(value, named, path, depth, name)
+        if type(slots) is not dict and slots_of_object(value):
+            self._slotted(value, path)
+            self._elements(value, _slotted(value), path, depth, name)
         if type(slots) is dict:
             content = dict(slots)
 
@@ -280,16 +283,16 @@ class State:
                 if base not in (object, nn.Module) and is_own_class(base):
                     self._class(base)
 
-    def _slotted(self, value: Any, content: dict[str, Any], path: str) -> None:
+    def _slotted(self, value: Any, path: str) -> None:
         """An object with ``__slots__`` in place of a dict."""
+        slots = slots_of_object(value)
 
         def restore() -> None:
-            for key, each in content.items():
-                if getattr(value, key, MISSING) is not each:
-                    object.__setattr__(value, key, each)
+            for slot, before in slots.values():
+                put_in_slot(value, slot, before)
 
-        read = lambda: slots_of_object(value)  # noqa: E731
-        self.holders.append(Holder(value, path, "", content, read, restore))
+        content = {name: before for name, (_, before) in slots.items()}
+        self.holders.append(Holder(value, path, "", content, lambda: _slotted(value), restore))
 
     def _elements(
         self, value: Any, content: dict[str, Any], path: str, depth: int, name: str
@@ -504,8 +507,13 @@ def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, functools.partial):
         return dict(enumerate((value.func, value.args, value.keywords)))
     if _is_open(value) and not isinstance(value, (MethodType, Enum)):
-        return {**(getattr(value, "__dict__", None) or {}), **slots_of_object(value)}
+        return {**(getattr(value, "__dict__", None) or {}), **_slotted(value)}
     return None
+
+
+def _slotted(value: Any) -> dict[str, Any]:
+    """The values in an object's slots, by name."""
+    return {name: each for name, (_, each) in slots_of_object(value).items()}
 
 
 def _is_open(value: Any) -> bool:

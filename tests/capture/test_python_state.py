@@ -158,3 +158,33 @@ def test_containers_classes_and_closures_are_restored() -> None:
     assert list(model.queue) == [1, 2] and model.named == {"a": 1}
     assert model.nested == ([{"deep": 1}], {3})
     assert count == 0
+
+
+class _Named:
+    __slots__ = ("number",)
+
+
+class _Constant(_Named):
+    """The slot of the base hides behind a property without a setter, as in mpmath's constants."""
+
+    @property
+    def number(self) -> tuple[int]:  # type: ignore[override]
+        return (1,)
+
+
+def test_a_slot_behind_a_property() -> None:
+    constant = _Constant()
+    _Named.number.__set__(constant, 1.0)  # type: ignore[attr-defined]
+    with PythonState.of([constant]).unchanged():
+        _Named.number.__set__(constant, 2.0)  # type: ignore[attr-defined]
+    assert _Named.number.__get__(constant) == 1.0  # type: ignore[attr-defined]
+
+
+def test_modules_that_pytest_puts_into_asserts_are_not_the_users() -> None:
+    def forward(x: Any) -> Any:
+        assert x is not None
+        return x
+
+    assert "@pytest_ar" in forward.__globals__
+    scopes = [scope for scope, _, _ in PythonState.of(forward).variables]
+    assert all(scope is not vars(forward.__globals__["@pytest_ar"]) for scope in scopes)

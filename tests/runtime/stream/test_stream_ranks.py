@@ -122,7 +122,9 @@ def test_a_rank_that_drains_alone(pool: Pool) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_gone(pool: Pool) -> None:
     found = pool.run(stream_programs.part, "gone", ranks=4, timeout=240.0)
-    assert [code for code, _ in found] == ["FXP504", "FXP504", "", "FXP504"]
+    assert [code for code, _ in found[1:]] == ["FXP504", "", "FXP504"]
+    # Rank 0 waits for rank 1, which lives: on a busy machine for longer than the timeout.
+    assert found[0][0] in ("FXP503", "FXP504")
     for rank, (_, where) in enumerate(found):  # by a transfer or by what ranks tell: who is first
         own = (f"rank {rank}, stage {rank}, action {rank}", f"rank {rank}, telling the other ranks")
         assert rank == 2 or where.startswith(own)
